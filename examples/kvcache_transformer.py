@@ -32,9 +32,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    sys.exit(
-        "this example needs torch: install it with `scripts/setup --torch`, or `pip install torch`"
-    )
+    sys.exit("this example needs torch: install it with `scripts/setup --torch`, or `pip install torch`")
 
 BLOCK_TOKENS = 16
 LAYERS, HEADS, HEAD_WIDTH, VOCABULARY = 4, 4, 32, 256
@@ -235,9 +233,7 @@ def both() -> None:
     ):
         for role, peer in (("prefill", one), ("decode", two)):
             environment = {**os.environ, "MOONCAKE_P2P_SOCKET": peer["socket"]}
-            subprocess.run(
-                [sys.executable, __file__, role], env=environment, check=True, timeout=120
-            )
+            subprocess.run([sys.executable, __file__, role], env=environment, check=True, timeout=120)
 
 
 def main() -> None:

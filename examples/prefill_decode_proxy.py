@@ -51,9 +51,7 @@ class Proxy(ThreadingHTTPServer):
         self.counting = threading.Lock()
 
     @contextmanager
-    def asked(
-        self, engines: Engines, path: str, body: dict[str, Any], seconds: float
-    ) -> Iterator[Any]:
+    def asked(self, engines: Engines, path: str, body: dict[str, Any], seconds: float) -> Iterator[Any]:
         """The response of the first engine that answers. Raises `OSError` when none does; `HTTPError` is one."""
         for last, address in enumerate(engines.best_first(), 1 - len(engines.addresses)):
             with self.counting:

@@ -79,15 +79,7 @@ _NAMES_IN = {
     ),
     "p2pstore.peer.api": ("Peer", "open_peer"),
     "p2pstore.results": (
-        *(
-            "ItemResult",
-            "KeyPage",
-            "ListedKey",
-            "PinResult",
-            "Location",
-            "PeerInfo",
-            "PrefixHolder",
-        ),
+        *("ItemResult", "KeyPage", "ListedKey", "PinResult", "Location", "PeerInfo", "PrefixHolder"),
         *("PutResult", "TransferRequest", "TransferStatus"),
     ),
     "p2pstore.transfer.transfer_trace": ("FetchTrace",),

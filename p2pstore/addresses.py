@@ -35,9 +35,7 @@ def split_address(address: str, setting: str, default_port: int | None = None) -
     if "," in address or ";" in address:
         raise ConfigError(f"{setting}: {address!r} is more than one address; write one HOST:PORT")
     host, colon, port_text = address.rpartition(":")
-    if (not colon and default_port is not None) or (
-        address.endswith("]") and default_port is not None
-    ):
+    if (not colon and default_port is not None) or (address.endswith("]") and default_port is not None):
         host, port_text = address, str(default_port)
     in_brackets = host.startswith("[") and host.endswith("]")
     if in_brackets:

@@ -118,9 +118,7 @@ def conflict_policy(overwrite: Any, on_conflict: Any) -> OnConflict:
             f"on_conflict must be 'keep', 'overwrite' or 'error', not {_shown(on_conflict)}"
         )
     if overwrites and on_conflict != "overwrite":
-        raise ValueError(
-            f"overwrite=True contradicts on_conflict={on_conflict!r}: give one of the two"
-        )
+        raise ValueError(f"overwrite=True contradicts on_conflict={on_conflict!r}: give one of the two")
     found: OnConflict = on_conflict
     return found
 

@@ -107,9 +107,7 @@ def _sizes(setting: list[str] | dict[str, str | int], spelled: str) -> dict[str,
     return found
 
 
-class PeerConfig(
-    msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fields=True, kw_only=True
-):
+class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fields=True, kw_only=True):
     """Settings of one peer. Field names are the command line's option names with underscores.
 
     Sizes are bytes or text such as `4GiB`. Addresses are `HOST:PORT` (`[v6]:PORT`); port 0 means any free one.
@@ -250,9 +248,7 @@ class PeerConfig(
         if self.ssd is None:
             for setting in ("ssd_capacity", "ssd_writes_per_day"):
                 if getattr(self, setting) is not None:
-                    raise ConfigError(
-                        f"{says[setting]}: there is no SSD; say where with {says['ssd']}"
-                    )
+                    raise ConfigError(f"{says[setting]}: there is no SSD; say where with {says['ssd']}")
             return
         if not self.ssd:
             raise ConfigError(f"{says['ssd']}: name a directory, or a block device")
@@ -407,9 +403,7 @@ class PeerConfig(
             except ValueError:
                 raise ConfigError(f"{spelled}: {self.max_leased!r} is not a percentage") from None
             if not 0 < percent <= 100:
-                raise ConfigError(
-                    f"{spelled}: {self.max_leased!r} must be above 0% and at most 100%"
-                )
+                raise ConfigError(f"{spelled}: {self.max_leased!r} must be above 0% and at most 100%")
             return int(memory * percent / 100)
         size = parse_bytes(self.max_leased, spelled)
         if not size:
@@ -451,9 +445,7 @@ def usable_memory_bytes() -> int:
     return min([host, *(limit for limit, _ in memory_limits())])
 
 
-def check_types(
-    settings: Mapping[str, Any], spelled: Mapping[str, str], *, strict: bool
-) -> PeerConfig:
+def check_types(settings: Mapping[str, Any], spelled: Mapping[str, str], *, strict: bool) -> PeerConfig:
     """Settings of the right types. Raises `ConfigError` naming the setting, the value and what is allowed."""
     try:
         return msgspec.convert(settings, PeerConfig, strict=strict)

@@ -129,13 +129,7 @@ def _part_starts(blocks: int) -> list[int]:
     links = rows + rows // ROWS_PER_BUCKET + FIRST_BUCKETS + SPLIT_BATCH
     starts, end = [0], 0
     for length in (
-        *(
-            _HEADER_BYTES,
-            MAX_COUNTED_SLOTS,
-            8 * MAX_COUNTED_SLOTS,
-            APART_COUNTERS,
-            8 * FLOOR_CLOCKS,
-        ),
+        *(_HEADER_BYTES, MAX_COUNTED_SLOTS, 8 * MAX_COUNTED_SLOTS, APART_COUNTERS, 8 * FLOOR_CLOCKS),
         *(4 * blocks, 4 * rows, 4 * links, LOCATION_BYTES * rows),
     ):
         end += -(-length // _PAGE_BYTES) * _PAGE_BYTES
@@ -163,9 +157,7 @@ class LocationTable:
         words = view[:_HEADER_BYTES].cast("Q")
         blocks = words[Word.BLOCKS]
         if words[Word.MAGIC] != _MAGIC:
-            raise ProtocolMismatch(
-                "this memory is no table of locations that this version can read"
-            )
+            raise ProtocolMismatch("this memory is no table of locations that this version can read")
         if len(view) < table_bytes(blocks):  # a mapping is whole pages, and those may be large
             raise ProtocolError(f"a table of {blocks} blocks does not fit into {len(view)} bytes")
         parts = [view[start:end] for start, end in pairwise(_part_starts(blocks))]
@@ -220,10 +212,7 @@ class LocationTable:
         """The link to the first row of the digest's chain."""
         words, factors = _WORDS.unpack(digest), self._factors
         mixed: int = (
-            words[0] * factors[0]
-            + words[1] * factors[1]
-            + words[2] * factors[2]
-            + words[3] * factors[3]
+            words[0] * factors[0] + words[1] * factors[1] + words[2] * factors[2] + words[3] * factors[3]
             & _MASK
         ) >> 32
         level = self.words[_LEVEL]

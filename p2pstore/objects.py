@@ -64,9 +64,7 @@ def encode_key(key: str) -> bytes:
     if not encoded:
         raise _no_key("the key is empty; a key is 1 to 1,024 bytes of UTF-8")
     if len(encoded) > MAX_KEY_BYTES:
-        raise _no_key(
-            f"the key is {len(encoded):,} bytes long; at most {MAX_KEY_BYTES:,} are allowed"
-        )
+        raise _no_key(f"the key is {len(encoded):,} bytes long; at most {MAX_KEY_BYTES:,} are allowed")
     return encoded
 
 
@@ -77,9 +75,7 @@ def encode_namespace(namespace: str) -> bytes:
     except UnicodeEncodeError as error:
         raise ValueError("the namespace is not valid UTF-8 text") from error
     if not 0 < len(encoded) <= MAX_NAMESPACE_BYTES:
-        raise ValueError(
-            f"a namespace is 1 to {MAX_NAMESPACE_BYTES} bytes of UTF-8, not {len(encoded)}"
-        )
+        raise ValueError(f"a namespace is 1 to {MAX_NAMESPACE_BYTES} bytes of UTF-8, not {len(encoded)}")
     return encoded
 
 
@@ -87,18 +83,14 @@ def key_digest(key: str, namespace: str = DEFAULT_NAMESPACE) -> bytes:
     """BLAKE2b-128 of namespace and key: what peers, slots and locations call the object."""
     space = encode_namespace(namespace)
     return hashlib.blake2b(
-        bytes((len(space),)) + space + encode_key(key),
-        digest_size=DIGEST_BYTES,
-        person=_KEY_PERSON,
+        bytes((len(space),)) + space + encode_key(key), digest_size=DIGEST_BYTES, person=_KEY_PERSON
     ).digest()
 
 
 def key_hasher(namespace: str) -> Callable[[str], bytes]:
     """`key_digest` for one namespace, which is hashed only once."""
     space = encode_namespace(namespace)
-    begun = hashlib.blake2b(
-        bytes((len(space),)) + space, digest_size=DIGEST_BYTES, person=_KEY_PERSON
-    )
+    begun = hashlib.blake2b(bytes((len(space),)) + space, digest_size=DIGEST_BYTES, person=_KEY_PERSON)
 
     def digest(key: str) -> bytes:
         hasher = begun.copy()
@@ -112,9 +104,7 @@ def batch_key_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
     """`key_digest` of many keys of one namespace, at some 0.35 us each. Those of small batches are kept for a while:
     whoever asks which keys exist gets those next."""
     space = encode_namespace(namespace)
-    begun = hashlib.blake2b(
-        bytes((len(space),)) + space, digest_size=DIGEST_BYTES, person=_KEY_PERSON
-    )
+    begun = hashlib.blake2b(bytes((len(space),)) + space, digest_size=DIGEST_BYTES, person=_KEY_PERSON)
     kept: dict[str, bytes] = {}
 
     def hashed(keys: Sequence[str]) -> list[bytes]:
@@ -223,9 +213,7 @@ class HybridClock:
 
     def lead_seconds(self, unix_seconds: float) -> float:
         """How far `latest` is ahead of the wall clock; 0 where it is not. The next stamp is that far ahead, too."""
-        return max(0, self.latest - clock_from_unix_seconds(unix_seconds)) / (
-            1000 << CLOCK_COUNTER_BITS
-        )
+        return max(0, self.latest - clock_from_unix_seconds(unix_seconds)) / (1000 << CLOCK_COUNTER_BITS)
 
     def restart(self, unix_seconds: float) -> None:
         """Begin anew at the wall clock. Only where no stamp above it is kept: see `core.timekeeping`."""
@@ -292,8 +280,7 @@ def printable(text: str) -> str:
     """Text of strangers (keys, names) with control characters made visible: it must neither steer a terminal
     nor pass for another line of a log."""
     return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in text
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
     )
 
 
@@ -345,9 +332,7 @@ def parse_duration(text: str, setting: str) -> float:
     match = _DURATION.fullmatch(text.strip().lower())
     unit = match and _UNIT_SECONDS.get(match[2])
     if not match or unit is None:
-        raise ValueError(
-            f"{setting}: {text!r} is not a duration; write seconds, or 250ms, 10m, 2h, 1d"
-        )
+        raise ValueError(f"{setting}: {text!r} is not a duration; write seconds, or 250ms, 10m, 2h, 1d")
     return float(match[1]) * unit
 
 

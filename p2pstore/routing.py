@@ -107,12 +107,9 @@ class Router:
         ]
         if infos is not None:
             told = {info.peer_id: info for info in infos}
-            routes = [
-                replace(each, trouble=self._trouble(told.get(each.peer_id))) for each in routes
-            ]
+            routes = [replace(each, trouble=self._trouble(told.get(each.peer_id))) for each in routes]
         return sorted(
-            routes,
-            key=lambda each: (bool(each.trouble), each.is_over_bound, each.first_token_seconds),
+            routes, key=lambda each: (bool(each.trouble), each.is_over_bound, each.first_token_seconds)
         )
 
     def _trouble(self, info: PeerInfo | None) -> str:

@@ -143,9 +143,7 @@ def _read_toml(path: str) -> list[tuple[str, Any, str]]:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(
-            f"the configuration file {path} cannot be read: {error.strerror}"
-        ) from None
+        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"the configuration file {path} has more than {MAX_FILE_BYTES:,} bytes")
     try:

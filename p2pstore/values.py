@@ -56,8 +56,7 @@ def source_view(value: Any) -> memoryview:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError) as error:
         raise TypeError(
-            "a value is bytes, a buffer, a numpy array or a torch tensor, "
-            f"not {type(value).__name__}"
+            f"a value is bytes, a buffer, a numpy array or a torch tensor, not {type(value).__name__}"
         ) from error
     if not view.c_contiguous:
         raise ValueError("the value is not contiguous: copy it first, or pass its parts")
@@ -79,9 +78,7 @@ def destination_view(buffer: Any) -> memoryview:
 
 def destination_views(buffers: Sequence[Any]) -> list[memoryview]:
     """`destination_view` of each. Raises as that for the first that is none."""
-    if set(map(type, buffers)) == {memoryview} and set(map(_LAYOUT_OF, buffers)) == {
-        _WRITABLE_BYTES
-    }:
+    if set(map(type, buffers)) == {memoryview} and set(map(_LAYOUT_OF, buffers)) == {_WRITABLE_BYTES}:
         return list(buffers)  # a call for each takes more than twice as long
     return list(map(destination_view, buffers))
 
@@ -105,9 +102,7 @@ def describe_tensor(tensor: Any) -> tuple[str, tuple[int, ...]]:
     return _dtype_name(dtype), tensor.shape
 
 
-def empty_tensor(
-    dtype: str, shape: tuple[int, ...], length: int, framework: Framework | None
-) -> Any:
+def empty_tensor(dtype: str, shape: tuple[int, ...], length: int, framework: Framework | None) -> Any:
     """Memory for a tensor that was stored as `length` bytes: `torch.*` comes back as torch, the rest
     as numpy.
 
@@ -165,9 +160,7 @@ def _ml_dtype(name: str) -> np.dtype[Any]:
         ) from error
     kind = getattr(ml_dtypes, name, None)
     if not isinstance(kind, type) or not issubclass(kind, np.generic):
-        raise P2PStoreError(
-            f'neither numpy nor ml_dtypes has a dtype {name!r}: pass framework="torch"'
-        )
+        raise P2PStoreError(f'neither numpy nor ml_dtypes has a dtype {name!r}: pass framework="torch"')
     dtype: np.dtype[Any] = np.dtype(kind)
     return dtype
 
@@ -331,9 +324,7 @@ class RegisteredBuffer:
     def __getitem__(self, part: slice) -> memoryview:
         """A view of a part; `part` counts bytes. Raises `TypeError` for anything but a slice."""
         if not isinstance(part, slice):
-            raise TypeError(
-                "a registered buffer is cut into parts by slices: registered[start:stop]"
-            )
+            raise TypeError("a registered buffer is cut into parts by slices: registered[start:stop]")
         return self.view[part]
 
     def close(self) -> None:

@@ -284,9 +284,7 @@ class FrameBuffer:
         return len(self._data) - self._position
 
 
-def negotiate_version(
-    their_minimum: int, their_maximum: int, own: tuple[int, int] | None = None
-) -> int:
+def negotiate_version(their_minimum: int, their_maximum: int, own: tuple[int, int] | None = None) -> int:
     """The highest version both sides speak; `own` are the lowest and highest of this side. Raises
     `ProtocolMismatch` when there is none."""
     own_minimum, own_maximum = own or (MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION)

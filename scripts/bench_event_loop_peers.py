@@ -18,15 +18,7 @@ from typing import Any
 import tests.unit.core_harness as harness
 from p2pstore.core.removals.flush import FlushOperation
 from p2pstore.gossip.gossip_messages import REQUESTS as GOSSIP
-from p2pstore.gossip.gossip_messages import (
-    Claim,
-    ControlKind,
-    Delta,
-    Exchange,
-    LogChunk,
-    Ping,
-    Status,
-)
+from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Exchange, LogChunk, Ping, Status
 from p2pstore.gossip.locations.log import MAX_SIGNED_OPERATIONS, sign_run
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
@@ -112,8 +104,7 @@ def floor_of(number: int, clock: int, other: harness.Other) -> SignedRecord:
 def packed(first: int, count: int, clock: int) -> bytes:
     """`count` operations, one per key."""
     return b"".join(
-        LocationRecord(digest(first + n), Version(clock + n, 9), n, 1).encode()
-        for n in range(count)
+        LocationRecord(digest(first + n), Version(clock + n, 9), n, 1).encode() for n in range(count)
     )
 
 
@@ -190,10 +181,7 @@ class Requests:
             what = f"DELTA of {len(records)} new members"
             self.tell(what, ControlKind.DELTA, Delta(records, [], [], []))
         claims = [
-            Claim(
-                *(SimulatedSigner(n).peer_id, harness.OTHER_INCARNATION),
-                *(int(Status.SUSPECT), 1),
-            )
+            Claim(*(SimulatedSigner(n).peer_id, harness.OTHER_INCARNATION), *(int(Status.SUSPECT), 1))
             for n in range(2, min(1026, self.members))
         ]
         self.tell("PING with 1,024 suspicions", ControlKind.PING, Ping(1, claims))

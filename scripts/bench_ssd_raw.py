@@ -51,13 +51,7 @@ def measure_raw(report: Report, folder: Path, quick: bool) -> None:
 
 
 def _compare(
-    report: Report,
-    disk: FileDisk,
-    fio: Fio,
-    load: Load,
-    wanted: str,
-    repeats: int,
-    seconds: float,
+    report: Report, disk: FileDisk, fio: Fio, load: Load, wanted: str, repeats: int, seconds: float
 ) -> None:
     ours: list[Measured] = []
     theirs: list[Measured] = []
@@ -167,9 +161,7 @@ def _beside_writes(report: Report, disk: FileDisk, fio: Fio, repeats: int, secon
         with fio.running(WRITE_BACK, seconds + 5):
             fio_ratios.append(fio.run(READ_BESIDE_WRITES, seconds).p99_seconds / alone)
     name = f"read {format_bytes(READ_BESIDE_WRITES.block_bytes)}: p99 beside write-back"
-    report.add(
-        name, statistics.median(busy) * 1e3, "ms", "idle", statistics.median(idle) * 1e3, "<= 3"
-    )
+    report.add(name, statistics.median(busy) * 1e3, "ms", "idle", statistics.median(idle) * 1e3, "<= 3")
     ratios = [one / other for one, other in zip(busy, idle, strict=True)]
     report.add(
         f"{name}, as a multiple of idle",

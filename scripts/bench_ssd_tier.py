@@ -57,9 +57,7 @@ async def _measure(report: Report, folder: Path, quick: bool) -> None:
         fio = Fio(other.path, size_bytes)
         policy = AdmissionPolicy(min_bytes=0, min_hits=0, max_queued_bytes=GIB)
         tier_of_disk = open_tier(
-            disk,
-            policy,
-            TierHooks(withdraw=lambda entries: None, is_last_copy=lambda digest: False),
+            disk, policy, TierHooks(withdraw=lambda entries: None, is_last_copy=lambda digest: False)
         )
         async with tier_of_disk as tier:
             for length, depth, wanted_of_writes, wanted_of_reads in SIZES:
@@ -139,13 +137,7 @@ class Objects:
 
 
 async def _compare(
-    report: Report,
-    fio: Fio,
-    objects: Objects,
-    load: Load,
-    wanted: str,
-    repeats: int,
-    seconds: float,
+    report: Report, fio: Fio, objects: Objects, load: Load, wanted: str, repeats: int, seconds: float
 ) -> None:
     ours: list[Measured] = []
     theirs: list[Measured] = []
@@ -166,10 +158,7 @@ async def _compare(
 
 async def _beside_writes(report: Report, tier: SsdTier, repeats: int, seconds: float) -> None:
     """How much longer the slowest reads take while as much is written as the tier takes."""
-    small, large = (
-        Objects(tier, READ_BESIDE_WRITES.block_bytes),
-        Objects(tier, WRITE_BACK.block_bytes),
-    )
+    small, large = (Objects(tier, READ_BESIDE_WRITES.block_bytes), Objects(tier, WRITE_BACK.block_bytes))
     idle: list[float] = []
     busy: list[float] = []
 
@@ -184,6 +173,4 @@ async def _beside_writes(report: Report, tier: SsdTier, repeats: int, seconds: f
             busy.append(await p99(400 + number))
             nursery.cancel_scope.cancel()
     name = f"tier: read {format_bytes(READ_BESIDE_WRITES.block_bytes)}: p99 beside write-back"
-    report.add(
-        name, statistics.median(busy) * 1e3, "ms", "idle", statistics.median(idle) * 1e3, "<= 3"
-    )
+    report.add(name, statistics.median(busy) * 1e3, "ms", "idle", statistics.median(idle) * 1e3, "<= 3")

@@ -161,9 +161,7 @@ class Cores:
 
 def cpu_seconds(process: int) -> float:
     """CPU time that a process of this machine used so far, all of its threads together."""
-    return time.clock_gettime(
-        ~process << 3 | 2
-    )  # the id that the kernel gives the clock of a process
+    return time.clock_gettime(~process << 3 | 2)  # the id that the kernel gives the clock of a process
 
 
 def times(action: Callable[[], object], repeats: int, warm_up: int = 1) -> list[float]:

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def shortest_seconds(
-    total_bytes: int, bytes_per_second: float, receivers: int, pieces: int
-) -> float:
+def shortest_seconds(total_bytes: int, bytes_per_second: float, receivers: int, pieces: int) -> float:
     """No way to bring `total_bytes` from one to so many receivers takes less, when all links carry `bytes_per_second`
     in each direction: all pieces leave the source, and the last one still has to reach everybody, by doubling."""
     if receivers < 1 or pieces < 1 or bytes_per_second <= 0:

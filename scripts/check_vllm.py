@@ -122,10 +122,7 @@ class World:
         return process
 
     def start(
-        self,
-        name: str,
-        program: Sequence[str],
-        environment: Mapping[str, str] = MappingProxyType({}),
+        self, name: str, program: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[subprocess.Popen[str], Path]:
         """A program of the engines' Python, and its log."""
         paths = f"{HERE / 'vllm_cpu'}:{ROOT}:{ROOT / 'cli'}"
@@ -190,9 +187,7 @@ class Engine:
     ) -> None:
         self.name, self.port = name, free_port()
         # LMCache's keys have the model's path.
-        folder = (
-            world.folder / ("lmcache" if "LMCache" in config["kv_connector"] else name) / "tiny"
-        )
+        folder = world.folder / ("lmcache" if "LMCache" in config["kv_connector"] else name) / "tiny"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
         program = [*before, str(HERE / "vllm_cpu/engine.py"), str(folder), str(self.port)]
@@ -330,10 +325,7 @@ def check_mooncake(world: World) -> None:
     """vLLM's own connector for Mooncake's store, which is ours here."""
     config = world.folder / "mooncake.json"
     sizes = {"global_segment_size": "64mb", "local_buffer_size": "16mb"}
-    address = {
-        "master_server_address": f"127.0.0.1:{free_port()}",
-        "metadata_server": "P2PHANDSHAKE",
-    }
+    address = {"master_server_address": f"127.0.0.1:{free_port()}", "metadata_server": "P2PHANDSHAKE"}
     config.write_text(json.dumps({**address, **sizes, "protocol": "tcp", "device_name": ""}))
     connector = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
     connector["kv_load_failure_policy"] = "recompute"

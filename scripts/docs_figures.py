@@ -53,9 +53,7 @@ def draw(figure: Figure) -> str:
         x = _x(index, len(figure.places))
         parts.append(_text(x, HEIGHT - BOTTOM + 20, place, anchor="middle"))
     for values, colour in zip(figure.series.values(), COLOURS, strict=False):
-        points = [
-            (_x(index, len(figure.places)), _y(value, top)) for index, value in enumerate(values)
-        ]
+        points = [(_x(index, len(figure.places)), _y(value, top)) for index, value in enumerate(values)]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
@@ -71,9 +69,7 @@ def figures(page: str) -> dict[str, Figure]:
     """By file name, with the numbers of docs/measurements.md. Raises `ValueError` when a row is not there."""
     sizes = ("1 MiB", "16 MiB", "64 MiB", "256 MiB")
     ratios = [_numbers(_row(page, f"get_into {size} |")[3]) for size in sizes]
-    tcp = {
-        name: [both[number] for both in ratios] for number, name in enumerate(("blocking", "trio"))
-    }
+    tcp = {name: [both[number] for both in ratios] for number, name in enumerate(("blocking", "trio"))}
     beside = [_row(page, f"remote, get_into {size} ") for size in sizes]
     stores = ("p2pstore", "Mooncake", "Redis", "plain sockets")
     rooms = _row(page, "room for blocks")[1:]

@@ -119,9 +119,7 @@ def take_status_page(folder: Path) -> None:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     flags += [f"--user-data-dir={folder / 'browser'}", "--window-size=900,1000"]
     flags += ["--virtual-time-budget=4000", f"--screenshot={PICTURES / 'status.png'}"]
-    subprocess.run(
-        [browser, *flags, address], timeout=COMMAND_SECONDS, check=True, capture_output=True
-    )
+    subprocess.run([browser, *flags, address], timeout=COMMAND_SECONDS, check=True, capture_output=True)
 
 
 def main() -> None:

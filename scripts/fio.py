@@ -48,9 +48,7 @@ class Fio:
 
     def run(self, load: Load, seconds: float) -> Measured:
         """Keep the load up for so long."""
-        done = subprocess.run(
-            self._command(self.engine, load, seconds), capture_output=True, text=True
-        )
+        done = subprocess.run(self._command(self.engine, load, seconds), capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"fio failed: {done.stderr or done.stdout}")
         return _measured(json.loads(done.stdout), load)

@@ -146,9 +146,7 @@ class OwnMemoryBench:
         """More than there is room for."""
         for side in self._sides:
             count = side.segment_bytes * 5 // 4 // max(size, 64 * KIB)
-            side.program.ask(
-                "overfill", prefix=self._prefix(), count=count, size=max(size, 64 * KIB)
-            )
+            side.program.ask("overfill", prefix=self._prefix(), count=count, size=max(size, 64 * KIB))
 
     def _forget(self) -> None:
         for side in self._sides:

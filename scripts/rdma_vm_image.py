@@ -159,12 +159,7 @@ def _install_packages() -> None:
 
 def _run(command: Sequence[str], cwd: Path | None = None) -> str:
     """Run a command to its end; what it printed. Raises `NotPossible` with the end of that when it fails."""
-    environment = {
-        **os.environ,
-        "PATH": SEARCH_PATH,
-        "DEBIAN_FRONTEND": "noninteractive",
-        "LC_ALL": "C",
-    }
+    environment = {**os.environ, "PATH": SEARCH_PATH, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -239,9 +234,7 @@ def _build_initial(image: Image) -> None:
         name = path.name.removesuffix(".xz")
         names.append(name)
         data = path.read_bytes()
-        (tree / "modules" / name).write_bytes(
-            lzma.decompress(data) if path.suffix == ".xz" else data
-        )
+        (tree / "modules" / name).write_bytes(lzma.decompress(data) if path.suffix == ".xz" else data)
     (tree / "modules.list").write_text("".join(f"{name}\n" for name in names))
     for old in image.folder.glob("initramfs-*.gz"):
         old.unlink()
@@ -257,14 +250,7 @@ def _module_files(image: Image) -> list[Path]:
     base = image.folder / "files"
     listed: dict[Path, None] = {}
     for module in MODULES:
-        show = [
-            "modprobe",
-            "--dirname",
-            str(base),
-            "--set-version",
-            image.version,
-            "--show-depends",
-        ]
+        show = ["modprobe", "--dirname", str(base), "--set-version", image.version, "--show-depends"]
         for line in _run([*show, module]).splitlines():
             verb, _, rest = line.partition(" ")
             if verb == "insmod":

@@ -79,17 +79,7 @@ class Namespace:
     def __init__(self, boot_id_file: str = "") -> None:
         """`boot_id_file` is what programs in it read as the boot id. Raises `NoNamespaces`."""
         self._holder = subprocess.Popen(
-            [
-                "unshare",
-                "--net",
-                "--mount",
-                "--propagation",
-                "private",
-                "sh",
-                "-c",
-                _HOLD,
-                boot_id_file,
-            ],
+            ["unshare", "--net", "--mount", "--propagation", "private", "sh", "-c", _HOLD, boot_id_file],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -190,9 +180,7 @@ class Network:
         self._shape = (bits_per_second, queue_bytes)
         self._bridge = Namespace()
         try:
-            self._bridge.run(
-                [NO_FILTERS, "ip link add bridge type bridge", "ip link set bridge up"]
-            )
+            self._bridge.run([NO_FILTERS, "ip link add bridge type bridge", "ip link set bridge up"])
         except BaseException:
             self.close()
             raise
@@ -223,9 +211,7 @@ class Network:
 
 
 @contextmanager
-def network_of(
-    count: int, folder: Path, bits_per_second: int, queue_bytes: int
-) -> Iterator[Network]:
+def network_of(count: int, folder: Path, bits_per_second: int, queue_bytes: int) -> Iterator[Network]:
     """A network with so many hosts, for the time of the block. Raises `NoNamespaces`."""
     network = Network(folder, bits_per_second, queue_bytes)
     try:

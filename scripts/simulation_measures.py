@@ -15,16 +15,7 @@ from types import ModuleType
 
 from simulation.measures.figures import Case, Curve, Measured
 
-NAMES = (
-    "spread",
-    "crash",
-    "false-deaths",
-    "heal",
-    "bandwidth",
-    "partitioned",
-    "memory",
-    "restart",
-)
+NAMES = ("spread", "crash", "false-deaths", "heal", "bandwidth", "partitioned", "memory", "restart")
 
 
 @dataclass(slots=True)
@@ -100,12 +91,7 @@ def print_table(taken: Sequence[Taken], seconds: float) -> None:
     from rich.table import Table
 
     table = Table(title=f"figures of gossip in virtual time ({seconds:.0f} s)")
-    for heading, justify in (
-        ("figure", "left"),
-        ("value", "right"),
-        ("wanted", "right"),
-        ("", "left"),
-    ):
+    for heading, justify in (("figure", "left"), ("value", "right"), ("wanted", "right"), ("", "left")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]  # literals
     for each in taken:
         for figure in each.measured.figures:
@@ -120,9 +106,7 @@ def plot(taken: Sequence[Taken], path: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        sys.exit(
-            "simulate: --plot needs matplotlib, which scripts/setup installs with the tests' tools"
-        )
+        sys.exit("simulate: --plot needs matplotlib, which scripts/setup installs with the tests' tools")
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

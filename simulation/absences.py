@@ -176,11 +176,7 @@ class Absences(ScenarioRun):
         self._values += 1
         value = f"{namespace}/{key} {self._values}".encode()
         operation = peer.put(
-            key,
-            value,
-            namespace=namespace,
-            overwrite=overwrite,
-            replicas=self.rng.choice((1, 1, 2)),
+            key, value, namespace=namespace, overwrite=overwrite, replicas=self.rng.choice((1, 1, 2))
         )
         if operation is None:
             return
@@ -200,9 +196,7 @@ class Absences(ScenarioRun):
         def done(result: bytes | Exception) -> None:
             if isinstance(result, bytes):
                 self.outcome.delivered += 1
-                self._judge(
-                    result, forbidden, f"{peer.address}, a read of {namespace}/{key}", began
-                )
+                self._judge(result, forbidden, f"{peer.address}, a read of {namespace}/{key}", began)
             elif not isinstance(result, P2PStoreError):
                 self.problem(f"a read of {namespace}/{key} ended as {result!r}")
 

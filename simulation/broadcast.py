@@ -138,9 +138,7 @@ class _Link:
 class _Peer:
     """A machine with its place in the simulated world."""
 
-    def __init__(
-        self, member: int, host: int, link: _Link, machine: Swarm, joined_at: float
-    ) -> None:
+    def __init__(self, member: int, host: int, link: _Link, machine: Swarm, joined_at: float) -> None:
         self.member = member
         self.host = host
         self.link = link
@@ -158,10 +156,7 @@ class Broadcast:
     """A run from one seed; the same seed gives the same run."""
 
     def __init__(
-        self,
-        scenario: BroadcastScenario,
-        seed: int,
-        clock: Callable[[], float] = lambda: 0.0,
+        self, scenario: BroadcastScenario, seed: int, clock: Callable[[], float] = lambda: 0.0
     ) -> None:
         """`clock` measures what the machines cost: seconds of real or of CPU time."""
         self.scenario = scenario
@@ -188,9 +183,7 @@ class Broadcast:
             peer.joined_at = 0.0
             if joining and peer.member != SOURCE:
                 peer.joined_at = joining * kernel.rng.random()
-        self._known = frozenset(
-            member for member, peer in self.peers.items() if peer.joined_at == 0.0
-        )
+        self._known = frozenset(member for member, peer in self.peers.items() if peer.joined_at == 0.0)
         for peer in self.peers.values():
             kernel.at(peer.joined_at, lambda peer=peer: self._join(peer))  # type: ignore[misc]
             if peer.dies:
@@ -318,15 +311,11 @@ class Broadcast:
         match effect:
             case Tell(members, message):
                 event = Received(peer.member, message)
-                self.kernel.after(
-                    self.scenario.latency, lambda: self._deliver(peer, members, event)
-                )
+                self.kernel.after(self.scenario.latency, lambda: self._deliver(peer, members, event))
             case Fetch(member, piece):
                 peer.fetching.add((member, piece))
                 asked = Asked(peer.member, piece)
-                self.kernel.after(
-                    self.scenario.latency, lambda: self._deliver(peer, (member,), asked)
-                )
+                self.kernel.after(self.scenario.latency, lambda: self._deliver(peer, (member,), asked))
             case Serve(member, piece):
                 self._serve(peer, self.peers[member], piece)
             case Decline(member, piece, why):
@@ -341,9 +330,7 @@ class Broadcast:
             case Abandon(member, piece):
                 peer.fetching.discard((member, piece))
                 served = Served(peer.member, piece, whole=False)
-                self.kernel.after(
-                    self.scenario.latency, lambda: self._deliver(peer, (member,), served)
-                )
+                self.kernel.after(self.scenario.latency, lambda: self._deliver(peer, (member,), served))
             case Connect(member):
                 self._connect(peer, self.peers[member])
             case Disconnect(member, banned):
@@ -351,9 +338,7 @@ class Broadcast:
                     self._banned.add(member)
                 peer.linked.discard(member)
                 peer.fetching = {each for each in peer.fetching if each[0] != member}
-                self.kernel.after(
-                    self.scenario.latency, lambda: self._cut(self.peers[member], peer)
-                )
+                self.kernel.after(self.scenario.latency, lambda: self._cut(self.peers[member], peer))
             case Complete():
                 peer.finished_at = self.kernel.now
                 self._unfinished -= self._counts(peer)

@@ -66,9 +66,7 @@ class Disk:
             core.earlier_life.seen_to_save,
             dict(kept.floors.horizon),
         )
-        state.addresses = [
-            (peer_id, list(book)) for peer_id, book in core.gossip.addresses.entries()
-        ]
+        state.addresses = [(peer_id, list(book)) for peer_id, book in core.gossip.addresses.entries()]
         state.cluster_records = kept.dump()
 
     def keep_memory(self, core: PeerCore) -> None:

@@ -84,11 +84,7 @@ class GossipCluster:
     def remove_peer(self, peer: GossipPeer) -> None:
         """A host that is not running goes for good, and nothing is kept of it."""
         self.peers.remove(peer)
-        del (
-            self.by_number[peer.number],
-            self.by_peer_id[peer.peer_id],
-            self.by_address[peer.address],
-        )
+        del (self.by_number[peer.number], self.by_peer_id[peer.peer_id], self.by_address[peer.address])
 
     def boot_all(self) -> None:
         """Start every peer; all know the first one's address."""
@@ -277,9 +273,7 @@ def view_of(gossip: Gossip, owner: GossipPeer) -> set[bytes]:
     """The packed records that a machine has of another peer."""
     snapshot = gossip.directory.snapshot(owner.member)
     packed = snapshot[3] if snapshot else b""
-    return {
-        packed[start : start + LOCATION_BYTES] for start in range(0, len(packed), LOCATION_BYTES)
-    }
+    return {packed[start : start + LOCATION_BYTES] for start in range(0, len(packed), LOCATION_BYTES)}
 
 
 def packed_hash(packed: bytes) -> int:

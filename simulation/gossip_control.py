@@ -10,11 +10,7 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_effects import Answer, Ask, Contact, Later
 from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, ControlKind
 from p2pstore.wire import HEADER_BYTES, Failure, Message, decode_body, encode_body
-from simulation.gossip_network import (
-    CONNECTION_ROUND_TRIPS,
-    CONNECTION_SECONDS,
-    MESSAGE_SECONDS,
-)
+from simulation.gossip_network import CONNECTION_ROUND_TRIPS, CONNECTION_SECONDS, MESSAGE_SECONDS
 
 if TYPE_CHECKING:
     from simulation.gossip_peer import GossipPeer

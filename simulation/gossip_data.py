@@ -80,9 +80,7 @@ class HomePush:
     def start(self) -> None:
         """Send it."""
         peer, cluster = self._peer, self._peer.cluster
-        cluster.kernel.after(
-            self._push.timeout_seconds / peer.clock_rate, partial(self._comes, None, 0)
-        )
+        cluster.kernel.after(self._push.timeout_seconds / peer.clock_rate, partial(self._comes, None, 0))
         target = cluster.by_peer_id.get(self._push.peer_id)
         if target is None:
             return
@@ -104,9 +102,7 @@ class HomePush:
     def _serve(self, target: GossipPeer, message: peer_messages.Push, size_bytes: int) -> None:
         target.charge(MESSAGE_SECONDS)
         target.traffic.data_bytes_in += size_bytes
-        reply = home_messages.reply_of(
-            *target.gossip.take_push(self._peer.member, message, target.now)
-        )
+        reply = home_messages.reply_of(*target.gossip.take_push(self._peer.member, message, target.now))
         reply_bytes = HEADER_BYTES + len(encode_body(reply))
         target.traffic.data_bytes_out += reply_bytes
         leaves_at = target.charge(MESSAGE_SECONDS)

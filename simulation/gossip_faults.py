@@ -194,9 +194,7 @@ class Misfortune:
         deaf = self._rng.random() < 0.5
         pairs = {(b, a) if deaf else (a, b) for a in chosen for b in others}
         cluster.network.blocked |= pairs
-        cluster.kernel.after(
-            self._while(), lambda: cluster.network.blocked.difference_update(pairs)
-        )
+        cluster.kernel.after(self._while(), lambda: cluster.network.blocked.difference_update(pairs))
 
     def _stall(self) -> None:
         peer = self._running()

@@ -79,9 +79,7 @@ class Watch:
             truth = owner.truth.get(location.incarnation)
             packed = truth.at(digest, location.sequence) if truth is not None else None
             if packed != location.record.encode():
-                self._wrong(
-                    peer, f"shows a ghost key of {owner.number} at sequence {location.sequence}"
-                )
+                self._wrong(peer, f"shows a ghost key of {owner.number} at sequence {location.sequence}")
             elif owner.running and owner.held.get(digest) != location.record:
                 self._deny(peer, owner, digest)
 

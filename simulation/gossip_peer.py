@@ -117,9 +117,7 @@ class GossipPeer(GossipHost):
         self._next_tick, self._seen_version = None, -1
         self.truth[incarnation] = LogTruth()
         gossip.addresses.load(self.saved.addresses)
-        gossip.addresses.add_bootstrap(
-            [address for address in bootstrap if address != self.address]
-        )
+        gossip.addresses.add_bootstrap([address for address in bootstrap if address != self.address])
         self.settle()
 
     def choose_incarnation(self) -> int:
@@ -283,9 +281,7 @@ class GossipPeer(GossipHost):
         """The connection to a peer was reset."""
         self.carry_out(self.gossip.connection_lost(peer_id, self.now))
 
-    def install_snapshot(
-        self, fetch: FetchSnapshot, head: SnapshotHead | None, packed: bytes
-    ) -> None:
+    def install_snapshot(self, fetch: FetchSnapshot, head: SnapshotHead | None, packed: bytes) -> None:
         """Hand a snapshot to the machine."""
         try:
             effects = self.gossip.snapshot_fetched(fetch.token, head, packed, self.now)

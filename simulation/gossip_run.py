@@ -90,11 +90,7 @@ class GossipRun:
         spread = scenario.most_peers - scenario.fewest_peers
         peers = scenario.fewest_peers + round(spread * self.rng.random() ** 4)
         self.cluster = GossipCluster(
-            seed,
-            peers,
-            config=random_config(self.rng),
-            make_gossip=make_gossip,
-            make_peer=make_peer,
+            seed, peers, config=random_config(self.rng), make_gossip=make_gossip, make_peer=make_peer
         )
         self.outcome = GossipOutcome(seed, self.cluster.problems, peers=peers)
         self.bootstrap = [self.cluster.peers[0].address]

@@ -90,9 +90,7 @@ class LyingPeer(SimulatedPeer):
     def tell_data(self, peer: SimulatedPeer, kind: DataKind, request: Message) -> None:
         """Send a data request that no lie changes any more."""
         self.lies_told += 1
-        super().send_data(
-            peer.signer.peer_id, kind, request, TOLD_TIMEOUT_SECONDS, lambda reply: None
-        )
+        super().send_data(peer.signer.peer_id, kind, request, TOLD_TIMEOUT_SECONDS, lambda reply: None)
 
     # --- what is changed ---------------------------------------------------------------------
 
@@ -207,9 +205,7 @@ class LyingPeer(SimulatedPeer):
             )
         if isinstance(message, ExchangeReply):
             delta = self._with_own_record(message.delta)
-            return (
-                message if delta is message.delta else msgspec.structs.replace(message, delta=delta)
-            )
+            return message if delta is message.delta else msgspec.structs.replace(message, delta=delta)
         if isinstance(message, Leave):
             return Leave(self.forged(message.record))
         return message

@@ -128,9 +128,7 @@ class LiarRun(ScenarioRun):
         self._example = ""
         """One read that failed."""
 
-    def _make_peer(
-        self, cluster: SimulatedCluster, number: int, memory_bytes: int
-    ) -> SimulatedPeer:
+    def _make_peer(self, cluster: SimulatedCluster, number: int, memory_bytes: int) -> SimulatedPeer:
         kind = LyingPeer if number == self.liar_number else SimulatedPeer
         return kind(cluster, number, memory_bytes)
 
@@ -360,9 +358,7 @@ class LiarRun(ScenarioRun):
         if not isinstance(result, bytes):
             self.outcome.reads_failed += 1
             if self.outcome.reads_failed <= 3:
-                self._example = (
-                    f"{reader.address} read {key} at {self.kernel.now:.2f} s: {result!r}"
-                )
+                self._example = f"{reader.address} read {key} at {self.kernel.now:.2f} s: {result!r}"
 
     def _judge(self, reader: SimulatedPeer, key: str, value: bytes, began: float) -> None:
         until = self._keys[key].values.get(value)

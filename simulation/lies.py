@@ -53,13 +53,7 @@ from p2pstore.memory.segment_layout import (
     encode_slot,
     encode_trailer,
 )
-from p2pstore.objects import (
-    DIGEST_BYTES,
-    Version,
-    chunk_sums,
-    clock_from_unix_seconds,
-    root_checksum,
-)
+from p2pstore.objects import DIGEST_BYTES, Version, chunk_sums, clock_from_unix_seconds, root_checksum
 from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind, ObjectReply, ObjectStatus
 from p2pstore.wire import Code, Failure, Message
@@ -220,9 +214,7 @@ class Poison(Behaviour):
                     self._tear(holder, entry)
                 self._press(forged)
 
-    def _publish(
-        self, digest: bytes, key: str, length: int, version: Version
-    ) -> ObjectEntry | None:
+    def _publish(self, digest: bytes, key: str, length: int, version: Version) -> ObjectEntry | None:
         """Hold other bytes, with a proof that is none: without one, its own honest core would become the writer of
         them after a while, which is an overwrite like any other."""
         core, value = self.core, self.rng.randbytes(max(length, 1))
@@ -300,9 +292,7 @@ class Tails(Behaviour):
         held = self.held(owner)
         if self._how == "additions":
             return [
-                LocationRecord(
-                    self.rng.randbytes(DIGEST_BYTES), Version(self.clock(), 1), 0, 1
-                ).encode()
+                LocationRecord(self.rng.randbytes(DIGEST_BYTES), Version(self.clock(), 1), 0, 1).encode()
                 for _ in range(count)
             ] + [location_of(entry).encode() for _, entry in self.some_held(count)]
         some = self.rng.sample(held, min(count, len(held)))
@@ -312,8 +302,7 @@ class Tails(Behaviour):
                 for entry in some
             ]
         return [
-            location_of(entry, Version(self.clock(), entry.version.writer)).encode()
-            for entry in some
+            location_of(entry, Version(self.clock(), entry.version.writer)).encode() for entry in some
         ]
 
     def step(self) -> None:
@@ -432,12 +421,7 @@ class Invented(Behaviour):
                 packed = list(dict.fromkeys(operations))
                 head = LogHead(len(packed), len(packed), _hash_of(packed))
                 logs.append(
-                    LogChunk(
-                        member_of(signer.peer_id),
-                        state.record_incarnation,
-                        1,
-                        b"".join(packed),
-                    )
+                    LogChunk(member_of(signer.peer_id), state.record_incarnation, 1, b"".join(packed))
                 )
             record = msgspec.structs.replace(
                 state.record,

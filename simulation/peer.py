@@ -317,9 +317,7 @@ class SimulatedPeer:
         else:
             raise TypeError(f"the simulator does not know the effect {effect!r}")
 
-    def _pull(
-        self, operation: int, pull: Callable[[], Coroutine[Any, Any, PullOutcome | None]]
-    ) -> None:
+    def _pull(self, operation: int, pull: Callable[[], Coroutine[Any, Any, PullOutcome | None]]) -> None:
         def end() -> None:
             assert self.core is not None
             self._pulls.remove(task)
@@ -480,9 +478,7 @@ class SimulatedPeer:
         assert self.core is not None
         now = self.cluster.kernel.now
         if isinstance(request, data.Get):
-            reply(
-                data.Objects([self._object_reply(self.core, item.digest) for item in request.items])
-            )
+            reply(data.Objects([self._object_reply(self.core, item.digest) for item in request.items]))
             return
         try:
             answer = self.core.serve(sender, kind, request, now)
@@ -594,11 +590,7 @@ class SimulatedPeer:
         trailer_bytes = len(encode_trailer(TrailerBody(namespace, key, sums)))
         try:
             reservation = core.segment.reserve(
-                len(value),
-                trailer_bytes + 32,
-                holder="client",
-                now=core.unix(now),
-                namespace=namespace,
+                len(value), trailer_bytes + 32, holder="client", now=core.unix(now), namespace=namespace
             )
         except P2PStoreError:
             return None

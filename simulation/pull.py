@@ -81,11 +81,7 @@ async def pull_together(peer: SimulatedPeer, effect: PullTogether) -> PullOutcom
 def _transport(peer: SimulatedPeer, progress_seconds: float) -> SimulatedTransport:
     cluster = peer.cluster
     return SimulatedTransport(
-        cluster.network,
-        peer.number,
-        cluster.by_peer_id,
-        cluster.pull_seconds,
-        progress_seconds,
+        cluster.network, peer.number, cluster.by_peer_id, cluster.pull_seconds, progress_seconds
     )
 
 

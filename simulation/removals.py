@@ -65,9 +65,7 @@ class Removals(ScenarioRun):
         self.scenario = scenario
         self.outcome = RemovalOutcome(seed)
         super().__init__(self.outcome, scenario.peers)
-        self.cluster.gossip_config = GossipConfig(
-            cluster="sim", cluster_record_limit=scenario.limit
-        )
+        self.cluster.gossip_config = GossipConfig(cluster="sim", cluster_record_limit=scenario.limit)
         self._numbers = 0
         self._due = [0.0] * scenario.peers
         self._wrote_at = [0.0] * scenario.peers
@@ -162,9 +160,7 @@ class Removals(ScenarioRun):
             count = records.floors.count
             self.outcome.most_floors = max(self.outcome.most_floors, count)
             if count > 1.1 * self.scenario.limit + 200 or records.floors_refused:
-                self.problem(
-                    f"{peer.address} has {count:,} floors, refused {records.floors_refused:,}"
-                )
+                self.problem(f"{peer.address} has {count:,} floors, refused {records.floors_refused:,}")
             if peer.core.counters["horizons_missed"]:
                 self.problem(f"{peer.address} distrusted its objects")
             if not self.scenario.crash_every_seconds:
@@ -185,9 +181,7 @@ class Removals(ScenarioRun):
                 for reader in self.cluster.running:
                     result = self.read_now(reader, digest)
                     if result != b"%d" % number:
-                        self.problem(
-                            f"{reader.address} read {result!r} for {owner.number}'s {number}"
-                        )
+                        self.problem(f"{reader.address} read {result!r} for {owner.number}'s {number}")
 
 
 def run_removals(seed: int, scenario: RemovalScenario | None = None) -> RemovalOutcome:

@@ -73,9 +73,7 @@ class ScenarioRun:
         for peer in self.cluster.peers:
             self.restart(peer)
 
-    def read_now(
-        self, peer: SimulatedPeer, digest: bytes, seconds: float = 10.0
-    ) -> bytes | Exception:
+    def read_now(self, peer: SimulatedPeer, digest: bytes, seconds: float = 10.0) -> bytes | Exception:
         """The bytes of an object, or why there are none; `TimeoutError` after that many virtual seconds."""
         results: list[bytes | Exception] = []
         peer.get(digest, results.append)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from p2pstore.gossip.records import (
-    PeerId,
-    peer_id_from_public_key,
-)
+from p2pstore.gossip.records import PeerId, peer_id_from_public_key
 
 
 class SimulatedSigner:

@@ -159,9 +159,7 @@ class SimulatedTransport:
                 break
         else:
             raise PullFailed(
-                Code.DEADLINE_EXCEEDED,
-                f"the holder did not answer within {seconds:g} s",
-                retriable=True,
+                Code.DEADLINE_EXCEEDED, f"the holder did not answer within {seconds:g} s", retriable=True
             )
         if answer.value is None:
             raise PullFailed(Code.UNAVAILABLE, "the holder's process has ended", retriable=True)

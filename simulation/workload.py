@@ -62,9 +62,7 @@ class Workload(ScenarioRun):
     def __init__(self, seed: int, scenario: Scenario) -> None:
         self.scenario = scenario
         self.outcome = Outcome(seed, [], "")
-        super().__init__(
-            self.outcome, scenario.peers, salt=0x5EED, memory_bytes=scenario.memory_bytes
-        )
+        super().__init__(self.outcome, scenario.peers, salt=0x5EED, memory_bytes=scenario.memory_bytes)
         self.cluster.pull_seconds = scenario.pull_seconds
         self._written: dict[str, set[bytes]] = {}
         self._values = 0
@@ -124,10 +122,7 @@ class Workload(ScenarioRun):
         value = Random(self._values).randbytes(length)
         self._written.setdefault(key, set()).add(value)
         operation = peer.put(
-            key,
-            value,
-            replicas=self.rng.choice((1, 1, 2, 3)),
-            overwrite=self.rng.random() < 0.3,
+            key, value, replicas=self.rng.choice((1, 1, 2, 3)), overwrite=self.rng.random() < 0.3
         )
         if operation is not None:
             peer.when_done(operation, lambda: self._check_put(key, operation.result))
@@ -159,17 +154,13 @@ class Workload(ScenarioRun):
         self.kernel.run_until(
             self.kernel.now + LAST_OPERATION_SECONDS,
             stop=lambda: (
-                not any(
-                    peer.core.operations_under_way for peer in self.cluster.running if peer.core
-                )
+                not any(peer.core.operations_under_way for peer in self.cluster.running if peer.core)
             ),
         )
 
     def _check_nothing_leaks(self) -> None:
         if self.cluster.protocol_errors:
-            self.problem(
-                f"peers took {self.cluster.protocol_errors} messages of others for nonsense"
-            )
+            self.problem(f"peers took {self.cluster.protocol_errors} messages of others for nonsense")
         for peer in self.cluster.running:
             assert peer.core is not None
             check_segment(peer.core.segment)
@@ -216,9 +207,7 @@ class Workload(ScenarioRun):
             result = self.read_now(peer, digest, FINAL_GET_SECONDS)
             if newest is None:
                 if not isinstance(result, NoSuchKey):
-                    self.problem(
-                        f"{peer.address}: {key} has no copy, but a get gave {_short(result)}"
-                    )
+                    self.problem(f"{peer.address}: {key} has no copy, but a get gave {_short(result)}")
             elif result != newest:
                 self.problem(f"{peer.address}: a get of {key} gave {_short(result)}")
 

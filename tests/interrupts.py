@@ -16,9 +16,7 @@ class Interrupted:
     their calls has returned and nothing was done with that yet. `struck`: whether there was such a place; `where` it
     was."""
 
-    def __init__(
-        self, modules: Sequence[ModuleType], place: int, *, after_calls: bool = False
-    ) -> None:
+    def __init__(self, modules: Sequence[ModuleType], place: int, *, after_calls: bool = False) -> None:
         self._files = {module.__file__ for module in modules}
         self._left = place
         self._after_calls = after_calls
@@ -82,9 +80,7 @@ def interrupted_at_each_line(function: Callable[[], object], *modules: ModuleTyp
     return _interrupted(function, modules, after_calls=False)
 
 
-def interrupted_after_each_call(
-    function: Callable[[], object], *modules: ModuleType
-) -> Iterator[str]:
+def interrupted_after_each_call(function: Callable[[], object], *modules: ModuleType) -> Iterator[str]:
     """The same, each time one call later that these modules make."""
     return _interrupted(function, modules, after_calls=True)
 

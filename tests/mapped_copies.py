@@ -17,9 +17,7 @@ def copy_spots(reader: SegmentReader, spots: Spots, rooms: Sequence[memoryview])
             return bytes(stop.value)
 
 
-def copy_many(
-    reader: SegmentReader, digests: Sequence[bytes], rooms: Sequence[memoryview]
-) -> list[int]:
+def copy_many(reader: SegmentReader, digests: Sequence[bytes], rooms: Sequence[memoryview]) -> list[int]:
     """The lengths; -1 for what is not there, changed, or has too small a room."""
     spots = reader.spots(digests)
     good = copy_spots(reader, spots, [rooms[place] for place in spots.places])

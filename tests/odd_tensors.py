@@ -56,9 +56,7 @@ def odd_tensors() -> dict[str, Any]:
             "conjugated": torch.zeros(4, dtype=torch.complex64).conj(),
             "quantized": torch.quantize_per_tensor(values, 1.0, 0, torch.qint8),
             "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
-            "jagged": torch.nested.nested_tensor(
-                [torch.zeros(2), torch.zeros(3)], layout=torch.jagged
-            ),
+            "jagged": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
             "freed": freed,
             "freed and turned": turned,
             "fake": fake,

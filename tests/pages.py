@@ -10,9 +10,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 DOCS: Final = ROOT / "docs"
-_FENCE: Final = re.compile(
-    r"^```(?P<kind>[\w-]*)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
-)
+_FENCE: Final = re.compile(r"^```(?P<kind>[\w-]*)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +41,7 @@ def pages() -> list[Path]:
 
 def documents() -> list[Path]:
     """All pages, and the documents of the root but for the changelog."""
-    return [
-        *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
-        *pages(),
-    ]
+    return [*(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")), *pages()]
 
 
 def blocks(page: Path, *kinds: str) -> list[Block]:

@@ -97,9 +97,7 @@ def script(shell: str) -> str:
 
 def answer(instruction: str, environment: Mapping[str, str]) -> int:
     """Print what a shell's script asked for. Returns the exit status."""
-    if (
-        "_TYPER_COMPLETE_ARGS" in environment
-    ):  # an earlier version's script: it would run the answer
+    if "_TYPER_COMPLETE_ARGS" in environment:  # an earlier version's script: it would run the answer
         return 1
     try:
         typed = _split(environment.get("COMP_WORDS", ""), environment.get("COMP_CWORD"))
@@ -257,9 +255,7 @@ def _choices(function: Callable[..., Any], name: str) -> list[str]:
 
 
 def _beginning(found: Mapping[str, str], word: str) -> Candidates:
-    return Candidates(
-        {value: text for value, text in found.items() if value.startswith(word)}, word
-    )
+    return Candidates({value: text for value, text in found.items() if value.startswith(word)}, word)
 
 
 def _short(text: str) -> str:

@@ -183,9 +183,7 @@ class NewFile:
         if self.path.is_dir():
             raise CommandFailed(f"{path}: is a directory; name a file in it")
         if path.endswith("/"):
-            raise CommandFailed(
-                f"{path}: there is no such directory; make it, and name a file in it"
-            )
+            raise CommandFailed(f"{path}: there is no such directory; make it, and name a file in it")
         self._part: Path | None = None
         try:
             self.descriptor = self._create()
@@ -211,9 +209,7 @@ class NewFile:
             descriptor = _create_locked(self._part)
             if descriptor is not None:
                 return descriptor
-        raise CommandFailed(
-            f"another get is writing {self.path}; wait for it, or name another file"
-        )
+        raise CommandFailed(f"another get is writing {self.path}; wait for it, or name another file")
 
     def resize(self, length: int) -> None:
         """Make the file `length` bytes long and its room on the disk certain."""

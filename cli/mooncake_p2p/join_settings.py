@@ -173,9 +173,7 @@ def start_detached(given: Mapping[str, Any], for_people: bool) -> None:
     deadline = time.monotonic() + START_SECONDS + config.join_timeout
     wanted = ", ".join(config.bootstrap)
     if wanted:
-        remark(
-            f"joining by {wanted}: waiting for at most {config.join_timeout:g} s (--join-timeout)"
-        )
+        remark(f"joining by {wanted}: waiting for at most {config.join_timeout:g} s (--join-timeout)")
     line_of_invite = read_line_of_invite() if given.get("invite") == "-" else given.get("invite")
     with Interrupts() as interrupts, tempfile.TemporaryFile() as complaints:
         process: subprocess.Popen[bytes] | None = None
@@ -239,14 +237,10 @@ def _arguments(given: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(value, bool):
             yield option
         else:
-            yield from (
-                f"{option}={one}" for one in (value if isinstance(value, list) else [value])
-            )
+            yield from (f"{option}={one}" for one in (value if isinstance(value, list) else [value]))
 
 
-def _wait_until_ready(
-    process: subprocess.Popen[bytes], complaints: IO[bytes], deadline: float
-) -> str:
+def _wait_until_ready(process: subprocess.Popen[bytes], complaints: IO[bytes], deadline: float) -> str:
     assert process.stdout is not None
     with process.stdout:
         line = read_line(process.stdout, deadline)
@@ -265,9 +259,7 @@ def _wait_until_ready(
     if status > 0:
         raise typer.Exit(status)
     raise CommandFailed(
-        f"the peer was ended by {signal.Signals(-status).name}"
-        if status
-        else "the peer ended at once"
+        f"the peer was ended by {signal.Signals(-status).name}" if status else "the peer ended at once"
     )
 
 

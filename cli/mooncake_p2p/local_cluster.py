@@ -146,17 +146,9 @@ class LocalCluster:
         self._interrupts = interrupts
         place = tempfile.gettempdir()
         self.folder = Path(
-            tempfile.mkdtemp(
-                prefix="p2p-demo-", dir=place if len(place) <= LONGEST_FOLDER else "/tmp"
-            )
+            tempfile.mkdtemp(prefix="p2p-demo-", dir=place if len(place) <= LONGEST_FOLDER else "/tmp")
         )
-        self._arguments = [
-            "--cluster",
-            f"demo-{secrets.token_hex(8)}",
-            "--memory",
-            memory,
-            *options,
-        ]
+        self._arguments = ["--cluster", f"demo-{secrets.token_hex(8)}", "--memory", memory, *options]
         self.peers: list[PeerProcess] = []
 
     def add(self, name: str, *options: str) -> PeerProcess:

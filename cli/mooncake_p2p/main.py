@@ -107,9 +107,7 @@ class ManualCommand(TyperCommand):
     """A command whose help ends with examples and what its exit status means."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [
-            piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)
-        ]
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def invoke(self, ctx: Any) -> Any:
         """A path or command without anything in it comes of an unset variable: "" would be the current directory."""
@@ -200,9 +198,7 @@ class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
 
     def __getitem__(self, name: str) -> Any:
-        app = typer.Typer(
-            add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-        )
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         names_of_help = {"help_option_names": list(HELP_OPTIONS)}
         app.command(name, cls=ManualCommand, context_settings=names_of_help)(function_of(name))
         command: Any = typer.main.get_command(app)
@@ -237,9 +233,7 @@ class LazyGroup(TyperGroup):
             ctx.fail(f"{args[0]} is followed by one of: {', '.join(second)}")
         if args[0] in MEANT:
             ctx.fail(f"No such command '{args[0]}', did you mean '{MEANT[args[0]]}'?")
-        return super().resolve_command(
-            ctx, [two_words, *args[2:]] if two_words in COMMANDS else args
-        )
+        return super().resolve_command(ctx, [two_words, *args[2:]] if two_words in COMMANDS else args)
 
     def _show_help_of(self, ctx: Any, first_word: str) -> None:
         """The commands that begin with a word that is none by itself."""
@@ -276,19 +270,15 @@ def _show_help(context: typer.Context, wanted: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option(
-            "--debug", envvar="MOONCAKE_P2P_DEBUG", help="Show the traceback of an error."
-        ),
+        typer.Option("--debug", envvar="MOONCAKE_P2P_DEBUG", help="Show the traceback of an error."),
     ] = False,
     # typer's own loads pydantic (65 ms) even when it is not given.
     help_wanted: Annotated[
-        bool,
-        typer.Option("--help", "-h", callback=_show_help, is_eager=True, help="Show this message."),
+        bool, typer.Option("--help", "-h", callback=_show_help, is_eager=True, help="Show this message.")
     ] = False,
 ) -> None:
     """A pool of memory for KV cache and checkpoints, from peer to peer, without a master.
@@ -330,10 +320,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         command = build()
         if not arguments:
-            print(
-                command.make_context(PROGRAM, [], resilient_parsing=True).get_help(),
-                file=sys.stderr,
-            )
+            print(command.make_context(PROGRAM, [], resilient_parsing=True).get_help(), file=sys.stderr)
             return ExitCode.USAGE
         try:
             with command.make_context(PROGRAM, list(arguments)) as context:

@@ -32,9 +32,7 @@ class Page:
     statuses: tuple[tuple[int, str], ...]
 
 
-def _page(
-    *examples: Example, also: Iterable[int] = (), meaning: dict[int, str] | None = None
-) -> Page:
+def _page(*examples: Example, also: Iterable[int] = (), meaning: dict[int, str] | None = None) -> Page:
     """A page with the statuses that every command has, those in `also` and, worded anew, `meaning`."""
     special = meaning or {}
     numbers = sorted({0, 1, 2, 130, *also, *special})
@@ -43,10 +41,7 @@ def _page(
 
 PAGES: Final[dict[str, Page]] = {
     "join": _page(
-        (
-            "mooncake-p2p join",
-            "A peer that serves this machine alone, with an eighth of its memory.",
-        ),
+        ("mooncake-p2p join", "A peer that serves this machine alone, with an eighth of its memory."),
         (
             "mooncake-p2p join --name b --listen 127.0.0.1:7002 --bootstrap 127.0.0.1:17946",
             "A second peer on this machine, which joins the first.",
@@ -85,10 +80,7 @@ PAGES: Final[dict[str, Page]] = {
     "get": _page(
         ("mooncake-p2p get model/part-1 -o part-1.safetensors", "Into a file."),
         ("mooncake-p2p get checkpoint.tar | tar x", "Into another program."),
-        (
-            "mooncake-p2p get prompt/7 -o kv.bin --wait 30",
-            "Wait up to half a minute until it is put.",
-        ),
+        ("mooncake-p2p get prompt/7 -o kv.bin --wait 30", "Wait up to half a minute until it is put."),
         (
             "mooncake-p2p get model/part-1 -o /dev/null --explain",
             "See which peer it came from, and what took how long.",
@@ -115,10 +107,7 @@ PAGES: Final[dict[str, Page]] = {
     ),
     "flush": _page(
         ("mooncake-p2p flush job-17 --yes", "Remove everything in namespace job-17."),
-        (
-            "mooncake-p2p flush default",
-            "Everything that was put without --namespace, after a question.",
-        ),
+        ("mooncake-p2p flush default", "Everything that was put without --namespace, after a question."),
         also=(4, 5),
     ),
     "locate": _page(
@@ -163,10 +152,7 @@ PAGES: Final[dict[str, Page]] = {
     ),
     "support-bundle": _page(
         ("mooncake-p2p support-bundle", "All peers of this machine; prints the file's name."),
-        (
-            "mooncake-p2p support-bundle -o help.tar.gz --log /var/log/p2pstore.log",
-            "Also that log.",
-        ),
+        ("mooncake-p2p support-bundle -o help.tar.gz --log /var/log/p2pstore.log", "Also that log."),
     ),
     "leave": _page(
         ("mooncake-p2p leave", "End the local peer in good order."),
@@ -184,10 +170,7 @@ PAGES: Final[dict[str, Page]] = {
         also=(4, 5),
     ),
     "config": _page(
-        (
-            "mooncake-p2p config show",
-            "The settings that `mooncake-p2p join` would use here, and why.",
-        ),
+        ("mooncake-p2p config show", "The settings that `mooncake-p2p join` would use here, and why."),
         (
             "mooncake-p2p config show --config peer.toml --memory 8GiB",
             "The same for `join` with these options.",
@@ -229,10 +212,7 @@ PAGES: Final[dict[str, Page]] = {
             "mooncake-p2p bench trace conversation_trace.jsonl --simulate",
             "Ten peers with 5,859 blocks each, as in the paper, beside private caches.",
         ),
-        (
-            "mooncake-p2p bench trace FILE --simulate --memory 256GiB --ssd 1TiB",
-            "Other sizes.",
-        ),
+        ("mooncake-p2p bench trace FILE --simulate --memory 256GiB --ssd 1TiB", "Other sizes."),
         (
             "mooncake-p2p bench trace FILE --simulate --json --plot hits.png",
             "For programs, and a picture.",

@@ -21,13 +21,9 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT: Final = "5"
 
-Key = Annotated[
-    str,
-    typer.Argument(metavar="KEY", help="Name of the object.", show_default=False),
-]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="Name of the object.", show_default=False)]
 Keys = Annotated[
-    list[str],
-    typer.Argument(metavar="KEY", help="Names of the objects.", show_default=False),
+    list[str], typer.Argument(metavar="KEY", help="Names of the objects.", show_default=False)
 ]
 
 Socket = Annotated[
@@ -40,8 +36,7 @@ Socket = Annotated[
     ),
 ]
 Namespace = Annotated[
-    str,
-    typer.Option(metavar="NAME", envvar="MOONCAKE_P2P_NAMESPACE", help="Namespace of the keys."),
+    str, typer.Option(metavar="NAME", envvar="MOONCAKE_P2P_NAMESPACE", help="Namespace of the keys.")
 ]
 Timeout = Annotated[
     str,
@@ -85,9 +80,7 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for each field of the dataclasses that are its keyword-only parameters."""
     own = inspect.signature(command, eval_str=True)
     annotations: dict[str, Any] = {name: each.annotation for name, each in own.parameters.items()}
-    records: dict[str, Any] = {
-        name: kind for name, kind in annotations.items() if is_dataclass(kind)
-    }
+    records: dict[str, Any] = {name: kind for name, kind in annotations.items() if is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []
     for name, each in own.parameters.items():
         if name not in records:

@@ -74,11 +74,7 @@ def end_with(failures: Mapping[str, Exception]) -> None:
     missing counts only beside no other; returns when there is none."""
     for key, error in failures.items():
         missing = isinstance(error, NoSuchKey)
-        remark(
-            f"error: {describe(error)}"
-            if missing
-            else f"error: {printable(key)}: {describe(error)}"
-        )
+        remark(f"error: {describe(error)}" if missing else f"error: {printable(key)}: {describe(error)}")
     serious = [each for each in failures.values() if not isinstance(each, NoSuchKey)]
     for each in (serious or list(failures.values()))[:1]:
         raise AlreadyTold(each)
@@ -137,8 +133,7 @@ def print_table(
     )
     foldable = {0} | {number for number, header in enumerate(headers) if header in fold}
     widths = [
-        max(len(printable(row[number])) for row in (headers, *rows))
-        for number in range(len(headers))
+        max(len(printable(row[number])) for row in (headers, *rows)) for number in range(len(headers))
     ]
     least = sum(
         min(width, FOLDED_COLUMNS) if number in foldable else width

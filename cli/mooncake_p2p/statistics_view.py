@@ -63,9 +63,7 @@ class Activity:
             "received_bytes_per_second": {
                 name: round(rate) for name, rate in self.received_bytes.items()
             },
-            "served_bytes_per_second": {
-                name: round(rate) for name, rate in self.served_bytes.items()
-            },
+            "served_bytes_per_second": {name: round(rate) for name, rate in self.served_bytes.items()},
         }
 
 
@@ -157,9 +155,7 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
             f"{', no bootstrap peer has answered yet' if lonely else ''}",
         ),
         *_role_lines(peer.get("role", "member")),
-        _fact(
-            "memory", memory_bar(peer["memory_used_bytes"], peer["memory_capacity_bytes"], blocks)
-        ),
+        _fact("memory", memory_bar(peer["memory_used_bytes"], peer["memory_capacity_bytes"], blocks)),
         _fact(
             "objects",
             f"{peer['objects']:,} here ({format_bytes(leased) if leased else 'nothing'} leased), "
@@ -207,9 +203,7 @@ def _quota_lines(peer: Document, blocks: bool) -> list[str]:
         on_ssd, cap = use.get("ssd_bytes", 0), use.get("cap_bytes")
         if on_ssd or cap is not None:
             whole = (
-                ""
-                if cap is None
-                else f", in all {_bytes(use['used_bytes'] + on_ssd)} of {_bytes(cap)}"
+                "" if cap is None else f", in all {_bytes(use['used_bytes'] + on_ssd)} of {_bytes(cap)}"
             )
             lines.append(_fact("", f"{_bytes(on_ssd)} on the SSD{whole}"))
     if quotas:
@@ -295,16 +289,10 @@ def _cluster_lines(cluster: Document, blocks: bool) -> list[str]:
         f"cluster {printable(cluster['name'])}: {peers:,} {'peer' if peers == 1 else 'peers'}, "
         f"{_copies(cluster['copies'])}",
         _fact(
-            "memory",
-            memory_bar(cluster["memory_used_bytes"], cluster["memory_capacity_bytes"], blocks),
+            "memory", memory_bar(cluster["memory_used_bytes"], cluster["memory_capacity_bytes"], blocks)
         ),
         *(
-            [
-                _fact(
-                    "ssd",
-                    memory_bar(cluster["ssd_used_bytes"], cluster["ssd_capacity_bytes"], blocks),
-                )
-            ]
+            [_fact("ssd", memory_bar(cluster["ssd_used_bytes"], cluster["ssd_capacity_bytes"], blocks))]
             if cluster.get("ssd_capacity_bytes")
             else []
         ),
@@ -367,9 +355,7 @@ def _slow_operation_lines(operation: Document, columns: int) -> list[str]:
         f"{seconds(operation['seconds']):>10}"
     ]
     indent = " " * 10
-    lines += textwrap.wrap(
-        ", ".join(parts), columns, initial_indent=indent, subsequent_indent=indent
-    )
+    lines += textwrap.wrap(", ".join(parts), columns, initial_indent=indent, subsequent_indent=indent)
     if operation["outcome"] != "ok":
         lines.append(f"          {printable(operation['outcome'])}")
     return lines

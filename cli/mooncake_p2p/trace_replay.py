@@ -47,9 +47,7 @@ class Outages:
     """A timer kills a peer at any moment; it comes back between two requests of the replay (`between`). One peer at a
     time is away; the next one is killed once it is back."""
 
-    def __init__(
-        self, cluster: LocalCluster, clients: list[BlockingClient], plan: OutagePlan
-    ) -> None:
+    def __init__(self, cluster: LocalCluster, clients: list[BlockingClient], plan: OutagePlan) -> None:
         self.up = [True] * len(clients)
         self.changes: list[PeerChange] = []
         self._cluster = cluster
@@ -376,9 +374,7 @@ class _Counters:
 
     def take(self, peer: int, statistics: dict[str, Any]) -> None:
         counted = statistics["counters"]
-        now = Counter(
-            {f"read {name}": use["bytes"] for name, use in statistics["received"].items()}
-        )
+        now = Counter({f"read {name}": use["bytes"] for name, use in statistics["received"].items()})
         now["life"] = statistics["incarnation"]
         now["dropped"] = counted.get("last_copies_dropped", 0)
         now["read"] = counted.get("client_read_bytes", 0)

@@ -36,9 +36,7 @@ class Invite(Message, frozen=True):
     keys: tuple[bytes, ...] = ()
 
     def __repr__(self) -> str:  # a key must not get into a log
-        return (
-            f"Invite(cluster={self.cluster!r}, bootstrap={self.bootstrap!r}, {len(self.keys)} keys)"
-        )
+        return f"Invite(cluster={self.cluster!r}, bootstrap={self.bootstrap!r}, {len(self.keys)} keys)"
 
     def key_file(self) -> str:
         """The keys as the text of a key file."""
@@ -77,9 +75,7 @@ def parse_kept_invite(text: str) -> KeptInvite:
 
 def _parse(text: str, kind: type[AnyInvite]) -> AnyInvite:
     if len(text) > 2 * MAX_TEXT_LENGTH:
-        raise ConfigError(
-            f"the invite has {len(text):,} characters, which is too long: {_ASK_AGAIN}"
-        )
+        raise ConfigError(f"the invite has {len(text):,} characters, which is too long: {_ASK_AGAIN}")
     packed = "".join(text.split())
     prefix, colon, encoded = packed.partition(":")
     if not colon or not re.fullmatch(r"p2pstore[0-9]{1,6}", prefix):
@@ -89,9 +85,7 @@ def _parse(text: str, kind: type[AnyInvite]) -> AnyInvite:
             f"the invite has format {prefix}, this program knows {PREFIX.rstrip(':')}: upgrade this machine"
         )
     if len(packed) > MAX_TEXT_LENGTH:
-        raise ConfigError(
-            f"the invite has {len(packed):,} characters, which is too long: {_ASK_AGAIN}"
-        )
+        raise ConfigError(f"the invite has {len(packed):,} characters, which is too long: {_ASK_AGAIN}")
     try:
         if not re.fullmatch(r"[A-Za-z0-9_-]*", encoded):
             raise ValueError

@@ -203,9 +203,7 @@ def parse_cluster_keys(text: str, source: str) -> KeyRing:
     if not keys:
         raise ConfigError(f"{source} holds no key; `mooncake-p2p keygen FILE` makes one")
     if len(keys) > MAX_KEYS:
-        raise ConfigError(
-            f"{source} holds {len(keys)} keys; at most {MAX_KEYS}: remove retired ones"
-        )
+        raise ConfigError(f"{source} holds {len(keys)} keys; at most {MAX_KEYS}: remove retired ones")
     if (signers or writers) and len(signers) != len(keys):
         raise ConfigError(f"{source} holds keys of members and of readers: keep them in two files")
     _check_written(writers, source)
@@ -219,8 +217,7 @@ def _parse_key(word: str, where: str) -> bytes:
         key = b""
     if len(key) != KEY_BYTES:
         raise ConfigError(
-            f"{where}: not a cluster key (64 hexadecimal digits); "
-            "`mooncake-p2p keygen FILE` makes one"
+            f"{where}: not a cluster key (64 hexadecimal digits); `mooncake-p2p keygen FILE` makes one"
         )
     if key == KEYLESS:
         raise ConfigError(
@@ -312,8 +309,7 @@ def reader_keys(
             "a reader's or writer's key file makes no other keys: name the cluster's key file"
         )
     lines = [
-        f"reader {reader_key_of(key).hex()} {signer_id_of(signer_seed_of(key))}\n"
-        for key in ring.keys
+        f"reader {reader_key_of(key).hex()} {signer_id_of(signer_seed_of(key))}\n" for key in ring.keys
     ]
     _check_written(namespaces, "--namespace")
     for namespace in dict.fromkeys(namespaces):
@@ -391,9 +387,7 @@ def parse_peer_ids(text: str, source: str) -> list[bytes]:
         if word:
             peer_ids.append(parse_peer_id(word, f"{source}, line {number}"))
     if not peer_ids:
-        raise ConfigError(
-            f"{source} names no peer, which would shut out all: write one peer id a line"
-        )
+        raise ConfigError(f"{source} names no peer, which would shut out all: write one peer id a line")
     if len(peer_ids) > MAX_ALLOWED:
         raise ConfigError(f"{source} names {len(peer_ids):,} peers; at most {MAX_ALLOWED:,}")
     return peer_ids

@@ -204,9 +204,7 @@ def peer_infos(reply: PeersReply) -> list[PeerInfo]:
             me=entry.me,
             software=entry.software,
             heard_seconds_ago=entry.heard_seconds_ago,
-            round_trip_seconds=(
-                entry.round_trip_seconds if entry.round_trip_seconds >= 0 else None
-            ),
+            round_trip_seconds=(entry.round_trip_seconds if entry.round_trip_seconds >= 0 else None),
             transports={
                 use.name: {
                     "objects": use.objects,

@@ -24,13 +24,7 @@ from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import Version
 from p2pstore.transfer.failover import SilentHolders, is_silence
 from p2pstore.transfer.reading.arriving import Announced
-from p2pstore.transfer.reading.small_reads import (
-    PARTS_TOGETHER,
-    Part,
-    in_parts,
-    part_items,
-    part_slices,
-)
+from p2pstore.transfer.reading.small_reads import PARTS_TOGETHER, Part, in_parts, part_items, part_slices
 from p2pstore.transfer.transport import Pulled, PullFailed, RemoteCopy, announcing
 from p2pstore.values import destination_views
 
@@ -261,9 +255,7 @@ class _Batch:
     async def _pull_as_planned(self) -> None:
         """The rest by one plan for all, in a batch for each holder."""
         numbers = list(self._wanted)
-        plans = await self._fetcher.plan(
-            self._rooms.keys[numbers[0]], self._rooms.digests_of(numbers)
-        )
+        plans = await self._fetcher.plan(self._rooms.keys[numbers[0]], self._rooms.digests_of(numbers))
         self._plans = dict(zip(numbers, plans, strict=True))
         lukewarm = {number: plan for number, plan in self._plans.items() if number not in self._hot}
         for group in groups_by_holder(lukewarm):

@@ -57,9 +57,7 @@ def in_blocking_form(
     return call
 
 
-def _plain(
-    method: Callable[Concatenate[Any, P], T],
-) -> Callable[Concatenate[Facade, P], T]:
+def _plain(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Facade, P], T]:
     """A method of the async object that does not wait."""
 
     @wraps(method)

@@ -193,9 +193,7 @@ class BufferRooms(Rooms[memoryview]):
     are_buffers = True
 
     async def fetch_one(self, fetcher: Fetcher, number: int) -> int:
-        return await fetcher.fetch_into(
-            self.keys[number], self.digests[number], self._rooms[number]
-        )
+        return await fetcher.fetch_into(self.keys[number], self.digests[number], self._rooms[number])
 
     def destination(self, number: int) -> Destination:
         return BufferDestination(self._rooms[number])
@@ -212,9 +210,7 @@ class BufferRooms(Rooms[memoryview]):
         most_bytes = max(sizes, default=0)
         if most_bytes <= CHUNK_BYTES and min(sizes, default=0) > 0:
             return SmallRooms(numbers, views, most_bytes)
-        small = [
-            number for number, size in zip(numbers, sizes, strict=True) if 0 < size <= CHUNK_BYTES
-        ]
+        small = [number for number, size in zip(numbers, sizes, strict=True) if 0 < size <= CHUNK_BYTES]
         views = self.rooms_at(small)
         return SmallRooms(small, views, max(map(len, views), default=0))
 

@@ -88,10 +88,7 @@ class Staged:
         self._device = device
         try:
             self._host = torch.empty(
-                device.nbytes,
-                dtype=torch.uint8,
-                device="cpu",
-                pin_memory=device.stream is not None,
+                device.nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.stream is not None
             )
         except RuntimeError as error:
             raise P2PStoreError(f"no pinned memory for a tensor on a GPU: {error}") from error
@@ -355,9 +352,7 @@ async def read_in_place(
         verified = iter(await run(driver, total_bytes, partial(_copy_verified, mapping, leased)))
         link.connection.peer_is_gone()  # asked now: a lease may have ended with the session
         link.connection.check_usable()
-        lengths = [
-            len(each.view) if each is not None and next(verified) else None for each in found
-        ]
+        lengths = [len(each.view) if each is not None and next(verified) else None for each in found]
     finally:
         found.clear()
         leased.clear()

@@ -105,9 +105,7 @@ class Fetcher:
         """Bring the object to the destination. Raises `NoSuchKey` or `Unavailable` when it is still so after
         `wait_seconds`; at once what the destination raises, `DeadlineExceeded`, `StoreClosed`."""
         places = FIRST_PLACES if watch_of(destination) is None else WATCHED_PLACES
-        return await self._fetch_patiently(
-            key, digest, destination, ReadPlan(key, places), wait_seconds
-        )
+        return await self._fetch_patiently(key, digest, destination, ReadPlan(key, places), wait_seconds)
 
     async def fetch_into(
         self, key: str, digest: bytes, view: memoryview, wait_seconds: float = 0.0
@@ -160,12 +158,7 @@ class Fetcher:
         return (await self._fetch_patiently(key, digest, room, plan, wait)).length
 
     async def _fetch_patiently(
-        self,
-        key: str,
-        digest: bytes,
-        destination: Destination,
-        plan: ReadPlan,
-        wait_seconds: float,
+        self, key: str, digest: bytes, destination: Destination, plan: ReadPlan, wait_seconds: float
     ) -> Copied | Pulled:
         """`fetch_planned`, again and again while the object is waited for."""
         wait_until = time.monotonic() + wait_seconds
@@ -208,9 +201,7 @@ class Fetcher:
                     if own is not None:
                         plan.planned(own)
                 case Place.PLAN:
-                    plan.planned(
-                        await self._plan_watched(key, digest, destination, wait_seconds, plan)
-                    )
+                    plan.planned(await self._plan_watched(key, digest, destination, wait_seconds, plan))
                     wait_seconds = 0.0
                 case Place.UNDER_LEASE:
                     done = await self._read_under_lease(digest, destination, plan)
@@ -315,12 +306,7 @@ class Fetcher:
         return Planned(items, homes_asked)
 
     async def _plan_watched(
-        self,
-        key: str,
-        digest: bytes,
-        destination: Destination,
-        wait_seconds: float,
-        plan: ReadPlan,
+        self, key: str, digest: bytes, destination: Destination, wait_seconds: float, plan: ReadPlan
     ) -> PlanItem:
         watch = watch_of(destination)
         began = 0.0 if watch is None else watch.clock()
@@ -328,9 +314,7 @@ class Fetcher:
         item = planned.items[0]
         if watch is not None:
             holders = {each.member: (each.name, tier_name(each.tier)) for each in item.holders}
-            watch.looked_up(
-                watch.clock() - began, holders, item.known_unreachable, planned.homes_asked
-            )
+            watch.looked_up(watch.clock() - began, holders, item.known_unreachable, planned.homes_asked)
         return item
 
     # --- in the local peer's memory ----------------------------------------------------------

@@ -48,8 +48,7 @@ MOST_TOGETHER: Final = 256
 Came = tuple[int, PullFailed | None]
 """The length of an object, or -1 when it takes another way of reading; and how the connection failed."""
 PullSmall = Callable[
-    [RemoteCopy, Sequence[bytes], Sequence[memoryview]],
-    Awaitable[tuple[list[int], PullFailed | None]],
+    [RemoteCopy, Sequence[bytes], Sequence[memoryview]], Awaitable[tuple[list[int], PullFailed | None]]
 ]
 """See `DataPool.pull_small`."""
 
@@ -147,9 +146,7 @@ class HolderReads:
         self._note(key, digest, report, time.monotonic() - began, own=plan.is_own)
         return report
 
-    def _note(
-        self, key: str, digest: bytes, report: PullReport, seconds: float, *, own: bool
-    ) -> None:
+    def _note(self, key: str, digest: bytes, report: PullReport, seconds: float, *, own: bool) -> None:
         """Count a read that ended, and tell the local peer of holders that failed."""
         self._link.ledger.pulled(key, digest, report, seconds)
         failures = [each for each in report.failures if not each.keep]
@@ -157,9 +154,7 @@ class HolderReads:
             self.known.forget(each.member for each in failures)
             self._link.ledger.failed(
                 [
-                    HolderFailure(
-                        digest, each.member, int(each.code), each.incarnation, each.sequence
-                    )
+                    HolderFailure(digest, each.member, int(each.code), each.incarnation, each.sequence)
                     for each in blamed(report, own=own)
                 ]
             )

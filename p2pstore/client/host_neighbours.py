@@ -92,9 +92,7 @@ class Neighbours:
             with self._state:
                 companion.users -= 1
 
-    async def call(
-        self, holder: Holder, what: Callable[[PeerLink], Awaitable[T | None]]
-    ) -> T | None:
+    async def call(self, holder: Holder, what: Callable[[PeerLink], Awaitable[T | None]]) -> T | None:
         """Call `what` with a link to this peer of the same host. None when the peer cannot be reached, does not answer
         within 1.5 s, or breaks the protocol: it is not tried again for 10 s."""
         name = holder.socket, holder.peer_id

@@ -15,9 +15,7 @@ from p2pstore.errors import AnswerTooLarge, NoSuchKey, P2PStoreError, ProtocolEr
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MOST_ITEMS, Cuts, text_bytes
-from p2pstore.objects import (
-    encode_key,
-)
+from p2pstore.objects import encode_key
 from p2pstore.results import (
     ItemResult,
     KeyPage,
@@ -235,9 +233,7 @@ class ChangeCalls(OpenSession):
     async def flush(self) -> None:
         """Remove everything in this namespace, everywhere."""
         request = local.Flush(self.namespace, deadline_ms(self.timeout))
-        await self._link.request(
-            LocalKind.FLUSH, request, local.Flushed, extra_seconds=REMOVE_SECONDS
-        )
+        await self._link.request(LocalKind.FLUSH, request, local.Flushed, extra_seconds=REMOVE_SECONDS)
 
     async def leave(self, *, drain: float = 0.0) -> None:
         """Ask the peer to leave the cluster, after up to `drain` seconds in which it hands over to others what it

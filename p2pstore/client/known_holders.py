@@ -189,9 +189,7 @@ class KnownHolders:
         now, holders = time.monotonic(), []
         for record in records:
             named = self._trusted(record.member, now)
-            if named is None or _goes_through_peer(
-                named.holder, record.size_units * SIZE_UNIT_BYTES
-            ):
+            if named is None or _goes_through_peer(named.holder, record.size_units * SIZE_UNIT_BYTES):
                 return None
             clock, writer, root = record.version
             holders.append(
@@ -235,11 +233,7 @@ class KnownRecord(NamedTuple):
 def _known_record(member: int, packed: bytes) -> KnownRecord:
     _, clock, writer, root, slot, size, flags = LOCATION.unpack(packed)
     return KnownRecord(
-        member,
-        Version(clock, writer, root),
-        slot,
-        int.from_bytes(size, "little"),
-        flags & TIER_FLAGS,
+        member, Version(clock, writer, root), slot, int.from_bytes(size, "little"), flags & TIER_FLAGS
     )
 
 

@@ -108,11 +108,7 @@ def note_viewed(link: PeerLink, holder: Holder, views: Sequence[memoryview]) -> 
     if views:
         length_bytes = sum(map(len, views))
         link.ledger.count(
-            holder.member,
-            ShmTransport.name,
-            objects=len(views),
-            length_bytes=length_bytes,
-            failures=0,
+            holder.member, ShmTransport.name, objects=len(views), length_bytes=length_bytes, failures=0
         )
 
 
@@ -162,9 +158,7 @@ def share(link: PeerLink, digest: bytes, announced: Announced | None = None) -> 
     return view
 
 
-def shared_view(
-    link: PeerLink, digest: bytes, announced: Announced | None = None
-) -> memoryview | None:
+def shared_view(link: PeerLink, digest: bytes, announced: Announced | None = None) -> memoryview | None:
     """`share`, but not counted as a view."""
     view = None
     try:
@@ -350,9 +344,7 @@ class _Batch:
                 self._fetcher.ended(error)
                 self._settle(number, error)
             elif near := neighbours_in(plan.holders):
-                batches.setdefault((near[0].member, near[0].tier == SSD), []).append(
-                    (number, near[0])
-                )
+                batches.setdefault((near[0].member, near[0].tier == SSD), []).append((number, near[0]))
         for (_, is_cold), batch in batches.items():
             for some in _slices(batch, FETCHED_AT_ONCE if is_cold else LEASES_PER_REQUEST):
                 _, holder = some[0]

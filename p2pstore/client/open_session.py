@@ -134,7 +134,5 @@ class OpenSession:
         return _restore, (type(self), socket, self.namespace, self.timeout)
 
 
-def _restore(
-    kind: type[OpenSession], socket: str | None, namespace: str, timeout: float
-) -> OpenSession:
+def _restore(kind: type[OpenSession], socket: str | None, namespace: str, timeout: float) -> OpenSession:
     return kind(socket=socket, namespace=namespace, timeout=timeout)  # type: ignore[call-arg]

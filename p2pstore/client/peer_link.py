@@ -138,9 +138,7 @@ class PeerLink:
 
     def ask(self, kind: LocalKind, message: Message, reply_type: type[M]) -> Awaitable[M]:
         """One request with this link's deadline, which leaves nothing to give back when it fails."""
-        return self.connection.request(
-            kind, message, reply_type, progress_seconds=self.timeout_seconds
-        )
+        return self.connection.request(kind, message, reply_type, progress_seconds=self.timeout_seconds)
 
     def ask_ahead(
         self,

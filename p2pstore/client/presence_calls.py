@@ -46,10 +46,7 @@ class Presence:
     """Answers for one client. `digests_of` makes the digests of many keys of its namespace."""
 
     def __init__(
-        self,
-        link: PeerLink,
-        digests_of: Callable[[Sequence[str]], list[bytes]],
-        chains: PrefixChains,
+        self, link: PeerLink, digests_of: Callable[[Sequence[str]], list[bytes]], chains: PrefixChains
     ) -> None:
         self._link = link
         self._digests_of = digests_of
@@ -60,9 +57,7 @@ class Presence:
         known = self._look_up_one(digest)
         if known is not None:
             return known
-        reply = await self._link.ask(
-            LocalKind.CONTAINS, local.Contains(digest), local.ContainsReply
-        )
+        reply = await self._link.ask(LocalKind.CONTAINS, local.Contains(digest), local.ContainsReply)
         _check_count(reply, 1)
         return reply.present == b"\1"
 

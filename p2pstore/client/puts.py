@@ -96,10 +96,7 @@ async def fill(
 
 
 async def fill_many(
-    driver: Driver,
-    targets: Sequence[memoryview],
-    sources: Sequence[Source],
-    check: Callable[[], None],
+    driver: Driver, targets: Sequence[memoryview], sources: Sequence[Source], check: Callable[[], None]
 ) -> list[bytes | GpuCopyFailed]:
     """`fill` of each; where they are much together, several threads share them. In place of sums: a GPU failed."""
     threads = threads_for(sum(map(len, sources)))

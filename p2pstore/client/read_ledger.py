@@ -160,13 +160,7 @@ class ReadLedger:
             )
 
     def pulled_only(
-        self,
-        key: str,
-        digest: bytes,
-        member: int,
-        transport: str,
-        length_bytes: int,
-        seconds: float,
+        self, key: str, digest: bytes, member: int, transport: str, length_bytes: int, seconds: float
     ) -> None:
         """`pulled`, for an object that came from its only holder at once."""
         self._stir()
@@ -219,13 +213,7 @@ class ReadLedger:
             counted.lengths.add(length_bytes // objects, objects)
 
     def _add(
-        self,
-        member: int,
-        transport: str,
-        *,
-        objects: int = 0,
-        length_bytes: int = 0,
-        failures: int = 0,
+        self, member: int, transport: str, *, objects: int = 0, length_bytes: int = 0, failures: int = 0
     ) -> _Pulls | None:
         counted = self._counted(member, transport)
         if counted is not None:

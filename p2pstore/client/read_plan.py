@@ -207,9 +207,7 @@ def places_of(item: PlanItem) -> tuple[Place, ...]:
 def blamed(report: PullReport, *, own: bool) -> list[HolderReport]:
     """The holders whose failure the local peer is to hear of. `own`: the client chose them itself."""
     return [
-        each
-        for each in report.failures
-        if not each.keep and (not own or each.code in _OF_THE_HOLDER)
+        each for each in report.failures if not each.keep and (not own or each.code in _OF_THE_HOLDER)
     ]
 
 
@@ -247,9 +245,7 @@ def groups_by_holder(items: Mapping[int, PlanItem]) -> list[HolderGroup]:
             continue
         first, *others = item.holders
         grouped = (
-            first.tier == DRAM
-            if first.same_host
-            else first.size_units * SIZE_UNIT_BYTES < SLICED_BYTES
+            first.tier == DRAM if first.same_host else first.size_units * SIZE_UNIT_BYTES < SLICED_BYTES
         )
         if grouped:
             name = first.member, bool(others)

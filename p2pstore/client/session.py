@@ -186,9 +186,7 @@ class GetCalls(OpenSession):
                     return done
             driver = self._link.driver
             staged = await device_memory.make_room(driver, device)
-            length = await self.get_into(
-                key, staged.host, wait=wait, progress=progress, trace=trace
-            )
+            length = await self.get_into(key, staged.host, wait=wait, progress=progress, trace=trace)
             await device_memory.give(driver, staged, length)
             return length
         view, digest, fetcher = destination_view(buffer), self._digest(key), self._live.fetcher
@@ -274,9 +272,7 @@ class GetCalls(OpenSession):
             done = await self._read_in_place(list(items.values()))
         except GpuCopyFailed as error:
             return {number: GpuCopyFailed(str(error)) for number in items}
-        return {
-            number: length for number, length in zip(items, done, strict=True) if length is not None
-        }
+        return {number: length for number, length in zip(items, done, strict=True) if length is not None}
 
     async def _fetch_many_staged(
         self, keys: Sequence[str], places: Sequence[Any]

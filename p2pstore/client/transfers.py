@@ -204,9 +204,7 @@ class TransferBatch:
 
     def _at(self, number: int) -> _Transfer:
         if not 0 <= number < len(self._transfers):
-            raise IndexError(
-                f"there is no transfer {number}: {len(self._transfers)} were submitted"
-            )
+            raise IndexError(f"there is no transfer {number}: {len(self._transfers)} were submitted")
         return self._transfers[number]
 
     def _fill(self) -> None:

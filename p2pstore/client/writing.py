@@ -283,9 +283,7 @@ class Writer:
             on_late_reply=lambda late: link.abort(_numbers(late.again)),
         )
 
-    async def _commit(
-        self, items: list[PutFacts], again: list[local.ReserveItem]
-    ) -> local.Committed:
+    async def _commit(self, items: list[PutFacts], again: list[local.ReserveItem]) -> local.Committed:
         reply = await self._link.request(
             LocalKind.COMMIT,
             local.Commit(self._namespace, items, deadline_ms(self._link.timeout_seconds), again),
@@ -302,14 +300,10 @@ class Writer:
             self._link.abort(self._link.ahead.granted(again[0], reply.again))
 
 
-def _facts(
-    row: PutRow, reservation: local.Reservation, sums: bytes, options: PutOptions
-) -> PutFacts:
+def _facts(row: PutRow, reservation: local.Reservation, sums: bytes, options: PutOptions) -> PutFacts:
     length = len(row.source)
     root = root_checksum(length, sums)
-    return PutFacts(
-        reservation.reservation, row.key, length, sums, root, **options, follows=row.follows
-    )
+    return PutFacts(reservation.reservation, row.key, length, sums, root, **options, follows=row.follows)
 
 
 def _commit_seconds(items: Iterable[PutFacts]) -> float:
@@ -388,9 +382,7 @@ class ElsewhereWriter:
             raise CapacityExceeded(f"{refusal}. Elsewhere: {placed.error.text}")
         return placed
 
-    async def _request(
-        self, key: str, source: memoryview, options: dict[str, Any], clock: int
-    ) -> Store:
+    async def _request(self, key: str, source: memoryview, options: dict[str, Any], clock: int) -> Store:
         sums = await sum_chunks(self._link.driver, source)
         root = root_checksum(len(source), sums)
         travelling = {name: value for name, value in options.items() if name != "durable"}
@@ -426,6 +418,4 @@ async def sum_chunks(driver: Driver, source: memoryview) -> bytes:
 
 def _remote(target: local.Target) -> RemotePeer:
     ticket = Ticket(target.ticket_claims, target.ticket_signature)
-    return RemotePeer(
-        target.peer_id, tuple(target.data), GrantedTicket(ticket, target.ticket_secret)
-    )
+    return RemotePeer(target.peer_id, tuple(target.data), GrantedTicket(ticket, target.ticket_secret))

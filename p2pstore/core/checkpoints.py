@@ -111,9 +111,7 @@ class TrustedPublishers:
                 )
         while len(self._pins) > MAX_PINS:
             (_, name), _ = self._pins.popitem(last=False)
-            self._note(
-                f"checkpoint {name!r}: its publisher is forgotten, as it was not used for long"
-            )
+            self._note(f"checkpoint {name!r}: its publisher is forgotten, as it was not used for long")
 
     def take_notes(self) -> list[str]:
         """News of publishers since the last call, for the log."""
@@ -221,9 +219,7 @@ class Checkpoints:
         """Raises `CheckpointRefused` when other peers publish the name and this one does not: who trusts one of them
         would ignore this peer's."""
         own = self.head(checkpoint_digest(namespace, name, self._core.peer_id))
-        others = [
-            head for head in self.heads(namespace, name) if head.publisher != self._core.peer_id
-        ]
+        others = [head for head in self.heads(namespace, name) if head.publisher != self._core.peer_id]
         kept = own is None and self._publishers.pinned(namespace, name) == self._core.peer_id
         if not others or kept or (own is not None and not own.gone):
             return
@@ -351,9 +347,7 @@ class Checkpoints:
             return len(self.heads(head.namespace, head.name)) == 1
         return pinned == head.publisher
 
-    def _write(
-        self, kind: ClusterRecordKind, digest: bytes, body: Message, now: float
-    ) -> ClusterRecord:
+    def _write(self, kind: ClusterRecordKind, digest: bytes, body: Message, now: float) -> ClusterRecord:
         core = self._core
         core.timekeeping.check(now)
         before = self._records.get(kind, 0, digest)

@@ -12,13 +12,7 @@ from p2pstore.core.gets.lookup import check_holding_record
 from p2pstore.core.puts.describe import location_of, location_on_ssd
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.known_locations import Word
-from p2pstore.gossip.records import (
-    LocationRecord,
-    PeerId,
-    decode_location,
-    member_of,
-    writer_of_member,
-)
+from p2pstore.gossip.records import LocationRecord, PeerId, decode_location, member_of, writer_of_member
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.transfer.peer_messages import Locations
 
@@ -46,12 +40,7 @@ class KnownCopies:
         return self.sorted(digest, now, namespace)[0]
 
     def sorted(
-        self,
-        digest: bytes,
-        now: float,
-        namespace: bytes | None = None,
-        *,
-        hearsay: bool = False,
+        self, digest: bytes, now: float, namespace: bytes | None = None, *, hearsay: bool = False
     ) -> tuple[list[KnownCopy], list[KnownCopy]]:
         """`known`, and the copies that their holders have to prove. Records that contradict a writer are in neither.
         With `hearsay` also copies of which only a home spoke: to look there, not to judge what is kept."""
@@ -79,12 +68,7 @@ class KnownCopies:
             reachable = state.status in (Status.ALIVE, Status.SUSPECT) and not holding.hidden
             proved = not holding.hearsay or self._core.proofs.knows(digest, version)
             copy = KnownCopy(
-                member,
-                state.peer_id,
-                holding.record,
-                reachable,
-                proved=proved,
-                hearsay=holding.hearsay,
+                member, state.peer_id, holding.record, reachable, proved=proved, hearsay=holding.hearsay
             )
             if version.writer != writer_of_member(member):
                 others.append(copy)
@@ -107,11 +91,7 @@ class KnownCopies:
         return copies, doubtful
 
     def _proved_among(
-        self,
-        digest: bytes,
-        others: Sequence[KnownCopy],
-        vouched: set[Version],
-        copies: list[KnownCopy],
+        self, digest: bytes, others: Sequence[KnownCopy], vouched: set[Version], copies: list[KnownCopy]
     ) -> list[KnownCopy]:
         """Add those copies whose holders did not write them and that are proved; the rest is returned, but for what
         contradicts a writer."""
@@ -133,9 +113,7 @@ class KnownCopies:
         """Take in a home peer's answer to a LOOKUP of `digests`."""
         for digest, holdings in zip(digests, reply.items, strict=False):
             for holding in holdings[:64]:
-                if holding.member != self._core.member and check_holding_record(
-                    holding.record, digest
-                ):
+                if holding.member != self._core.member and check_holding_record(holding.record, digest):
                     self._gossip.heard_of(holding.record, now)
                     position = (holding.incarnation, holding.sequence)
                     word = Word.OWN if holding.member == member_of(home) else Word.HOME

@@ -12,15 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from p2pstore.core.core_effects import (
-    AskPeer,
-    OperationFinished,
-    PullOutcome,
-    Reply,
-)
-from p2pstore.errors import (
-    DeadlineExceeded,
-)
+from p2pstore.core.core_effects import AskPeer, OperationFinished, PullOutcome, Reply
+from p2pstore.errors import DeadlineExceeded
 from p2pstore.gossip.records import PeerId
 from p2pstore.objects import Version
 from p2pstore.put_facts import PutStatus
@@ -33,9 +26,7 @@ class Operation(ABC):
     """Base of all operations. `result` is set when `done`; an exception as result means it failed. `on_finish` is
     called with the result and the time."""
 
-    def __init__(
-        self, core: PeerCore, on_finish: Callable[[Any, float], None] | None = None
-    ) -> None:
+    def __init__(self, core: PeerCore, on_finish: Callable[[Any, float], None] | None = None) -> None:
         self.core = core
         self.number = 0
         self.done = False
@@ -76,9 +67,7 @@ class Operation(ABC):
             self.on_finish(result, now)
         self.core.emit(OperationFinished(self.number))
 
-    def ask(
-        self, tag: int, peer_id: PeerId, kind: int, request: Any, timeout_seconds: float
-    ) -> None:
+    def ask(self, tag: int, peer_id: PeerId, kind: int, request: Any, timeout_seconds: float) -> None:
         self.core.emit(AskPeer(self.number, tag, peer_id, kind, request, timeout_seconds))
 
 

@@ -53,10 +53,7 @@ class Operations:
     def retire(self, operation: Operation) -> None:
         """Forget a finished operation (called by the operation itself)."""
         self._running.pop(operation.number, None)
-        if (
-            isinstance(operation, FetchOperation)
-            and self._fetches.get(operation.digest) is operation
-        ):
+        if isinstance(operation, FetchOperation) and self._fetches.get(operation.digest) is operation:
             del self._fetches[operation.digest]
 
     def await_keys(self, operation: Operation, digests: Sequence[bytes]) -> None:

@@ -69,9 +69,7 @@ class OwnObjects:
     def make_room(self, length: int, namespace: str, now: float) -> Steps[None]:
         """Evict for a value of about `length` bytes, if there is no room for it yet and enough may be evicted. The room
         is not reserved."""
-        trailer_length = min(
-            MAX_TRAILER_BYTES, SUM_BYTES * chunk_count(length) + USUAL_TRAILER_BYTES
-        )
+        trailer_length = min(MAX_TRAILER_BYTES, SUM_BYTES * chunk_count(length) + USUAL_TRAILER_BYTES)
         if self._segment.room.has_room(length, trailer_length, namespace=namespace):
             return
         holder = object()
@@ -142,9 +140,7 @@ class OwnObjects:
         if entry is not None and here:
             self._segment.objects.set_expiry(entry, expires_unix_ms)
             version = entry.version
-        elif (cold := self._core.cold.find(digest, now)) is not None and cold.version[
-            :2
-        ] == version[:2]:
+        elif (cold := self._core.cold.find(digest, now)) is not None and cold.version[:2] == version[:2]:
             version = cold.version
         return self._core.cold.set_expiry(digest, version, expires_unix_ms, now) or here
 
@@ -206,9 +202,7 @@ class OwnObjects:
         forbid it and newer versions stay newer."""
         self._core.counters["copies_adopted"] += 1
         version = entry.version
-        self._restamp(
-            entry, Version(version.clock, writer_of(self._core.peer_id), version.root), now
-        )
+        self._restamp(entry, Version(version.clock, writer_of(self._core.peer_id), version.root), now)
         self._core.proofs.wrote([entry.digest])
 
     def _restamp(self, entry: ObjectEntry, version: Version, now: float) -> None:

@@ -125,20 +125,12 @@ class Participations:
             self._set_alarm(now)
 
     def follow(
-        self,
-        digest: bytes,
-        version: bytes,
-        state: TakesPart,
-        current: bytes,
-        now: float,
-        why: str = "",
+        self, digest: bytes, version: bytes, state: TakesPart, current: bytes, now: float, why: str = ""
     ) -> None:
         """Have the others know that this peer follows a publisher's name: the version that it is to use next, or uses,
         how far it is with it, and the one that it uses."""
         part = _shortened(
-            Participation(
-                digest, version, int(state), 1000 * (state in HAS_ALL), True, current, why
-            )
+            Participation(digest, version, int(state), 1000 * (state in HAS_ALL), True, current, why)
         )
         if self._follows.get(digest) != part:
             self._follows[digest] = part
@@ -242,8 +234,7 @@ def _difference(told: list[Participation], now: list[Participation]) -> bool | N
 
     def without_progress(parts: list[Participation]) -> dict[tuple[bytes, bytes], Participation]:
         return {
-            (part.name, part.version): msgspec.structs.replace(part, done_permille=0)
-            for part in parts
+            (part.name, part.version): msgspec.structs.replace(part, done_permille=0) for part in parts
         }
 
     if without_progress(told) != without_progress(now):

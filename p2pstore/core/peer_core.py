@@ -224,9 +224,7 @@ class PeerCore:
     @property
     def keys_per_step(self) -> int:
         """How many keys to look up, with their home peers, at a time: what takes 2 to 4 ms."""
-        return max(
-            1, min(LOOKED_UP_PER_STEP, WORK_PER_STEP // (8 + len(self.gossip.membership.live())))
-        )
+        return max(1, min(LOOKED_UP_PER_STEP, WORK_PER_STEP // (8 + len(self.gossip.membership.live()))))
 
     def live_peers(self) -> list[PeerId]:
         """The other members that are not believed dead."""

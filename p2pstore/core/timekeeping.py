@@ -51,7 +51,9 @@ LOOK_SECONDS: Final = 0.2
 """How often it is looked whether a clock is wrong. A write asks by itself."""
 MAX_CLOCK: Final = (1 << 63) - 1
 """Of what is believed of an earlier life: with room for all that follows in the 64 bits of the format."""
-CURE: Final = "set it right (`timedatectl`, chrony, ntpd); this peer then goes on by itself, without a restart"
+CURE: Final = (
+    "set it right (`timedatectl`, chrony, ntpd); this peer then goes on by itself, without a restart"
+)
 
 
 class Timekeeping:
@@ -163,8 +165,7 @@ class Timekeeping:
         offset = self._core.unix_offset_seconds
         clocks = self._core.gossip.time.clocks
         aheads = [
-            (peer_id, clocks.ahead_of(peer_id, offset))
-            for peer_id in self._core.gossip.time.compared
+            (peer_id, clocks.ahead_of(peer_id, offset)) for peer_id in self._core.gossip.time.compared
         ]
         return [
             (peer_id, ahead)
@@ -329,9 +330,7 @@ class Timekeeping:
         core = self._core
         if record.kind == ClusterRecordKind.FLOOR:
             writer = writer_of(core.peer_id)
-            core.floors.keep(
-                replace(record, clock=clock, writer=writer, signer=core.peer_id), self._now
-            )
+            core.floors.keep(replace(record, clock=clock, writer=writer, signer=core.peer_id), self._now)
         elif record.signer == core.peer_id:
             core.floors.keep(replace(record, clock=clock), self._now)
         else:

@@ -85,9 +85,7 @@ def preset(network: Network) -> GossipConfig:
         return replace(
             base,
             membership=MembershipConfig(
-                probe_interval_seconds=5.0,
-                probe_timeout_seconds=3.0,
-                suspicion_multiplier=6.0,
+                probe_interval_seconds=5.0, probe_timeout_seconds=3.0, suspicion_multiplier=6.0
             ),
             exchange_seconds=0.125,
             exchange_timeout_seconds=15.0,

@@ -83,9 +83,7 @@ class GossipState:
         self.published = None if location_table is None else PublishedLocations(location_table)
         self.directory = Directory(config.directory, rng.getrandbits(128), self.published)
         self.cluster_records = ClusterRecords(
-            config.cluster_record_limit,
-            kept_seconds=config.floor_kept_seconds,
-            published=self.published,
+            config.cluster_record_limit, kept_seconds=config.floor_kept_seconds, published=self.published
         )
         self.floor_set = self.cluster_records.floors
         self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
@@ -121,12 +119,8 @@ class GossipState:
         self.contacts = Contacts(rng)
         self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
         self.questions = Questions(config)
-        self.view = ActiveView(
-            self.membership, rng, config.active_view, config.view_rotation_seconds
-        )
-        self.partitions = PartitionedDirectory(
-            config, self.membership, self.directory, self.log, rng
-        )
+        self.view = ActiveView(self.membership, rng, config.active_view, config.view_rotation_seconds)
+        self.partitions = PartitionedDirectory(config, self.membership, self.directory, self.log, rng)
         self.locations = self.partitions.known
         rate = OperationRate(config.eager_operations_per_second)
         self.exchanges = Exchanges(

@@ -122,9 +122,7 @@ class Incoming:
         self._state.time.clocks.answered(asked.peer_id, reply.unix_ms, asked.sent_at, now)
         news = self._take_delta(asked.peer_id, reply.delta, now)
         self._state.partitions.hot.learn(hot, now)
-        self._state.exchanges.learn(
-            asked, reply, theirs, now, new_records=len(news.cluster_records)
-        )
+        self._state.exchanges.learn(asked, reply, theirs, now, new_records=len(news.cluster_records))
         self._state.record(now)
         return self._state.exchanges.follow_up(asked.peer_id, theirs, now, news=news.anything)
 
@@ -136,9 +134,7 @@ class Incoming:
         if ping.incarnation > self._membership.own.incarnation:
             # It was made up, or this peer's clock went back: be above it, or no member listens.
             claims.append(
-                Claim(
-                    self._state.peer_id, ping.incarnation, int(Status.SUSPECT), self._state.member
-                )
+                Claim(self._state.peer_id, ping.incarnation, int(Status.SUSPECT), self._state.member)
             )
         self._heard(sender, now)
         self._membership.observe_claims(claims, now, sender)

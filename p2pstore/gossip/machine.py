@@ -36,30 +36,14 @@ from p2pstore.gossip.gossip_effects import (
     Push,
     SnapshotHead,
 )
-from p2pstore.gossip.gossip_messages import (
-    ControlKind,
-    ExchangeReply,
-    Leave,
-    Ping,
-    Status,
-)
+from p2pstore.gossip.gossip_messages import ControlKind, ExchangeReply, Leave, Ping, Status
 from p2pstore.gossip.gossip_state import GossipState
 from p2pstore.gossip.homes.directory_mode import Phase
 from p2pstore.gossip.incoming import Incoming
 from p2pstore.gossip.locations.catch_up import CatchUp
-from p2pstore.gossip.locations.snapshots import (
-    CheckedSnapshot,
-    check_snapshot,
-    most_snapshot_bytes,
-)
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot, most_snapshot_bytes
 from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberChange
-from p2pstore.gossip.records import (
-    LOCATION_BYTES,
-    ClusterRecord,
-    Member,
-    PeerId,
-    SignedRecord,
-)
+from p2pstore.gossip.records import LOCATION_BYTES, ClusterRecord, Member, PeerId, SignedRecord
 from p2pstore.wire import Code, Failure, Message
 
 __all__ = [
@@ -109,8 +93,7 @@ class Gossip(GossipState):
         told = self.view.sample(self.config.leave_fanout)
         self.membership.leave(now)
         return [
-            self.questions.ask(state.peer_id, ControlKind.LEAVE, Leave(signed), now)
-            for state in told
+            self.questions.ask(state.peer_id, ControlKind.LEAVE, Leave(signed), now) for state in told
         ]
 
     def expel(self) -> list[PeerId]:
@@ -167,10 +150,7 @@ class Gossip(GossipState):
             self.view.failed(asked.peer_id, now)
             return self.connection_lost(asked.peer_id, now)
         if isinstance(reply, ExchangeReply):
-            return [
-                *self._incoming.exchanged(asked, reply, now),
-                *self._consequences(now),
-            ]
+            return [*self._incoming.exchanged(asked, reply, now), *self._consequences(now)]
         self.membership.heard(asked.peer_id, now)
         return self._consequences(now)
 
@@ -291,9 +271,7 @@ class Gossip(GossipState):
             if change.new > Status.SUSPECT:
                 self.losses += change.old is not None
                 if change.old is not None and change.old <= Status.SUSPECT:
-                    left = (
-                        state := self.membership.get(change.peer_id)
-                    ) is not None and state.leaving
+                    left = (state := self.membership.get(change.peer_id)) is not None and state.leaving
                     self.floors.went(change.member, now, left=left)
                 self.partitions.hide(change.member)
                 self._housekeeping.gone(change.member, now)
@@ -352,9 +330,7 @@ class Housekeeping:
             record = None if state.leaving or self._membership.others() else state.record
             if record is not None:
                 # Without this a peer that was cut off for long would stay alone for good.
-                self._state.contacts.add(
-                    record.control, state.peer_id, bootstrap=False, in_book=True
-                )
+                self._state.contacts.add(record.control, state.peer_id, bootstrap=False, in_book=True)
         self._state.directory.expire_early(now)
         if self._state.partitions.housekeep(now, agreed=self._state.exchanges.agreed):
             self._state.own_record.changed()

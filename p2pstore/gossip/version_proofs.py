@@ -95,9 +95,7 @@ def _levels(versions: Sequence[tuple[bytes, Version]]) -> list[list[bytes]]:
 def _proofs(levels: list[list[bytes]], signer: PeerId, signature: bytes) -> list[bytes]:
     count = len(levels[0])
     begin = public_key_from_peer_id(signer) + signature
-    return [
-        begin + bytes((place, count)) + b"".join(_path(levels, place)) for place in range(count)
-    ]
+    return [begin + bytes((place, count)) + b"".join(_path(levels, place)) for place in range(count)]
 
 
 def _message(count: int, root: bytes) -> bytes:

@@ -101,9 +101,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     module = arguments[:1] == ["-m"]
     if len(arguments) < 1 + module:
-        sys.exit(
-            "usage: python -m p2pstore.integrations.as_mooncake [-m MODULE | PROGRAM] ARGUMENTS..."
-        )
+        sys.exit("usage: python -m p2pstore.integrations.as_mooncake [-m MODULE | PROGRAM] ARGUMENTS...")
     _tell_children()
     install()
     sys.argv = arguments[module:]

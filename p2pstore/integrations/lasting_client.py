@@ -186,17 +186,13 @@ class LastingClient:
     returns at once.
     """
 
-    def __init__(
-        self, weight_version: Any, socket: str | None = None, *, timeout: float = 5.0
-    ) -> None:
+    def __init__(self, weight_version: Any, socket: str | None = None, *, timeout: float = 5.0) -> None:
         if not isinstance(weight_version, str) or not weight_version.strip():
             raise ConfigError(
                 f"weight_version is {weight_version!r}: name the model and the version of its weights as text, such as "
                 "'llama-3.1-8b@v1'; engines share a cache only under the same name"
             )
-        self._connect = functools.partial(
-            blocking.connect, namespace=weight_version, timeout=timeout
-        )
+        self._connect = functools.partial(blocking.connect, namespace=weight_version, timeout=timeout)
         self._socket = socket
         self._client: BlockingClient | None = None
         self._wake = threading.Condition()

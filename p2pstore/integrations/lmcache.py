@@ -30,13 +30,7 @@ from lmcache.v1.protocol import RemoteMetadata
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from p2pstore.blocking import BlockingClient
-from p2pstore.integrations.lasting_client import (
-    PROBE_KEY,
-    LastingClient,
-    leading,
-    legal_key,
-    or_else,
-)
+from p2pstore.integrations.lasting_client import PROBE_KEY, LastingClient, leading, legal_key, or_else
 from p2pstore.results import ItemResult
 
 T = TypeVar("T")
@@ -213,10 +207,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         if not self.save_chunk_meta:
             return view
         about = RemoteMetadata(
-            len(view),
-            memory_obj.get_shapes(),
-            memory_obj.get_dtypes(),
-            memory_obj.get_memory_format(),
+            len(view), memory_obj.get_shapes(), memory_obj.get_dtypes(), memory_obj.get_memory_format()
         )
         return about.serialize() + view
 
@@ -226,9 +217,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         rooms: Chunks = []
         try:
             for _ in keys:
-                rooms.append(
-                    self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt)
-                )
+                rooms.append(self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt))
             items = [
                 (_text(key), _bytes_of(room))
                 for key, room in zip(keys, rooms, strict=True)

@@ -76,20 +76,13 @@ class _Pool:
         """The objects of these pages, page by page."""
         ends = [""] if self.pieces == 1 else [f"/{piece}" for piece in range(self.pieces)]
         return [
-            legal_key(f"{prefix}{key}{end}")
-            for key in keys
-            for prefix in self.prefixes
-            for end in ends
+            legal_key(f"{prefix}{key}{end}") for key in keys for prefix in self.prefixes for end in ends
         ]
 
-    def items(
-        self, keys: Sequence[str], host_indices: torch.Tensor
-    ) -> list[tuple[str, memoryview]]:
+    def items(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[tuple[str, memoryview]]:
         """The same with the memory of each. Raises `ValueError` when indices and pages are not as many."""
         pointers, sizes = self.place(host_indices)
-        views = [
-            view_at(int(pointer), int(size)) for pointer, size in zip(pointers, sizes, strict=True)
-        ]
+        views = [view_at(int(pointer), int(size)) for pointer, size in zip(pointers, sizes, strict=True)]
         return list(zip(self.objects(keys), views, strict=True))
 
     def by_page(self, pieces: Sequence[bool], pages: int) -> list[bool]:
@@ -110,9 +103,7 @@ class _Figures:
     def note(self, pages: int, moved_bytes: int, seconds: float, *, read: bool) -> None:
         """A call has ended."""
         if moved_bytes and seconds > 0:
-            (self._prefetched if read else self._backed_up).append(
-                (pages, moved_bytes / seconds / 1e9)
-            )
+            (self._prefetched if read else self._backed_up).append((pages, moved_bytes / seconds / 1e9))
 
     def taken(self) -> Any:
         """SGLang's own record of them, which begin again."""
@@ -247,9 +238,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         return self._move(transfers, self._write)
 
     def _move(
-        self,
-        transfers: Sequence[Any],
-        move: Callable[[list[tuple[str, memoryview]]], list[bool]],
+        self, transfers: Sequence[Any], move: Callable[[list[tuple[str, memoryview]]], list[bool]]
     ) -> dict[Any, Any]:
         items: list[tuple[str, memoryview]] = []
         parts = []
@@ -401,9 +390,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             "attn_cp_size": config.attn_cp_size,
             "dcp_size": config.dcp_size,
         }
-        digest = hashlib.blake2b(
-            json.dumps(fields, sort_keys=True).encode(), digest_size=NAME_BYTES
-        )
+        digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=NAME_BYTES)
         ranks = [config.pp_rank, config.attn_cp_rank, config.dcp_rank]
         if by_rank:
             ranks.append(config.tp_rank if tp_rank is None else tp_rank)

@@ -21,9 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -76,20 +74,15 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._weight_version = options.get("weight_version", "")
         self._client = LastingClient(self._weight_version, options.get("socket"))
         self._client.say_unknown(
-            options,
-            ["weight_version", "socket", "threads", "model", "locality", "enable_kv_events"],
+            options, ["weight_version", "socket", "threads", "model", "locality", "enable_kv_events"]
         )
         if options.get("locality"):
             self.locality = Locality(options["locality"])
-        self._rows: Any = (
-            np.asarray(primary_kv_view).view(np.uint8).reshape(len(primary_kv_view), -1)
-        )
+        self._rows: Any = np.asarray(primary_kv_view).view(np.uint8).reshape(len(primary_kv_view), -1)
         self._row_bytes = self._rows.shape[1]
         self._layout = _layout(offloading_spec, self._row_bytes, options.get("model"))
         self._prefix = _prefix(self._layout)
-        self._pool = ThreadPoolExecutor(
-            options.get("threads", 4), thread_name_prefix="p2pstore-tier"
-        )
+        self._pool = ThreadPoolExecutor(options.get("threads", 4), thread_name_prefix="p2pstore-tier")
         self._lock = threading.Lock()
         self._running: set[Future[None]] = set()
         self._finished: deque[JobResult] = deque()
@@ -170,9 +163,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        return {
-            PEER_ANSWERS: OffloadingGaugeMetadata("Whether this machine's peer answers (1 or 0).")
-        }
+        return {PEER_ANSWERS: OffloadingGaugeMetadata("Whether this machine's peer answers (1 or 0).")}
 
     def get_stats(self) -> Any:
         answers = self._client.answers
@@ -188,9 +179,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         return ("p2pstore_weight_version", "p2pstore_prefix")
 
     def config_info(self) -> dict[str, str]:
-        return dict(
-            zip(self.config_info_keys({}), (self._weight_version, self._prefix), strict=True)
-        )
+        return dict(zip(self.config_info_keys({}), (self._weight_version, self._prefix), strict=True))
 
     def _begin_events(self, config: Any) -> None:
         if not config.enable_kv_cache_events:
@@ -212,9 +201,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
             self._check_at = now + CHECK_SECONDS
             self._client.later(self._check_told)
         return [
-            OffloadingEvent(
-                event.keys, self.medium, event.removed, self.locality, removal_expected=True
-            )
+            OffloadingEvent(event.keys, self.medium, event.removed, self.locality, removal_expected=True)
             for event in self._events.take()
         ]
 
@@ -230,9 +217,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
     def _submit(self, move: Any, job: TransferJob) -> None:
         try:
             future = self._pool.submit(self._run, move, job)
-        except (
-            RuntimeError
-        ) as error:  # it was shut down: the engine must hear that the job has ended
+        except RuntimeError as error:  # it was shut down: the engine must hear that the job has ended
             self._client.say(f"a transfer was not begun: {error}")
             with self._lock:
                 self._finished.append(JobResult(job.job_id, False))
@@ -272,14 +257,10 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         items = [(names[number], rows[number]) for number in new]
         failed: list[ItemResult[Any]] = []
         results = self._client.call(lambda client: client.put_many(items), failed)
-        stored = {
-            number for number, result in zip(new, results, strict=False) if result.error is None
-        }
+        stored = {number for number, result in zip(new, results, strict=False) if result.error is None}
         if self._events is not None:
             self._events.found([keys[number] for number in sorted(stored)], new=True)
-            self._events.found(
-                [key for key, known in zip(keys, there, strict=True) if known], new=False
-            )
+            self._events.found([key for key, known in zip(keys, there, strict=True) if known], new=False)
         return [key for number, key in enumerate(keys) if there[number] or number in stored]
 
     def _load(self, keys: list[bytes], rows: list[memoryview]) -> list[bytes]:
@@ -315,10 +296,7 @@ def _layout(spec: Any, row_bytes: int, model: str | None) -> dict[str, Any]:
     """The facts that engines must have in common to use each other's blocks, as vLLM's own tiers have them: parallel
     sizes are 1 where its blocks do not depend on them."""
     mapper = FileMapper.from_offloading_spec(
-        root_dir="",
-        offloading_spec=spec,
-        blocks_per_file=spec.blocks_per_chunk,
-        parallel_agnostic=True,
+        root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=True
     )
     return {
         **mapper.get_run_config(),

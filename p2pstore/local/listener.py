@@ -15,19 +15,14 @@ from typing import Final
 
 import trio
 
-from p2pstore.errors import (
-    ConfigError,
-)
+from p2pstore.errors import ConfigError
 from p2pstore.local.local_clients import LocalBackend, RequestObserver
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.server import _Connection, logger
 from p2pstore.local.socket_paths import answers, check_socket_path, not_a_socket
 from p2pstore.runtime.linux import lock_owner
 from p2pstore.runtime.trio_streams import Accepting
-from p2pstore.wire import (
-    Code,
-    encode_failure,
-)
+from p2pstore.wire import Code, encode_failure
 
 MAX_CONNECTIONS: Final = 1024
 LOCK_SECONDS: Final = 10.0
@@ -58,9 +53,7 @@ def _listen(path: Path, mode: int, group: str | None, group_id: int | None) -> s
                 )
             path.unlink()
         elif what := not_a_socket(path):
-            raise ConfigError(
-                f"socket: {path} is {what}: remove it, or name a path at which nothing is"
-            )
+            raise ConfigError(f"socket: {path} is {what}: remove it, or name a path at which nothing is")
         os.fchmod(listener.fileno(), mode)  # bind makes the file with this mode, less the umask
         listener.bind(os.fspath(path))
         try:
@@ -189,8 +182,7 @@ async def _accept_forever(
                 if connections >= MAX_CONNECTIONS:
                     logger.warning("refused a local client: %d are connected", connections)
                     _refuse(
-                        sock,
-                        f"the peer already serves {MAX_CONNECTIONS:,} local clients: close some",
+                        sock, f"the peer already serves {MAX_CONNECTIONS:,} local clients: close some"
                     )
                     continue
                 connections += 1

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from p2pstore.local.local_protocol import Access, HelloReply, LocalKind
-from p2pstore.wire import (
-    Message,
-)
+from p2pstore.wire import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from p2pstore.errors import (
-    ClientForked,
-    DeadlineExceeded,
-    ProtocolError,
-    StoreClosed,
-)
+from p2pstore.errors import ClientForked, DeadlineExceeded, ProtocolError, StoreClosed
 from p2pstore.local.local_greeting import Greeting, Opening, connect_to_peer, greet, hangs, user_at
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import (
@@ -34,12 +29,7 @@ from p2pstore.local.local_requests import (
     reply_in,
 )
 from p2pstore.runtime.blocking_streams import is_from_signal_handler
-from p2pstore.runtime.streams import (
-    DEFAULT_PROGRESS_SECONDS,
-    ByteStream,
-    Driver,
-    Event,
-)
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
 from p2pstore.wire import (
     ERROR,
     HEADER_BYTES,
@@ -220,9 +210,7 @@ class LocalConnection:
         """Send a request whose reply is received later, so that this process and the peer work at the same
         time. `receive` or `abandon` must follow. Raises as `request`."""
         waiter, frame = self._register(kind, message)
-        ahead = RequestAhead(
-            self, waiter, kind, message, reply_type, progress_seconds, on_late_reply
-        )
+        ahead = RequestAhead(self, waiter, kind, message, reply_type, progress_seconds, on_late_reply)
         try:
             await self._send(frame)
         except BaseException:
@@ -254,9 +242,7 @@ class LocalConnection:
             )
         return self._waiters.add(number), frame
 
-    async def _receive_until(
-        self, waiter: Waiter, deadline: float, progress_seconds: float
-    ) -> None:
+    async def _receive_until(self, waiter: Waiter, deadline: float, progress_seconds: float) -> None:
         """Receive, or have others receive, until the reply is there."""
         while waiter.frame is None:
             self.check_usable()
@@ -314,9 +300,7 @@ class LocalConnection:
                 ) from error
             except BaseException:
                 if self._stream.fileno() < 0:
-                    self._end(
-                        "the client was interrupted in the middle of a request: connect again"
-                    )
+                    self._end("the client was interrupted in the middle of a request: connect again")
                 raise
             finally:
                 self._is_sending = False
@@ -382,10 +366,7 @@ class LocalConnection:
         wait, and half a frame does no harm when nothing follows."""
         if self._is_sending or self._closed_because is not None or self.is_inherited:
             return
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(self._stream.fileno())) as sock,
-        ):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._stream.fileno())) as sock:
             sock.send(frames, socket.MSG_DONTWAIT)  # a blocking stream's descriptor would wait
 
     def close(self) -> None:

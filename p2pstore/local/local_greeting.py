@@ -96,9 +96,7 @@ async def connect_to_peer(driver: Driver, path: str, timeout_seconds: float) -> 
                 f"this process cannot connect to the peer at {path}: {shortage(error)}"
             ) from error
         if what := not_a_socket(path):
-            raise NoLocalPeer(
-                f"{path} is {what}, not a peer's socket: {CHOICES} names one"
-            ) from error
+            raise NoLocalPeer(f"{path} is {what}, not a peer's socket: {CHOICES} names one") from error
         raise NoLocalPeer(
             f"no peer listens at {path} ({error.strerror}): start one with `mooncake-p2p join`"
         ) from error

@@ -228,9 +228,7 @@ def reply_in(frame: Frame, kind: LocalKind, reply_type: type[M]) -> M:
         failure = decode_body(Failure, body)
         raise error_of(failure.code, failure.text, failure.detail)
     if header.kind != kind or not header.flags & REPLY:
-        raise ProtocolError(
-            f"the local peer answered {kind.name} with a frame of kind {header.kind}"
-        )
+        raise ProtocolError(f"the local peer answered {kind.name} with a frame of kind {header.kind}")
     return decode_body(reply_type, body)
 
 

@@ -193,9 +193,7 @@ class _Connection:
 
     def _receive_passed(self, count: int) -> bytes:
         """Bytes that have come, and descriptors with them: only with the beginning of a hello any are taken."""
-        data, ancillary, flags, _ = self._sock.recvmsg(
-            count, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-        )
+        data, ancillary, flags, _ = self._sock.recvmsg(count, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         self._passed += check_descriptors(ancillary, flags)
         if len(self._passed) > MAX_PASSED:
             raise ProtocolError(f"it passed {len(self._passed)} descriptors")
@@ -307,9 +305,7 @@ class _Connection:
         if request_type is None:
             text = f"this peer does not know requests of kind {header.kind}: it is too old"
             if not header.flags & ONE_WAY:
-                answered.append(
-                    encode_failure(header.kind, header.request_id, Code.UNSUPPORTED, text)
-                )
+                answered.append(encode_failure(header.kind, header.request_id, Code.UNSUPPORTED, text))
             return
         kind = _KINDS[header.kind]
         begin = time.monotonic()
@@ -438,6 +434,4 @@ def _failure(header: FrameHeader, error: Exception) -> bytes:
         return encode_failure(
             header.kind, header.request_id, code, f"the peer failed ({error!r}): see its log"
         )
-    return encode_failure(
-        header.kind, header.request_id, code, str(error), getattr(error, "needed", 0)
-    )
+    return encode_failure(header.kind, header.request_id, code, str(error), getattr(error, "needed", 0))

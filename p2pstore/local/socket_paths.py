@@ -147,8 +147,7 @@ def find_socket(explicit: str | os.PathLike[str] | None = None) -> Path:
         )
     if len(live) > 1:
         raise AmbiguousLocalPeer(
-            f"several peers run on this machine ({', '.join(map(str, live))}): choose one with "
-            f"{CHOICES}"
+            f"several peers run on this machine ({', '.join(map(str, live))}): choose one with {CHOICES}"
         )
     return live[0]
 

@@ -79,11 +79,7 @@ class Areas:
     """
 
     def __init__(
-        self,
-        data_bytes: int,
-        granule: int,
-        quotas: Mapping[str, int],
-        caps: Mapping[str, int] = NO_CAPS,
+        self, data_bytes: int, granule: int, quotas: Mapping[str, int], caps: Mapping[str, int] = NO_CAPS
     ) -> None:
         sizes = {name: -(-size // granule) * granule for name, size in quotas.items()}
         shared = data_bytes - sum(sizes.values())

@@ -158,12 +158,7 @@ class Reservations:
         return iter(self._by_number.values())
 
     def add(
-        self,
-        holder: Hashable,
-        offsets: Sequence[int],
-        length: int,
-        capacity: int,
-        slots: Sequence[int],
+        self, holder: Hashable, offsets: Sequence[int], length: int, capacity: int, slots: Sequence[int]
     ) -> list[Reservation]:
         """New reservations of one size, with numbers of their own."""
         made = [

@@ -205,9 +205,7 @@ class EvictionOrder:
                 yield from self._groups[0][rank].coldest()
             return
         gone = [0] * len(self._groups) if cheap else self._cheap_bytes
-        shares = [
-            part / max(1, all_) for part, all_ in zip(gone, self._evictable_bytes, strict=True)
-        ]
+        shares = [part / max(1, all_) for part, all_ in zip(gone, self._evictable_bytes, strict=True)]
         for rank in ranks:
             yield from self._coldest_of_rank(rank, shares)
 
@@ -237,9 +235,7 @@ class EvictionOrder:
         """The evictable entry at `offset`. Raises `KeyError` when there is none."""
         return self._at[offset]
 
-    def cost_at(
-        self, offset: int, now: float, groups: Container[int] = FIRST_GROUP
-    ) -> float | None:
+    def cost_at(self, offset: int, now: float, groups: Container[int] = FIRST_GROUP) -> float | None:
         """The cost of evicting the entry at `offset`; None when no evictable entry of these groups begins there."""
         entry = self._at.get(offset)
         if entry is None or entry.group not in groups or offset in self._held:

@@ -300,8 +300,7 @@ class ExtentAllocator:
             if len(victims) % GROWN_PER_STEP == 0:
                 yield
                 if any(
-                    self.end_of(edge) is None and self.begin_of(edge) is None
-                    for edge in (left, right)
+                    self.end_of(edge) is None and self.begin_of(edge) is None for edge in (left, right)
                 ):  # during the pause the extents changed: neither begins nor ends one there
                     return None
                 left_cost = right_cost = None

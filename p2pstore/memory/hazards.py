@@ -127,10 +127,7 @@ class Hazards:
 
 
 def _look(
-    client: _Client,
-    held: Mapping[int, object],
-    begun: list[ObjectEntry],
-    ended: list[ObjectEntry],
+    client: _Client, held: Mapping[int, object], begun: list[ObjectEntry], ended: list[ObjectEntry]
 ) -> None:
     words = client.words[1 : 1 + min(client.words[0], MAX_HAZARDS)]
     seen = words.tobytes()

@@ -92,9 +92,7 @@ class KeyIndex:
         for position in range(first, min(first + count, self._entries)):
             digest = self._digests[position]
             start = position * INDEX_ENTRY_BYTES
-            expected = (
-                _UNUSED if digest is None else encode_index_entry(digest, self._slots[position])
-            )
+            expected = _UNUSED if digest is None else encode_index_entry(digest, self._slots[position])
             if self._section[start : start + INDEX_ENTRY_BYTES] != expected:
                 self._section[start : start + INDEX_ENTRY_BYTES] = expected
                 restored += 1

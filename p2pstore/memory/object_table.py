@@ -180,9 +180,7 @@ class ObjectTable:
         if trailer is None:
             return
         care = msgspec.structs.replace(trailer, pin=int(entry.pin), replicas=entry.replicas)
-        packed = encode_trailer(
-            msgspec.structs.replace(care, expires_unix_ms=entry.expires_unix_ms)
-        )
+        packed = encode_trailer(msgspec.structs.replace(care, expires_unix_ms=entry.expires_unix_ms))
         room = min(entry.extent_bytes - trailer_offset(entry.length), MAX_TRAILER_BYTES)
         if len(packed) > room:
             packed = encode_trailer(care)

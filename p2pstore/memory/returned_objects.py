@@ -56,9 +56,7 @@ class ReturnedObjects:
     @property
     def has_earlier_clients(self) -> bool:
         """Whether something is kept in place for clients of earlier lives."""
-        return bool(
-            self._leases.of(EARLIER_CLIENTS) or self._reservations.count_of(EARLIER_CLIENTS)
-        )
+        return bool(self._leases.of(EARLIER_CLIENTS) or self._reservations.count_of(EARLIER_CLIENTS))
 
     def begin_with(self, kept: Kept, geometry: Geometry, now: float) -> None:
         """Take in what is kept, into a segment that is empty."""

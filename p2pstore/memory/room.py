@@ -36,9 +36,7 @@ class Room:
     """Finds and makes room. Methods that return `Steps` allow any change of the segment between two steps. All `now`
     are Unix seconds."""
 
-    def __init__(
-        self, geometry: Geometry, objects: SegmentObjects, reservations: Reservations
-    ) -> None:
+    def __init__(self, geometry: Geometry, objects: SegmentObjects, reservations: Reservations) -> None:
         self.in_making: set[int] = set()
         """Extents taken for reservations that are not made yet."""
         self._geometry = geometry
@@ -84,9 +82,7 @@ class Room:
             return True
         return self._order.evictable_bytes(_groups_of(places)) >= AHEAD_LEFT * size
 
-    def make_ahead(
-        self, length: int, trailer_length: int, *, now: float, namespace: str = ""
-    ) -> None:
+    def make_ahead(self, length: int, trailer_length: int, *, now: float, namespace: str = "") -> None:
         """Evict the victims of the next such value, if it does not fit and `can_spare`. The next reservation may take
         the room, whatever it is for."""
         size = extent_bytes(length, max(1, trailer_length))
@@ -214,9 +210,7 @@ class Room:
         it, or others, between two steps, may do anything to it: others go too."""
         for _ in range(MOST_TRIES):
             self._objects.references.settle()
-            victims = yield from self.victims.for_room(
-                size, places, now, alike, thoroughly=thoroughly
-            )
+            victims = yield from self.victims.for_room(size, places, now, alike, thoroughly=thoroughly)
             if not victims:
                 return None
             if len(victims) > EVICTED_PER_STEP:
@@ -274,18 +268,13 @@ class Room:
                 self._areas.free(at)
 
     def _no_room(self, what: str, namespace: str) -> CapacityExceeded:
-        leased, reserved = (
-            self._objects.references.referenced_bytes,
-            self._reservations.reserved_bytes,
-        )
+        leased, reserved = (self._objects.references.referenced_bytes, self._reservations.reserved_bytes)
         all_evictable = self._order.evictable_bytes()
         evictable = self._order.evictable_bytes(_groups_of(self._areas.searches(namespace)[-1]))
         pinned = self._areas.used_bytes - leased - reserved - all_evictable
         kept = ""
         if self._areas.uses:
-            kept = (
-                f", {format_bytes(all_evictable - evictable)} kept for other namespaces (--quota)"
-            )
+            kept = f", {format_bytes(all_evictable - evictable)} kept for other namespaces (--quota)"
         return CapacityExceeded(
             f"{what}: of {format_bytes(self._areas.data_bytes)}, {format_bytes(leased)} are leased or "
             f"being sent, {format_bytes(pinned)} hard-pinned, {format_bytes(reserved)} being written"

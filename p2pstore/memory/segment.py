@@ -108,9 +108,7 @@ class Segment:
         order = EvictionOrder(self.policy, self.areas.group_count)
         held: dict[int, ObjectEntry | Reservation] = {}
         self.references = References(order, held, marks, barrier)
-        self.objects = SegmentObjects(
-            geometry, self.areas, self.table, order, held, self.references
-        )
+        self.objects = SegmentObjects(geometry, self.areas, self.table, order, held, self.references)
         self.listing = self.objects.listing
         self.views = Views(buffer, self.objects)
         self.reservations = Reservations()
@@ -147,19 +145,11 @@ class Segment:
     # --- writing -----------------------------------------------------------------------------
 
     def reserve(
-        self,
-        length: int,
-        trailer_length: int,
-        *,
-        holder: Hashable,
-        now: float,
-        namespace: str = "",
+        self, length: int, trailer_length: int, *, holder: Hashable, now: float, namespace: str = ""
     ) -> Reservation:
         """`reserve_in_steps` in one go: milliseconds where little may go, or very many objects have to."""
         return run_through(
-            self.reserve_in_steps(
-                length, trailer_length, holder=holder, now=now, namespace=namespace
-            )
+            self.reserve_in_steps(length, trailer_length, holder=holder, now=now, namespace=namespace)
         )
 
     def reserve_in_steps(
@@ -227,12 +217,7 @@ class Segment:
         return made
 
     def _reserved(
-        self,
-        holder: Hashable,
-        extents: Sequence[int],
-        length: int,
-        capacity: int,
-        slots: Sequence[int],
+        self, holder: Hashable, extents: Sequence[int], length: int, capacity: int, slots: Sequence[int]
     ) -> list[Reservation]:
         base = self.geometry.data_offset
         offsets = [base + extent for extent in extents]

@@ -239,13 +239,7 @@ def decode_slot(packed: bytes) -> Slot | None:
     ):
         return None
     return Slot(
-        _SLOT_STATES[state],
-        digest,
-        Version(clock, writer, root),
-        offset,
-        length,
-        trailer_length,
-        flags,
+        _SLOT_STATES[state], digest, Version(clock, writer, root), offset, length, trailer_length, flags
     )
 
 
@@ -335,9 +329,7 @@ class SlotRows:
         """`needs_trailer` of each."""
         rows = self._rows
         lasting = (rows["flags"] & SLOT_FLAG_LASTING) != 0
-        needed: NDArray[np.bool_] = (
-            ~lasting | (rows["length"] == 0) | (rows["length"] > CHUNK_BYTES)
-        )
+        needed: NDArray[np.bool_] = ~lasting | (rows["length"] == 0) | (rows["length"] > CHUNK_BYTES)
         return needed
 
     def match(self, digests: NDArray[np.uint64], geometry: Geometry) -> NDArray[np.bool_]:
@@ -365,9 +357,7 @@ class SlotRows:
         by_writer: NDArray[np.bool_] = rows["writer"] == writer
         if not versions:
             return by_writer
-        clocks, writers, roots = (
-            np.array(column, np.uint64) for column in zip(*versions, strict=True)
-        )
+        clocks, writers, roots = (np.array(column, np.uint64) for column in zip(*versions, strict=True))
         allowed: NDArray[np.bool_] = (rows["clock"] == clocks) & (rows["writer"] == writers)
         allowed &= rows["root"] == roots
         newer = (rows["clock"] > clocks) | ((rows["clock"] == clocks) & (rows["writer"] >= writers))
@@ -438,9 +428,7 @@ def pin_of(trailer: TrailerBody) -> Pin:
 def encode_trailer(trailer: TrailerBody) -> bytes:
     """Prefix and body. Raises `ValueError` above 64 KiB (a tensor with an absurd shape)."""
     body = msgspec.msgpack.encode(trailer)
-    packed = (
-        _TRAILER_PREFIX.pack(TRAILER_FORMAT, 0, len(body), xxhash.xxh3_64_intdigest(body)) + body
-    )
+    packed = _TRAILER_PREFIX.pack(TRAILER_FORMAT, 0, len(body), xxhash.xxh3_64_intdigest(body)) + body
     if len(packed) > MAX_TRAILER_BYTES:
         raise ValueError(
             f"the object's metadata needs {len(packed):,} bytes; at most 65,535 are allowed"
@@ -454,11 +442,7 @@ def decode_trailer(packed: bytes | memoryview) -> TrailerBody | None:
         return None
     fmt, _, body_length, checksum = _TRAILER_PREFIX.unpack_from(packed)
     body = bytes(packed[_TRAILER_PREFIX.size : _TRAILER_PREFIX.size + body_length])
-    if (
-        fmt != TRAILER_FORMAT
-        or len(body) != body_length
-        or checksum != xxhash.xxh3_64_intdigest(body)
-    ):
+    if fmt != TRAILER_FORMAT or len(body) != body_length or checksum != xxhash.xxh3_64_intdigest(body):
         return None
     try:
         return decode_body(TrailerBody, body)

@@ -136,9 +136,7 @@ class SegmentObjects:
         """The live objects in a range of slots, in order. Slot by slot all objects can be passed in steps, while
         others come and go."""
         found = map(self.held.get, range(first_slot, first_slot + count))
-        return [
-            held for held in found if isinstance(held, ObjectEntry) and held.state is SlotState.LIVE
-        ]
+        return [held for held in found if isinstance(held, ObjectEntry) and held.state is SlotState.LIVE]
 
     def touch(self, digest: bytes, count: int, now: float) -> None:
         """Take in that a live object, if it is one, was read `count` times."""
@@ -360,9 +358,7 @@ HIGHEST_WEIGHT: Final = 2.0**40
 class MostRead:
     """Times are seconds; a clock that was set back does no harm."""
 
-    def __init__(
-        self, counted: int = COUNTED, half_life_seconds: float = HALF_LIFE_SECONDS
-    ) -> None:
+    def __init__(self, counted: int = COUNTED, half_life_seconds: float = HALF_LIFE_SECONDS) -> None:
         self._counted = counted
         self._half_life = half_life_seconds
         self._counts: dict[bytes, float] = {}

@@ -10,15 +10,11 @@ import trio
 from p2pstore.client import answers
 from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
-from p2pstore.gossip.records import (
-    format_peer_id,
-)
+from p2pstore.gossip.records import format_peer_id
 from p2pstore.objects import key_digest
 from p2pstore.peer.assembly import Assembly, open_memory
 from p2pstore.peer.for_clients.local_queries import known_copy
-from p2pstore.peer.lifetime.credentials import (
-    fitted_to_role,
-)
+from p2pstore.peer.lifetime.credentials import fitted_to_role
 from p2pstore.peer.node import Node
 from p2pstore.results import Location
 from p2pstore.state.state_directory import StateDirectory
@@ -101,9 +97,7 @@ async def open_peer(
     checked = fitted_to_role((config or PeerConfig()).checked())
     async with AsyncExitStack() as stack:
         state = (
-            stack.enter_context(StateDirectory.open(checked.state_dir))
-            if checked.state_dir
-            else None
+            stack.enter_context(StateDirectory.open(checked.state_dir)) if checked.state_dir else None
         )
         memory = await open_memory(checked, state)
         stack.callback(memory.close)

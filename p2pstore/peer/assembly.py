@@ -103,9 +103,7 @@ async def open_memory(config: PeerConfig, state: StateDirectory | None) -> Segme
             "removed, and what is its own"
         )
     # Opening looks at all kept objects: in a thread.
-    return await trio.to_thread.run_sync(
-        create_segment_memory, config, state.record.last_segment_id
-    )
+    return await trio.to_thread.run_sync(create_segment_memory, config, state.record.last_segment_id)
 
 
 class Assembly:
@@ -129,9 +127,7 @@ class Assembly:
         unix_ms = int(time.time() * 1000)
         self.segment_id = os.urandom(SEGMENT_ID_BYTES)
         self.incarnation = (
-            state.record.next_incarnation(unix_ms, self.segment_id)
-            if state is not None
-            else unix_ms
+            state.record.next_incarnation(unix_ms, self.segment_id) if state is not None else unix_ms
         )
         self.socket_path = local_socket_path(config)
         self.control: list[str] = []
@@ -152,9 +148,7 @@ class Assembly:
             self._restore(core, self.state)
             core.publishers.load_pins(self.state.load_publishers())
             core.publishers.load_forgotten(self.state.load_forgotten())
-        node = Node(
-            config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
-        )
+        node = Node(config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng)
         node.credentials = self.credentials
         office = TicketOffice(self.identity, self.credentials.ring, core.timekeeping.ahead_of)
         await self._open_transports(node, office)
@@ -357,15 +351,10 @@ class Assembly:
         )
         refuse_open_door(config, "listen", node.host.listening)
         self.control = advertised(
-            [node.host.listening],
-            [config.advertise] if config.advertise else [],
-            config,
-            "advertise",
+            [node.host.listening], [config.advertise] if config.advertise else [], config, "advertise"
         )
 
-    async def _serve(
-        self, node: Node, office: TicketOffice, listeners: Sequence[socket.socket]
-    ) -> None:
+    async def _serve(self, node: Node, office: TicketOffice, listeners: Sequence[socket.socket]) -> None:
         config = self.config
         nursery = await self.stack.enter_async_context(open_background_nursery())
         await nursery.start(node.run)

@@ -169,9 +169,7 @@ class Node:
             self.core.tick(self.now)
             self.process()
             self.control.keep_neighbours()
-            if self.load.sample(
-                self.now, time.process_time(), self.served.uploads.seconds(self.now)
-            ):
+            if self.load.sample(self.now, time.process_time(), self.served.uploads.seconds(self.now)):
                 self.core.gossip.own_record.changed()
 
     async def _watch_event_loop(self) -> None:

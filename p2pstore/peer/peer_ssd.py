@@ -234,9 +234,7 @@ class PeerSsd:
         segment = self._core.segment
         entry = self._core.objects.find(digest, self._node.now)
         if entry is None:
-            raise CapacityExceeded(
-                "durable: the object was removed or evicted before it was on the SSD"
-            )
+            raise CapacityExceeded("durable: the object was removed or evicted before it was on the SSD")
         segment.references.acquire(entry)
         if not await self._stored(entry, durable=True):
             if entry.state is not SlotState.LIVE:
@@ -355,9 +353,7 @@ class _Load:
 
     def overdue(self, why: str) -> None:
         """The disk hangs: others are to be asked. The memory stays reserved until the disk has done with it."""
-        logger.warning(
-            "%s: an object is looked for elsewhere", why, extra={"event": "ssd_load_overdue"}
-        )
+        logger.warning("%s: an object is looked for elsewhere", why, extra={"event": "ssd_load_overdue"})
         self.ended(-1, None, why)
 
     def ended(self, length: int, error: Exception | None, silent: str) -> None:

@@ -24,18 +24,8 @@ from p2pstore.errors import ConfigError
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.kept_memory import Expected, Kept, checksum_of, checksum_of_quotas
 from p2pstore.memory.mapped.joined_memory import PIECE_BYTES, JoinedMemory
-from p2pstore.memory.mapped.kept_file import (
-    KeptMemory,
-    boot_id,
-    create_file_memory,
-    open_kept_memory,
-)
-from p2pstore.memory.mapped.mapped_memory import (
-    SharedMemory,
-    advise_huge_pages,
-    create_memory,
-    prefault,
-)
+from p2pstore.memory.mapped.kept_file import KeptMemory, boot_id, create_file_memory, open_kept_memory
+from p2pstore.memory.mapped.mapped_memory import SharedMemory, advise_huge_pages, create_memory, prefault
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import plan_geometry, round_up
 from p2pstore.objects import chunk_sums, format_bytes, root_checksum
@@ -120,12 +110,7 @@ async def provide_pages(memory: SegmentMemory, config: PeerConfig) -> None:
     huge_pages = config.huge_pages != "never" and config.memory_path is None
 
     def run() -> None:
-        prefault(
-            memory.view,
-            lambda: stopped,
-            lambda: time.sleep(PAUSE_SECONDS),
-            huge_pages=huge_pages,
-        )
+        prefault(memory.view, lambda: stopped, lambda: time.sleep(PAUSE_SECONDS), huge_pages=huge_pages)
 
     async with trio.open_nursery() as nursery:
 
@@ -306,9 +291,7 @@ class MemoryGuard:
         payloads = [self._core.segment.payload(entry) for entry in effect.entries]
         roots = await trio.to_thread.run_sync(_roots_of, payloads)
         del payloads
-        whole = [
-            root == entry.version.root for root, entry in zip(roots, effect.entries, strict=True)
-        ]
+        whole = [root == entry.version.root for root, entry in zip(roots, effect.entries, strict=True)]
         self._core.earlier_life.returned_checked(effect.entries, whole, self._node.now)
         self._node.process()
 

@@ -141,9 +141,7 @@ class Statistics:
         segment, unix = self.core.segment, self.core.unix(now)
         read = segment.objects.most_read.most(MAX_LOOKED_UP, unix)
         found = [
-            (entry, rate)
-            for digest, rate in read
-            if (entry := segment.find(digest, unix)) is not None
+            (entry, rate) for digest, rate in read if (entry := segment.find(digest, unix)) is not None
         ]
         return [
             {
@@ -226,9 +224,7 @@ class Statistics:
         keeper, data, budget, served = node.host.keeper, node.data_places, node.budget, node.served
         counts = keeper.counts
 
-        def places(
-            holders: Sequence[Holder], limit: int, yielded: int, refused: int
-        ) -> dict[str, Any]:
+        def places(holders: Sequence[Holder], limit: int, yielded: int, refused: int) -> dict[str, Any]:
             most = crowd(holders)
             largest: dict[str, Any] = {
                 "name": self.core.name_of(most.member) if most.member else "",
@@ -246,14 +242,10 @@ class Statistics:
             }
 
         return {
-            "served": {
-                "tcp": {"objects": served.objects, "bytes": served.bytes, "busy": served.busy}
-            },
+            "served": {"tcp": {"objects": served.objects, "bytes": served.bytes, "busy": served.busy}},
             "received": self.watch.traffic.document(),
             "places": {
-                "control": places(
-                    keeper.holders(), MAX_ADMITTED, counts.yielded, counts.refused_full
-                ),
+                "control": places(keeper.holders(), MAX_ADMITTED, counts.yielded, counts.refused_full),
                 "data": places(data.holders(), data.limit, data.yielded, data.refused),
                 "held_bytes": budget.held_bytes,
                 "held_limit_bytes": budget.limit_bytes,

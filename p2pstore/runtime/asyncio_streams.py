@@ -45,9 +45,7 @@ BACKLOG_RETRY_SECONDS = 0.01
 class AsyncioStream:
     """A `ByteStream` under asyncio. One task may send while another receives."""
 
-    def __init__(
-        self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS
-    ) -> None:
+    def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
         sock.setblocking(False)
         self._sock = sock
         self.progress_seconds = progress_seconds
@@ -271,9 +269,7 @@ class AsyncioDriver:
         except BaseException as error:
             sock.close()
             if isinstance(error, TimeoutError) and limit.expired():
-                raise DeadlineExceeded(
-                    f"{path} did not answer within {timeout_seconds:g} s"
-                ) from None
+                raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s") from None
             raise
         return AsyncioStream(sock)
 

@@ -47,9 +47,7 @@ from p2pstore.runtime.streams import (
 class BlockingStream:
     """A `ByteStream` on a blocking socket with a timeout."""
 
-    def __init__(
-        self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS
-    ) -> None:
+    def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
         self._sock = sock
         # Have the kernel keep the time: Python's own timeout polls before every call.
         sock.settimeout(None)
@@ -343,9 +341,7 @@ class BlockingDriver:
             sock.close()
             raised = as_raised(error)
             if isinstance(raised, BlockingIOError):
-                raise DeadlineExceeded(
-                    f"{path} did not answer within {timeout_seconds:g} s"
-                ) from None
+                raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s") from None
             raise raised from None
         except BaseException:
             sock.close()

@@ -79,7 +79,4 @@ class Histogram:
 
 def milliseconds(histogram: Histogram) -> Mapping[str, float]:
     """Median and 99th percentile of durations, for people."""
-    return {
-        "p50_ms": histogram.quantile(0.5) / 1000,
-        "p99_ms": histogram.quantile(0.99) / 1000,
-    }
+    return {"p50_ms": histogram.quantile(0.5) / 1000, "p99_ms": histogram.quantile(0.99) / 1000}

@@ -35,9 +35,7 @@ def memory_limits(
     return limits
 
 
-def processor_limit(
-    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> float | None:
+def processor_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float | None:
     """How many processors' time the groups around this process let it use at most, as a container's limit does; None
     where there is no limit, or nothing can be read."""
     limits = []

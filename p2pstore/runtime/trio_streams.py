@@ -48,9 +48,7 @@ T = TypeVar("T")
 class TrioStream:
     """A `ByteStream` under trio. One task may send while another receives."""
 
-    def __init__(
-        self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS
-    ) -> None:
+    def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
         sock.setblocking(False)
         self._sock = sock
         self.progress_seconds = progress_seconds
@@ -64,9 +62,7 @@ class TrioStream:
 
     async def _wait_readable(self) -> None:
         limit = self.receive_seconds
-        await self._wait(
-            trio.lowlevel.wait_readable, self.progress_seconds if limit is None else limit
-        )
+        await self._wait(trio.lowlevel.wait_readable, self.progress_seconds if limit is None else limit)
 
     async def _wait(
         self, ready: Callable[[socket.socket], Awaitable[None]], limit_seconds: float
@@ -175,9 +171,7 @@ class TrioStream:
             self._in_thread = True
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._shut_down_when_cancelled)
-                with trio.CancelScope(
-                    shield=True
-                ):  # the thread uses what is ours until it has ended
+                with trio.CancelScope(shield=True):  # the thread uses what is ours until it has ended
                     try:
                         # The lender counts the threads.
                         limiter = trio.CapacityLimiter(1)

@@ -112,11 +112,7 @@ class FileDisk:
     """`Disk` on what `open_place` opened. A cancelled request waits until no thread uses its memory any more."""
 
     def __init__(
-        self,
-        place: OpenPlace,
-        *,
-        read_threads: int = READ_THREADS,
-        write_threads: int = WRITE_THREADS,
+        self, place: OpenPlace, *, read_threads: int = READ_THREADS, write_threads: int = WRITE_THREADS
     ) -> None:
         self.path = place.path
         self._size_bytes = place.size_bytes
@@ -234,9 +230,7 @@ class FileDisk:
     def _checked_bytes(
         self, position: int, buffers: Sequence[memoryview | bytes], *, reading: bool
     ) -> int:
-        return checked_bytes(
-            position, buffers, self._size_bytes, reading=reading, address=fast_address
-        )
+        return checked_bytes(position, buffers, self._size_bytes, reading=reading, address=fast_address)
 
     def close(self) -> None:
         """As `Disk` has it. Waits at most a second for work under way: until that has ended the file stays open,
@@ -300,9 +294,7 @@ def _write_copied(
     for number, part in enumerate(parts):
         if isinstance(part.obj, bytes):
             try:
-                copy = (
-                    spare_pages.pop() if len(part) == ALIGNMENT_BYTES else aligned_buffer(len(part))
-                )
+                copy = spare_pages.pop() if len(part) == ALIGNMENT_BYTES else aligned_buffer(len(part))
             except IndexError:
                 copy = aligned_buffer(ALIGNMENT_BYTES)
             copy[:] = part

@@ -24,7 +24,9 @@ MAX_SILENT_SECONDS: Final = 30.0
 REPLACE: Final = (
     "look at the kernel's log for that disk, replace it or free space, and start this peer again"
 )
-FOUND_AGAIN: Final = "put it back as it was, or leave it, and start this peer again: it makes a new log where none is"
+FOUND_AGAIN: Final = (
+    "put it back as it was, or leave it, and start this peer again: it makes a new log where none is"
+)
 _NOT_WRITABLE: Final = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}
 
 

@@ -337,9 +337,7 @@ class ColdIndex:
         order = self._orders.of(namespace)
         return order is None or order.prepare()
 
-    def page(
-        self, namespace: str, prefix: str, after: str, limit: int
-    ) -> tuple[list[ColdEntry], bool]:
+    def page(self, namespace: str, prefix: str, after: str, limit: int) -> tuple[list[ColdEntry], bool]:
         """Up to `limit` objects whose keys begin with `prefix`, in key order, above `after`; and whether there are
         more."""
         order = self._orders.of(namespace)
@@ -356,9 +354,7 @@ class ColdIndex:
 
     def records_of(self, segment: int) -> Iterator[ColdRecord]:
         """The records of a segment in the order of their numbers. Records dropped meanwhile are left out."""
-        rows = [
-            (row, self._rows.place(row).sequence) for row in self._rows.of_segment(segment).tolist()
-        ]
+        rows = [(row, self._rows.place(row).sequence) for row in self._rows.of_segment(segment).tolist()]
         for row, sequence in rows:
             if self._rows.is_at(row, sequence):
                 fields = self._rows.fields(row)

@@ -111,9 +111,7 @@ class _Run:
         """Sort what is still here; what went is left out."""
         key = self._memory.key
         here = sorted(
-            (key(row), row, self.sequences[at])
-            for at, row in enumerate(self.rows)
-            if self._is_here(at)
+            (key(row), row, self.sequences[at]) for at, row in enumerate(self.rows) if self._is_here(at)
         )
         self.rows = array("I", [row for _, row, _ in here])
         self.sequences = array("Q", [sequence for _, _, sequence in here])

@@ -39,16 +39,7 @@ class _Request:
     """Pieces of work of one task, and how far they are. Threads and the loop take from both lists; what one of them
     takes is its own, without a lock."""
 
-    __slots__ = (
-        "cancelled",
-        "error",
-        "last",
-        "outstanding",
-        "pieces",
-        "raise_cancel",
-        "task",
-        "woken",
-    )
+    __slots__ = ("cancelled", "error", "last", "outstanding", "pieces", "raise_cancel", "task", "woken")
 
     def __init__(self, pieces: Iterable[Work], last: Work | None, task: trio.lowlevel.Task) -> None:
         self.pieces = deque(pieces)

@@ -233,9 +233,7 @@ def command_bytes(status: os.stat_result, devices: str = "/sys/dev/block") -> in
     for queue in ("queue", "../queue"):  # of a partition it is that of its disk
         with suppress(OSError, ValueError), open(f"{device}/{queue}/max_sectors_kb") as file:
             return int(file.read()) * KIB
-    return (
-        USUAL_COMMAND_BYTES  # several devices below one file system, or hidden from this container
-    )
+    return USUAL_COMMAND_BYTES  # several devices below one file system, or hidden from this container
 
 
 def _check(result: int) -> None:

@@ -137,8 +137,7 @@ def page_is_sealed(page: bytes | memoryview, seed: int) -> bool:
     """Whether this is a page as `sealed_page` made it with that seed, unchanged."""
     checksum = int.from_bytes(page[PAGE_CONTENT_BYTES:], "little")
     return (
-        len(page) == PAGE_BYTES
-        and xxhash.xxh3_64_intdigest(page[:PAGE_CONTENT_BYTES], seed) == checksum
+        len(page) == PAGE_BYTES and xxhash.xxh3_64_intdigest(page[:PAGE_CONTENT_BYTES], seed) == checksum
     )
 
 
@@ -160,9 +159,7 @@ class DeadMarks:
 
     def __init__(self, store_id: bytes, segment: int, generation: int) -> None:
         self.dirty = False
-        self._bits = (
-            bytearray()
-        )  # grows with the highest number marked: most segments have no marks
+        self._bits = bytearray()  # grows with the highest number marked: most segments have no marks
         self._seeds = [
             xxhash.xxh3_64_intdigest(struct.pack("<16sIIQ", store_id, segment, sector, generation))
             for sector in range(_SECTORS)
@@ -316,9 +313,7 @@ def _check_sizes(superblock: Superblock) -> None:
         raise ValueError(f"{superblock.segments:,} segments of {size:,} bytes")
 
 
-def encode_segment_start(
-    store_id: bytes, segment: int, generation: int, opened: bool = False
-) -> bytes:
+def encode_segment_start(store_id: bytes, segment: int, generation: int, opened: bool = False) -> bytes:
     """The first two pages of a segment without any record: its header and clean dead marks."""
     flags = _FLAG_OPENED if opened else 0
     packed = _SEGMENT.pack(SEGMENT_MAGIC, SEGMENT_FORMAT, segment, store_id, generation, flags, 0)

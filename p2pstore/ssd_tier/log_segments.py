@@ -198,9 +198,7 @@ class SegmentTable:
         """
         available = self.free_count + len(self.in_state(SegmentState.EMPTY))
         available += sum(self.segments[number].is_going for number in under_way)
-        sealed = [
-            each for each in self.in_state(SegmentState.SEALED) if each.number not in under_way
-        ]
+        sealed = [each for each in self.in_state(SegmentState.SEALED) if each.number not in under_way]
         if available >= self.wanted_free or not sealed:
             return None
         deadest = min(sealed, key=lambda each: live_bytes(each.number))
@@ -297,9 +295,7 @@ class SegmentTable:
 
     def _expect(self, segment: Segment, state: SegmentState) -> None:
         if segment.state is not state:
-            raise ValueError(
-                f"segment {segment.number} is {segment.state.value}, not {state.value}"
-            )
+            raise ValueError(f"segment {segment.number} is {segment.state.value}, not {state.value}")
 
 
 KEPT_SHARE: Final = 0.2
@@ -325,9 +321,7 @@ class Candidate(Generic[Record]):
     """Whether its namespace has no more on the disk than what gives way to no other."""
 
 
-def choose_kept(
-    candidates: Iterable[Candidate[Record]], segment_bytes: int
-) -> list[Candidate[Record]]:
+def choose_kept(candidates: Iterable[Candidate[Record]], segment_bytes: int) -> list[Candidate[Record]]:
     """The records worth keeping, the hottest first, as far as the share goes.
 
     A record is worth it when it is reserved, its object was hit, or is the last copy. Reserved ones go first; among

@@ -193,9 +193,7 @@ def _close(descriptor: int) -> None:
 # --- a block device ----------------------------------------------------------------------------------
 
 
-def _open_device(
-    path: Path, capacity_bytes: int | None, overwrite: bool, stack: ExitStack
-) -> OpenPlace:
+def _open_device(path: Path, capacity_bytes: int | None, overwrite: bool, stack: ExitStack) -> OpenPlace:
     path = path.resolve()
     try:
         # Of a block device O_EXCL means: no other process has it so, and it is not mounted, swap or part of a volume.
@@ -228,9 +226,7 @@ def _device_in_use(path: Path) -> ConfigError:
     elif owner is not None:
         how = f"in use by {owner}: stop that, or name another device"
     else:
-        how = (
-            f"in use, itself or a part of it: `lsblk {path}` and `fuser -v {path}` may say by whom"
-        )
+        how = f"in use, itself or a part of it: `lsblk {path}` and `fuser -v {path}` may say by whom"
     return ConfigError(f"the SSD tier's device {path} is {how}")
 
 
@@ -241,9 +237,7 @@ def _lock(path: Path, descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = (
-            lock_owner(os.fstat(descriptor)) or f"another process (`fuser -v {path}` says which)"
-        )
+        owner = lock_owner(os.fstat(descriptor)) or f"another process (`fuser -v {path}` says which)"
         raise ConfigError(
             f"{path} is in use by {owner}: each peer has an SSD directory of its own. Stop that one, or name another"
         ) from None
@@ -323,10 +317,10 @@ def why_misplaced(path: Path, descriptor: int, size_bytes: int) -> str:
     try:
         named = os.stat(path)
     except _GONE:
-        return f"{path} is not there any more: it, or a directory above it, was moved, removed or unmounted"
-    except (
-        OSError
-    ):  # it may well be there: only who may look has changed, or the path does not answer
+        return (
+            f"{path} is not there any more: it, or a directory above it, was moved, removed or unmounted"
+        )
+    except OSError:  # it may well be there: only who may look has changed, or the path does not answer
         return ""
     if is_file and (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino):
         return f"another file is at {path} now, or something was mounted over it"
@@ -444,10 +438,7 @@ async def _read_some(
 
 
 def restore(
-    superblock: Superblock,
-    found: list[FoundSegment],
-    max_records: int,
-    namespaces: Sequence[str] = (),
+    superblock: Superblock, found: list[FoundSegment], max_records: int, namespaces: Sequence[str] = ()
 ) -> tuple[SegmentTable, ColdIndex]:
     """Table and index of a log that was read. Works through all records: not for the event loop's thread."""
     index = ColdIndex(superblock.segments, max_records, secrets.randbits(63), namespaces)

@@ -108,11 +108,7 @@ class RecordReader:
         return header
 
     async def _read(
-        self,
-        place: RecordPlace,
-        offset: int,
-        buffers: Sequence[memoryview],
-        check: Check | None = None,
+        self, place: RecordPlace, offset: int, buffers: Sequence[memoryview], check: Check | None = None
     ) -> None:
         """From that offset of a record on. A read that fails is tried again once."""
         log = self._log
@@ -238,9 +234,7 @@ class Reader:
         async def read(part: int, scope: trio.CancelScope) -> None:
             try:
                 async with limit:
-                    headers[part] = await self._records.read_part(
-                        entry, part, view[part * PART_BYTES :]
-                    )
+                    headers[part] = await self._records.read_part(entry, part, view[part * PART_BYTES :])
                 waiting.moved = trio.current_time()
             except (DamagedRecord, OSError) as error:
                 failures.append(error)

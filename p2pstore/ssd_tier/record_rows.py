@@ -357,9 +357,7 @@ class RecordRows:
         """The footer that the segment's records make."""
         numbers = self.of_segment(segment)
         rows = self._rows[numbers]
-        text, rows["key_offset"] = self._texts.gather(
-            segment, rows["key_offset"], rows["key_bytes"]
-        )
+        text, rows["key_offset"] = self._texts.gather(segment, rows["key_offset"], rows["key_bytes"])
         used, rows["namespace"] = np.unique(self._namespace_of[numbers], return_inverse=True)
         return Footer(rows, [self.names.name(number) for number in used.tolist()], text)
 
@@ -383,16 +381,13 @@ class RecordRows:
         if self.end:
             raise ValueError("only an index that was never used is loaded")
         if len(rows) > self.max_records:
-            raise CapacityExceeded(
-                f"{len(rows):,} records, the index has room for {self.max_records:,}"
-            )
+            raise CapacityExceeded(f"{len(rows):,} records, the index has room for {self.max_records:,}")
         count, segment_count = len(rows), len(self.segment_records)
         self._rows[:count] = rows
         self._segment_of[:count] = segments + 1
         uses = np.bincount(namespaces, minlength=len(names)).tolist()
         numbers = [
-            self.names.use(name, times) if times else 0
-            for name, times in zip(names, uses, strict=True)
+            self.names.use(name, times) if times else 0 for name, times in zip(names, uses, strict=True)
         ]
         self._namespace_of[:count] = np.array(numbers, np.uint32)[namespaces]
         followed = np.flatnonzero(rows["part"][1:] > 0)

@@ -152,9 +152,7 @@ class SegmentSearch:
             ]
             if at + len(window) // PAGE_BYTES == self._pages:
                 found.append(footer_generation(window[-PAGE_BYTES:], self._store_id, self._segment))
-            self.highest_generation = max(
-                self.highest_generation, *(each or 0 for each in found), 0
-            )
+            self.highest_generation = max(self.highest_generation, *(each or 0 for each in found), 0)
 
     def _read(self, page: int, length: int) -> Generator[Read, Bytes | None, memoryview]:
         """Bytes from a page on, at most to the end of the segment. After a failure page by page, with zeros for
@@ -244,9 +242,7 @@ def read_segment(superblock: Superblock, segment: int) -> SegmentReading:
     generation = header.generation
     marks = DeadMarks.decode(start[PAGE_BYTES:], store_id, segment, generation)
     if not header.opened:
-        clean = DeadMarks(
-            store_id, segment, generation
-        )  # whatever is left of an earlier generation
+        clean = DeadMarks(store_id, segment, generation)  # whatever is left of an earlier generation
         return FoundSegment(segment, FoundState.FREE, generation, clean, _nothing())
     footer = yield from _read_footer(superblock, segment, generation)
     if footer is not None:
@@ -257,9 +253,7 @@ def read_segment(superblock: Superblock, segment: int) -> SegmentReading:
     for torn in search.torn:
         marks.mark(torn.place.number)
     footer = footer_from_headers(search.records)
-    return FoundSegment(
-        segment, FoundState.UNSEALED, generation, marks, footer, search.unreadable_bytes
-    )
+    return FoundSegment(segment, FoundState.UNSEALED, generation, marks, footer, search.unreadable_bytes)
 
 
 def _read_footer(

@@ -44,12 +44,7 @@ MIN_RECORDS: Final = 65_536
 class SsdTier:
     """Made by `open_tier`. For one trio loop; calls run side by side."""
 
-    def __init__(
-        self,
-        log: ColdLog,
-        marks: DeadMarkWriter,
-        nursery: trio.Nursery,
-    ) -> None:
+    def __init__(self, log: ColdLog, marks: DeadMarkWriter, nursery: trio.Nursery) -> None:
         self._log = log
         self._nursery = nursery
         self._stopped = False
@@ -171,12 +166,7 @@ class SsdTier:
         """How firmly an object is kept, or (unless None) when it ends, has changed since it was written. Whether that
         version is there. (Until a restart: the record is not written again for that.)"""
         return self._log.index.set_care(
-            digest,
-            version,
-            pin=pin,
-            replicas=replicas,
-            soft=soft,
-            expires_unix_ms=expires_unix_ms,
+            digest, version, pin=pin, replicas=replicas, soft=soft, expires_unix_ms=expires_unix_ms
         )
 
     async def keep_shares(self) -> None:
@@ -279,9 +269,7 @@ async def open_tier(
     found = await read_log(disk, superblock)
     await disk.sync()  # records that were read may not be durable yet
     wanted = default_max_records(superblock) if max_records is None else max_records
-    table, index = await trio.to_thread.run_sync(
-        restore, superblock, found, wanted, [*hooks.shares()]
-    )
+    table, index = await trio.to_thread.run_sync(restore, superblock, found, wanted, [*hooks.shares()])
     async with open_background_nursery() as nursery:
         log = ColdLog(
             disk,

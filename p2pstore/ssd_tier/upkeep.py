@@ -70,9 +70,7 @@ class Keeper:
                 above = above_reserve.get(entry.namespace)
                 if above:
                     above_reserve[entry.namespace] = max(0, above - record.disk_bytes)
-                found.append(
-                    Candidate(record, record.disk_bytes, record.hits, last_copy, above == 0)
-                )
+                found.append(Candidate(record, record.disk_bytes, record.hits, last_copy, above == 0))
         return found
 
     async def _copy(self, record: ColdRecord) -> bool:

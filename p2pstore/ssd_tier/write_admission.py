@@ -145,9 +145,7 @@ class Admission:
         if hits < policy.min_hits and not last_copy:
             return Refusal.SEEN_ONCE
         if queued_bytes and queued_bytes + length_bytes > policy.max_queued_bytes:
-            return (
-                Refusal.QUEUE_FULL
-            )  # one that is longer than the whole queue goes when it is empty
+            return Refusal.QUEUE_FULL  # one that is longer than the whole queue goes when it is empty
         if self.budget is not None and self.budget.balance(now) < min(
             length_bytes, self.budget.burst_bytes
         ):

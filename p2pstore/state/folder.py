@@ -45,10 +45,7 @@ class Folder:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self.close()
 
@@ -63,9 +60,7 @@ class Folder:
     def open(self, name: str, flags: int, mode: int = 0o600) -> int:
         """A descriptor of a regular file."""
         try:
-            descriptor = os.open(
-                name, flags | SAFELY | os.O_NOFOLLOW, mode, dir_fd=self._descriptor
-            )
+            descriptor = os.open(name, flags | SAFELY | os.O_NOFOLLOW, mode, dir_fd=self._descriptor)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise not_regular(self.path / name, "link") from None

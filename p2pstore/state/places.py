@@ -56,9 +56,7 @@ def settle(settings: Settings, invite: Invite | None = None) -> Settings:
             f"{key_file} is missing, which held the cluster key of the invite kept in {state_dir}: restore it, "
             "join with an invite again, or give --cluster-key-file"
         )
-    return settled.over(
-        _what_it_says(remembered, state_dir, there), f"the invite kept in {state_dir}"
-    )
+    return settled.over(_what_it_says(remembered, state_dir, there), f"the invite kept in {state_dir}")
 
 
 @contextlib.contextmanager

@@ -189,9 +189,7 @@ class StateDirectory:
         addresses = book.addresses[:MAX_ADDRESSES] if book is not None else []
         usable = [each for each in addresses if _is_address(each)]
         if len(usable) < len(addresses):
-            self._files.note(
-                f"{len(addresses) - len(usable)} lines of addresses.json are no addresses"
-            )
+            self._files.note(f"{len(addresses) - len(usable)} lines of addresses.json are no addresses")
         return usable
 
     def save_addresses(self, addresses: Sequence[str]) -> None:

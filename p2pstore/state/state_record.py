@@ -85,11 +85,7 @@ class StateRecord:
         return self._state.floors_bytes
 
     def save_clock(
-        self,
-        clock: int,
-        floors_seen: Stamps | None,
-        floors_horizon: Stamps | None,
-        floors_bytes: int,
+        self, clock: int, floors_seen: Stamps | None, floors_horizon: Stamps | None, floors_bytes: int
     ) -> None:
         """Save the hybrid clock's reading, and up to where floors were seen and dropped (None: as before).
 
@@ -122,9 +118,7 @@ class StateRecord:
         told = found.pop("sum", "")
         certain = told == _sum_of(found)
         if (told or "floors_bytes" in found) and not certain:
-            self._files.note(
-                "state.json was changed or damaged: its stamps of floors are not believed"
-            )
+            self._files.note("state.json was changed or damaged: its stamps of floors are not believed")
             found |= {"floors_seen": {}, "floors_horizon": {}, "floors_bytes": -1}
         now = time.time()
         now_ms = int(now * 1000)
@@ -162,9 +156,7 @@ class StateRecord:
         except msgspec.ValidationError as error:
             raise damaged(path, error) from None
 
-    def _plausible_stamps(
-        self, name: str, stamps: object, limit: int, *, lower: bool
-    ) -> dict[str, int]:
+    def _plausible_stamps(self, name: str, stamps: object, limit: int, *, lower: bool) -> dict[str, int]:
         """A table without stamps above the limit, which no correct clock can have written, or with these lowered. A
         writer without a stamp counts as 0, which claims less."""
         try:

@@ -17,15 +17,7 @@ from p2pstore.status.doctor.finding import Finding, shown
 from p2pstore.status.doctor.network_rules import ssd_reading
 from p2pstore.status.operation_watch import PeerWatch
 from p2pstore.status.problems import MAX_PROBLEMS, Facts, TakenPlaces, problem_document, problems
-from p2pstore.status.survey import (
-    Progress,
-    Survey,
-    failures,
-    name_of,
-    progress,
-    survey,
-    versions_of,
-)
+from p2pstore.status.survey import Progress, Survey, failures, name_of, progress, survey, versions_of
 
 MAX_NAMES_LOOKED_AT: Final = 1000
 """Living members compared by name with the dead ones, which they may replace."""

@@ -133,10 +133,7 @@ async def serve_http(listeners: Sequence[trio.SocketListener], site: Site) -> No
 
 
 async def _accept(
-    listener: trio.SocketListener,
-    site: Site,
-    guests: Strangers[trio.CancelScope],
-    nursery: trio.Nursery,
+    listener: trio.SocketListener, site: Site, guests: Strangers[trio.CancelScope], nursery: trio.Nursery
 ) -> None:
     async with listener:
         await _accept_at(listener.socket.fileno(), site, guests, nursery)
@@ -163,9 +160,7 @@ def _turn_away(sock: socket.socket, reason: str) -> None:
         sock.send(_head(answer) + answer.body)
 
 
-async def _serve(
-    site: Site, guests: Strangers[trio.CancelScope], stream: trio.SocketStream
-) -> None:
+async def _serve(site: Site, guests: Strangers[trio.CancelScope], stream: trio.SocketStream) -> None:
     async with stream:
         try:
             host = str(stream.socket.getpeername()[0])
@@ -274,9 +269,7 @@ async def _body(request: _Request, stream: trio.abc.Stream, left: bytes) -> tupl
     if not length.isascii() or not length.isdigit():
         raise _Refused(HTTPStatus.BAD_REQUEST, "Content-Length is a number")
     if len(length) > 9 or int(length) > MAX_BODY_BYTES:
-        raise _Refused(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body may have {MAX_BODY_BYTES:,} bytes"
-        )
+        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body may have {MAX_BODY_BYTES:,} bytes")
     size, parts, count = int(length), [left], len(left)
     if count < size and request.header("expect").lower() == "100-continue":
         await stream.send_all(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -265,10 +265,7 @@ def _latencies(measures: Measures) -> Iterator[Metric]:
         buckets=SIZES,
     )
     yield histogram(
-        "put_size_bytes",
-        "How long the objects were that were put.",
-        measures.put_bytes,
-        buckets=SIZES,
+        "put_size_bytes", "How long the objects were that were put.", measures.put_bytes, buckets=SIZES
     )
     yield histograms(
         "peer_request_seconds",
@@ -388,8 +385,7 @@ def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
 def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
     labels = ["namespace", "checkpoint", "version", "state"]
     found = {
-        (each["namespace"], each["name"], each["version"], each["state"]): each
-        for each in checkpoints
+        (each["namespace"], each["name"], each["version"], each["state"]): each for each in checkpoints
     }
     text = "How much of a version of a checkpoint this peer has, of 1; at most 16 versions."
     done = [(key, each["done"]) for key, each in found.items()]

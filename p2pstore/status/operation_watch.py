@@ -116,11 +116,7 @@ class PeerWatch:
             self._note(self.slow.add(SlowOperation(request, seconds, waiting_seconds=0.0)))
 
     def _request(
-        self,
-        client: LocalClient,
-        kind: LocalKind,
-        message: Message,
-        answer: Message | Exception | None,
+        self, client: LocalClient, kind: LocalKind, message: Message, answer: Message | Exception | None
     ) -> Request:
         keys = _keys_of(message)
         count = len(keys)
@@ -152,9 +148,7 @@ class PeerWatch:
 
     # --- counting ----------------------------------------------------------------------------
 
-    def _count_puts(
-        self, client: LocalClient, message: local.Commit, answer: local.Committed
-    ) -> None:
+    def _count_puts(self, client: LocalClient, message: local.Commit, answer: local.Committed) -> None:
         lengths: list[int] = []
         failed = kept = short = 0
         for item, outcome in zip(message.items, answer.items, strict=False):
@@ -173,9 +167,7 @@ class PeerWatch:
         for length, count in Counter(lengths).items():
             self.measures.put(message.namespace, length, count)
 
-    def _count_leases(
-        self, client: LocalClient, message: local.Lease, answer: local.Leased
-    ) -> None:
+    def _count_leases(self, client: LocalClient, message: local.Lease, answer: local.Leased) -> None:
         """With `fetch` is asked for what was not here a moment ago."""
         in_place = Counter[int]()
         brought = brought_bytes = from_ssd = misses = 0
@@ -209,9 +201,7 @@ class PeerWatch:
         self._counters["client_misses"] += max(0, message.misses)
         self.measures.missed(client.namespace, max(0, message.misses))
         for access in message.accesses[:MAX_BATCH]:
-            self.measures.was_read(
-                client.namespace, IN_PLACE, access.count, max(0, access.bytes_read)
-            )
+            self.measures.was_read(client.namespace, IN_PLACE, access.count, max(0, access.bytes_read))
         for fallback in message.fallbacks[:MAX_REPORTED]:
             transport, text = _transport(fallback.transport), fallback.text[:MAX_OUTCOME_LETTERS]
             self._fell_back(fallback.member, transport, text, count=max(0, fallback.count))
@@ -293,20 +283,13 @@ class PeerWatch:
                 transport, member = report.pulled.transport, report.copy.member
                 for share in report.brought():
                     whole = int(share.member == member)
-                    self._came(
-                        share.member, transport, objects=whole, length_bytes=share.length_bytes
-                    )
+                    self._came(share.member, transport, objects=whole, length_bytes=share.length_bytes)
                 self.traffic.took(member, transport, seconds)
                 self.measures.pulled(transport, seconds, report.pulled.length)
                 outcome = f"ok after {text}" if text else "ok"
                 name = self._core.name_of(report.copy.peer_id)
                 stage = Stage(
-                    "pull",
-                    seconds,
-                    name,
-                    transport,
-                    outcome[:MAX_OUTCOME_LETTERS],
-                    parts=_parts(trace),
+                    "pull", seconds, name, transport, outcome[:MAX_OUTCOME_LETTERS], parts=_parts(trace)
                 )
             else:
                 stage = Stage("pull", seconds, outcome=text[:MAX_OUTCOME_LETTERS])

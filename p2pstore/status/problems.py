@@ -484,6 +484,4 @@ def _names(names: Sequence[str], count: int) -> str:
 
 def _lately(facts: Facts) -> str:
     minutes = round(facts.seconds / 60)
-    return (
-        f" in the last {_count(minutes, 'minute', 'minutes')}" if minutes else " in the last minute"
-    )
+    return f" in the last {_count(minutes, 'minute', 'minutes')}" if minutes else " in the last minute"

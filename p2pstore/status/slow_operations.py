@@ -104,9 +104,7 @@ class SlowOperations:
         self._log_at = float("-inf")
         self._unlogged = 0
 
-    def begin(
-        self, digests: Sequence[bytes], now: float, *, may_wait_seconds: float = 0.0
-    ) -> Watched:
+    def begin(self, digests: Sequence[bytes], now: float, *, may_wait_seconds: float = 0.0) -> Watched:
         """An operation whose answer takes more than one step; `end` must follow."""
         watched = Watched(now, digests[:MAX_DIGESTS], may_wait_seconds)
         for digest in watched.digests:
@@ -116,9 +114,7 @@ class SlowOperations:
     def stage(self, digests: Iterable[bytes], stage: Stage, now: float) -> None:
         """Something was done for these digests, and ended at `now`."""
         concerned = {
-            id(watched): watched
-            for digest in digests
-            for watched in self._under_way.get(digest, ())
+            id(watched): watched for digest in digests for watched in self._under_way.get(digest, ())
         }
         for watched in concerned.values():
             if len(watched.stages) < MAX_STAGES:

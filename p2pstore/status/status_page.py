@@ -20,13 +20,7 @@ from p2pstore.status.checkup import ObservedPeer
 from p2pstore.status.doctor.finding import MAX_KEY_LETTERS, shown
 from p2pstore.status.http_server import Answer, Pages, text_answer
 from p2pstore.status.slow_operations import SlowOperation, SlowOperations
-from p2pstore.status.survey import (
-    MAX_CHECKPOINTS,
-    Progress,
-    Survey,
-    member_document,
-    progress_document,
-)
+from p2pstore.status.survey import MAX_CHECKPOINTS, Progress, Survey, member_document, progress_document
 
 FORMAT: Final = 1
 """Of the document. It only grows."""
@@ -89,9 +83,7 @@ class StatusSource:
             "problems_left_out": look.left_out,
             "cluster": _cluster(shown(gossip.config.cluster), members),
             "members": [
-                member_document(
-                    member, state, now, watch.traffic.round_trip_seconds(member.peer_id)
-                )
+                member_document(member, state, now, watch.traffic.round_trip_seconds(member.peer_id))
                 | ({"me": True} if member.peer_id == core.peer_id else {})
                 for state, member in members.shown
             ],

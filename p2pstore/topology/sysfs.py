@@ -103,9 +103,7 @@ def _read_gpus(root: Path) -> Iterator[Place]:
 
 
 def _is_gpu(device: Path) -> bool:
-    return _text(device / "vendor") == _NVIDIA and _text(device / "class").startswith(
-        _DISPLAY_CLASS
-    )
+    return _text(device / "vendor") == _NVIDIA and _text(device / "class").startswith(_DISPLAY_CLASS)
 
 
 def _pci_number(address: str) -> tuple[int, ...]:

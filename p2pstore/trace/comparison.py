@@ -48,9 +48,7 @@ def cases(settings: PoolSettings, blocks: int) -> list[Case]:
     return found
 
 
-def compare(
-    requests: Sequence[Request], compared: Iterable[Case], model: Model
-) -> Iterator[Replayed]:
+def compare(requests: Sequence[Request], compared: Iterable[Case], model: Model) -> Iterator[Replayed]:
     """Replay each case."""
     for case in compared:
         yield Replayed(case, Pool(case.settings, model).replay(requests))

@@ -117,9 +117,7 @@ class Pool:
         self._rooms_told_at = -inf
         self.outcome = PoolOutcome()
 
-    def replay(
-        self, requests: Iterable[Request], changes: Iterable[PeerChange] = ()
-    ) -> PoolOutcome:
+    def replay(self, requests: Iterable[Request], changes: Iterable[PeerChange] = ()) -> PoolOutcome:
         """Take the requests as they come. `changes`, in order, say who dies and returns before which of them; what
         would go to a dead peer goes to the next one."""
         coming = deque(changes)
@@ -195,9 +193,7 @@ class Pool:
         self._bring(block, before, holder, now)
         return Source.LOCAL_SSD if holder == reader else Source.REMOTE_SSD
 
-    def _keep_copy(
-        self, block: int, before: int | None, holder: int, reader: int, now: float
-    ) -> None:
+    def _keep_copy(self, block: int, before: int | None, holder: int, reader: int, now: float) -> None:
         entry = self._peers[holder].memory.get(block)
         after = self._settings.keep_after
         if after and entry is not None and entry.hits >= after:
@@ -414,6 +410,4 @@ def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
     """A new router."""
     if name == "affine":
         return PrefixAffine(load_bound)
-    return (
-        RoundRobin() if name == "round-robin" else Unequal() if name == "unequal" else AtRandom(rng)
-    )
+    return RoundRobin() if name == "round-robin" else Unequal() if name == "unequal" else AtRandom(rng)

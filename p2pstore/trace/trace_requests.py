@@ -81,9 +81,7 @@ def _check(request: Request, number: int, latest: int) -> None:
 
 
 def _wrong(number: int, problem: str) -> ConfigError:
-    return ConfigError(
-        f"line {number:,} of the trace is no request that can be replayed: {problem}"
-    )
+    return ConfigError(f"line {number:,} of the trace is no request that can be replayed: {problem}")
 
 
 def leading_hits(blocks: Sequence[Block], is_there: Callable[[Block], object]) -> int:

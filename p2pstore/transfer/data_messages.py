@@ -146,9 +146,7 @@ MAX_SMALL_BULK_BYTES: Final = 4 * 1024 * 1024
 class GetSmall(Message, frozen=True):
     """Many objects of one chunk, of 1 to `most_bytes` bytes. `digests` are packed, at most 512. `keeps` as for GET."""
 
-    digests: Annotated[
-        bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_SMALL_ITEMS)
-    ]
+    digests: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_SMALL_ITEMS)]
     most_bytes: int = SMALL_OBJECT_BYTES
     keeps: int = 0
 
@@ -408,8 +406,6 @@ READ_KINDS: Final = frozenset(
 """What a ticket of scope READ allows."""
 READER_KINDS: Final = READ_KINDS | {DataKind.SNAPSHOT, DataKind.RDMA_CONNECT, DataKind.MEASURE}
 """What a ticket made with a reader's key allows at most, whatever its scope: nothing that changes anything."""
-WRITE_KINDS: Final = frozenset(
-    {DataKind.STORE, DataKind.STORE_PART, DataKind.REMOVE, DataKind.FLUSH}
-)
+WRITE_KINDS: Final = frozenset({DataKind.STORE, DataKind.STORE_PART, DataKind.REMOVE, DataKind.FLUSH})
 """What a ticket of scope WRITE allows; the rest needs scope PEER. One made with a writer's key allows no more than
 these and `READER_KINDS`."""

@@ -101,9 +101,7 @@ class HolderReport:
 
 def is_silence(failure: object) -> bool:
     """Whether a holder failed by not answering in time."""
-    return isinstance(failure, PullFailed | HolderReport) and (
-        failure.code is Code.DEADLINE_EXCEEDED
-    )
+    return isinstance(failure, PullFailed | HolderReport) and (failure.code is Code.DEADLINE_EXCEEDED)
 
 
 class _Held(Protocol):
@@ -207,9 +205,7 @@ class PullAttempts:
             self._ways = [Attempt(copy, number, hurried, others) for number in offered]
             if not offered:
                 self.reports.append(
-                    HolderReport(
-                        copy.member, Code.UNAVAILABLE, "no transport reaches this peer", ""
-                    )
+                    HolderReport(copy.member, Code.UNAVAILABLE, "no transport reaches this peer", "")
                 )
         self._current = self._ways.pop(0)
         return self._current
@@ -280,9 +276,7 @@ class PullAttempts:
         if current is None or self._second_round:
             return None
         for copy in self._copies:
-            if copy.version == current.copy.version and self._offered(copy)[:1] == [
-                current.transport
-            ]:
+            if copy.version == current.copy.version and self._offered(copy)[:1] == [current.transport]:
                 return copy
         return None
 

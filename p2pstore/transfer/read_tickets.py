@@ -107,8 +107,7 @@ def issue_ticket(
         )
     )
     return GrantedTicket(
-        Ticket(claims, signer.sign(_SIGNATURE_CONTEXT + claims)),
-        ticket_secret(key, claims),
+        Ticket(claims, signer.sign(_SIGNATURE_CONTEXT + claims)), ticket_secret(key, claims)
     )
 
 
@@ -153,9 +152,7 @@ def open_ticket(
         )
     key = ring.find(claims.key_id, claims.namespace)
     if key is None:
-        raise AuthenticationFailed(
-            "the ticket was made with a cluster key that this peer does not hold"
-        )
+        raise AuthenticationFailed("the ticket was made with a cluster key that this peer does not hold")
     if not verifier.verify(claims.issuer, _SIGNATURE_CONTEXT + ticket.claims, ticket.signature):
         raise AuthenticationFailed("the ticket was not signed by its issuer")
     return claims, ticket_secret(key, ticket.claims)
@@ -185,9 +182,7 @@ class Rights:
         else:
             doing = "writing" if self.claims.scope & Scope.WRITE else "reading"
             issued_for = f"{doing}, with a {self.role.name.lower()}'s key,"
-        return (
-            f"the ticket does not allow {DataKind(kind).name}: it was issued for {issued_for} only"
-        )
+        return f"the ticket does not allow {DataKind(kind).name}: it was issued for {issued_for} only"
 
     def refusal(self, message: Message) -> str:
         """Why a request of an allowed kind is refused all the same; empty when it is not."""

@@ -79,11 +79,7 @@ class ReadWatch:
     # --- what the client tells ----------------------------------------------------------------
 
     def looked_up(
-        self,
-        seconds: float,
-        holders: Mapping[int, tuple[str, str]],
-        unreachable: int,
-        homes_asked: int,
+        self, seconds: float, holders: Mapping[int, tuple[str, str]], unreachable: int, homes_asked: int
     ) -> None:
         """The local peer answered where the object is. `holders`: member -> (name, tier);
         `unreachable` counts copies on peers that are believed dead."""

@@ -18,12 +18,7 @@ from p2pstore.memory.segment_layout import (
     decode_trailer,
     trailer_matches,
 )
-from p2pstore.objects import (
-    MIB,
-    ZERO_VERSION,
-    Version,
-    format_bytes,
-)
+from p2pstore.objects import MIB, ZERO_VERSION, Version, format_bytes
 from p2pstore.transfer.data_messages import Keeps
 from p2pstore.transfer.failover import Attempt, HolderReport, PullAttempts, PullFailed
 from p2pstore.transfer.read_tickets import GrantedTicket
@@ -180,9 +175,7 @@ class TeamTransport(Transport, Protocol):
         ...
 
 
-def check_object(
-    slot_bytes: bytes, trailer_bytes: bytes, digest: bytes
-) -> tuple[Slot, TrailerBody]:
+def check_object(slot_bytes: bytes, trailer_bytes: bytes, digest: bytes) -> tuple[Slot, TrailerBody]:
     """Slot and trailer out of private copies, verified. Raises `PullFailed` (STALE) when they are not those of
     a live object under `digest`."""
     slot = decode_slot(slot_bytes)
@@ -233,9 +226,7 @@ class PullReport(NamedTuple):
         return self.pulled
 
 
-def failed_report(
-    copy: RemoteCopy, transports: Sequence[Transport], failure: PullFailed
-) -> PullReport:
+def failed_report(copy: RemoteCopy, transports: Sequence[Transport], failure: PullFailed) -> PullReport:
     """The report of a read that was tried once, from this copy by the first transport that offers itself."""
     attempts = PullAttempts([copy], transports)
     attempts.next()
@@ -299,9 +290,7 @@ async def pull_with_failover(
             fallbacks=tuple(attempts.fallbacks),
             shares=shares,
         )
-    return PullReport(
-        None, None, tuple(attempts.reports), attempts.error(), tuple(attempts.fallbacks)
-    )
+    return PullReport(None, None, tuple(attempts.reports), attempts.error(), tuple(attempts.fallbacks))
 
 
 async def _pull(
@@ -369,9 +358,7 @@ class _HelpingHolders:
 
     def shares(self) -> tuple[Share, ...]:
         """The share of each holder, the largest first; empty for one holder alone."""
-        shares = [
-            Share(each, self._name, size) for each, size in self._brought.most_common() if size
-        ]
+        shares = [Share(each, self._name, size) for each, size in self._brought.most_common() if size]
         return tuple(shares) if len(shares) > 1 or self._only_others(shares) else ()
 
     def _only_others(self, shares: Sequence[Share]) -> bool:

@@ -27,14 +27,7 @@ import vllm
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-CALLS = [
-    "lookup",
-    "submit_store",
-    "submit_load",
-    "get_finished_jobs",
-    "on_new_request",
-    "get_stats",
-]
+CALLS = ["lookup", "submit_store", "submit_load", "get_finished_jobs", "on_new_request", "get_stats"]
 TIMES: list[float] = []
 TIERS: list[Any] = []
 
@@ -106,9 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         # Mooncake's connector would empty the store.
         self.llm.reset_prefix_cache(reset_connector=self.resets_connector)
         begin = time.perf_counter()
-        (output,) = self.llm.generate(
-            [{"prompt_token_ids": asked["prompt"]}], sampling, use_tqdm=False
-        )
+        (output,) = self.llm.generate([{"prompt_token_ids": asked["prompt"]}], sampling, use_tqdm=False)
         seconds = time.perf_counter() - begin
         first = output.outputs[0]
         logprobs = [each.logprob for step in first.logprobs or () for each in step.values()]

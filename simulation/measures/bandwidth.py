@@ -105,9 +105,7 @@ class _Window:
 def _write(cluster: GossipCluster) -> None:
     """Have every peer change something at this rate, from now on: records come, and the oldest go."""
     for peer in cluster.peers:
-        cluster.kernel.after(
-            cluster.kernel.rng.random() / CHANGES_PER_SECOND, partial(_change, peer, 0)
-        )
+        cluster.kernel.after(cluster.kernel.rng.random() / CHANGES_PER_SECOND, partial(_change, peer, 0))
 
 
 def _change(peer: GossipPeer, number: int) -> None:

@@ -8,13 +8,7 @@ from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.member_table import MemberChange
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
-from simulation.measures.figures import (
-    Case,
-    Figure,
-    Measured,
-    no_problems,
-    settled_cluster,
-)
+from simulation.measures.figures import Case, Figure, Measured, no_problems, settled_cluster
 
 SIZES: Final = (10, 100)
 LOSSES: Final = {"loss 5%": (0.05, 0.0), "loss 20%": (0.20, 0.3)}

@@ -73,11 +73,7 @@ class Measured:
 
 
 def settled_cluster(
-    case: Case,
-    *,
-    loss: float = 0.0,
-    config: GossipConfig | None = None,
-    settle_seconds: float = 3.0,
+    case: Case, *, loss: float = 0.0, config: GossipConfig | None = None, settle_seconds: float = 3.0
 ) -> GossipCluster:
     """A cluster whose peers know each other and have nothing to tell."""
     cluster = GossipCluster(case.seed, case.peers, config=config)

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from simulation.gossip_cluster import GossipCluster
-from simulation.measures.figures import (
-    Case,
-    Figure,
-    Measured,
-    no_problems,
-    settled_cluster,
-)
+from simulation.measures.figures import Case, Figure, Measured, no_problems, settled_cluster
 
 SIZES: Final = (10, 100, 1000)
 LIMITS: Final = {10: 5.0, 100: 5.0, 1000: 10.0}

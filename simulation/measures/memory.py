@@ -54,9 +54,7 @@ def measure(case: Case) -> Measured:
     return Measured(
         [
             Figure("resident memory before", before / 1e6, "MB"),
-            Figure(
-                f"growth by {operations:,} operations", after_operations / before - 1, "", LIMIT
-            ),
+            Figure(f"growth by {operations:,} operations", after_operations / before - 1, "", LIMIT),
             Figure(f"growth by {guests:,} joins and leaves", after_guests / before - 1, "", LIMIT),
             Figure("members known at the end", float(work.most_members()), "", case.peers),
             no_problems(cluster),

@@ -86,13 +86,10 @@ class _Sample:
             for member in table.homes[partition]:
                 self.by_home.setdefault(member, []).append(partition)
         usual = PartitionConfig()
-        self.round_seconds = max(
-            usual.audit_seconds, len(table.by_home) * usual.audit_pause_seconds
-        )
+        self.round_seconds = max(usual.audit_seconds, len(table.by_home) * usual.audit_pause_seconds)
         """In what time owners audit all homes, in the whole cluster and here."""
         self.config = GossipConfig(
-            directory_setting="partitioned",
-            partitions=replace(usual, audit_seconds=self.round_seconds),
+            directory_setting="partitioned", partitions=replace(usual, audit_seconds=self.round_seconds)
         )
 
     def digest(self) -> bytes:
@@ -170,9 +167,7 @@ class _Work:
             gossip.partitions._mode_at = now - rng.random()
             gossip.partitions.pushes._audit_at = now + rng.random() * pause
             self._cluster.kernel.after(rng.random() * HOUSEKEEPING_SECONDS, peer.turn)
-            self._cluster.kernel.after(
-                rng.random() * self._pause_seconds, partial(self._change, peer)
-            )
+            self._cluster.kernel.after(rng.random() * self._pause_seconds, partial(self._change, peer))
 
     def _change(self, peer: GossipPeer) -> None:
         if len(peer.held) > self._keys:
@@ -191,9 +186,7 @@ class _Work:
 
     def look_up(self) -> list[Figure]:
         """Of keys that are old enough, and of such that are nowhere."""
-        old = {
-            peer.number: list(peer.held.values())[self._keys // 2 :] for peer in self._cluster.peers
-        }
+        old = {peer.number: list(peer.held.values())[self._keys // 2 :] for peer in self._cluster.peers}
         self._cluster.run(OLD_SECONDS)
         trips: list[int] = []
         while len(trips) < LOOKUPS:
@@ -225,9 +218,7 @@ class _Work:
         for trips, peer_id in enumerate(asked):
             peer = self._cluster.by_peer_id[peer_id]
             known = peer.gossip.holders(digest, peer.now)
-            if owner is not None and (
-                peer is owner or any(at.member == owner.member for at in known)
-            ):
+            if owner is not None and (peer is owner or any(at.member == owner.member for at in known)):
                 return trips
             if peer.gossip.partitions.vouches(digest, peer.now):
                 return trips if owner is None else _MISS

@@ -11,13 +11,7 @@ from typing import Final
 
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Ping, Status
 from simulation.gossip_peer import GossipPeer
-from simulation.measures.figures import (
-    Case,
-    Figure,
-    Measured,
-    no_problems,
-    settled_cluster,
-)
+from simulation.measures.figures import Case, Figure, Measured, no_problems, settled_cluster
 
 SIZES: Final = (10, 100)
 SURVIVORS: Final = {"no survivors": 0, "2 survivors": 2}
@@ -49,10 +43,7 @@ def measure(case: Case) -> Measured:
     label = f"{case.peers} peers restart within {WITHIN_SECONDS:g} s, {case.part}"
     seconds = PATIENCE_SECONDS if took is None else took
     return Measured(
-        [
-            Figure(f"{label}: all alive everywhere", seconds, "s", LIMIT_SECONDS),
-            no_problems(cluster),
-        ]
+        [Figure(f"{label}: all alive everywhere", seconds, "s", LIMIT_SECONDS), no_problems(cluster)]
     )
 
 

@@ -73,9 +73,7 @@ class _Spread:
 
         cluster.after_turn = look
         owner.hold(record_of(self._number))
-        cluster.kernel.run_until(
-            begin + LONGEST_SECONDS, lambda: len(self._seconds) >= self._others
-        )
+        cluster.kernel.run_until(begin + LONGEST_SECONDS, lambda: len(self._seconds) >= self._others)
         cluster.after_turn = None
         return self
 

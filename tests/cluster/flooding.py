@@ -41,9 +41,7 @@ sys.stdin.read()
 
 
 @contextmanager
-def flooded(
-    address: str, count: int, hosts: int, beginning: bytes
-) -> Iterator[Callable[[float], bool]]:
+def flooded(address: str, count: int, hosts: int, beginning: bytes) -> Iterator[Callable[[float], bool]]:
     """A process of its own that opens `count` connections and holds them. The function given tells whether all are
     open; its argument is the longest wait in seconds."""
     with subprocess.Popen(

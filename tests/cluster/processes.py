@@ -53,25 +53,17 @@ Start = Callable[[Sequence[str], IO[bytes], Mapping[str, str]], Started]
 """Starts a command, with a file for its standard error, in an environment."""
 
 
-def start_command(
-    command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]
-) -> Started:
+def start_command(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> Started:
     """Start a process that runs a command from the beginning."""
     return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        env=environment,
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=environment
     )
 
 
 class PeerProcess:
     """One `mooncake-p2p join`: its address, identity and sockets are the same each time it is started."""
 
-    def __init__(
-        self, cluster: ProcessCluster, number: int, address: str, host: Host | None
-    ) -> None:
+    def __init__(self, cluster: ProcessCluster, number: int, address: str, host: Host | None) -> None:
         prefix = [] if host is None else ["ip", "netns", "exec", host.name]
         self._host = host
         self.name = f"p{number}"
@@ -84,14 +76,7 @@ class PeerProcess:
         self._cluster = cluster
         self.socket = cluster.folder / f"{self.name}.sock"
         self._command = [
-            *(
-                *prefix,
-                sys.executable,
-                "-m",
-                "mooncake_p2p.local_cluster",
-                str(os.getpid()),
-                "join",
-            ),
+            *(*prefix, sys.executable, "-m", "mooncake_p2p.local_cluster", str(os.getpid()), "join"),
             *("--name", self.name, "--cluster", cluster.folder.name),
             *("--cluster-key-file", str(cluster.key)),
             *("--listen", self.control, "--data-listen", f"{address}:0"),
@@ -304,9 +289,7 @@ def until(
 
 
 @contextlib.contextmanager
-def new_cluster(
-    count: int, memory: str = "16MiB", *, halves: bool = True
-) -> Iterator[ProcessCluster]:
+def new_cluster(count: int, memory: str = "16MiB", *, halves: bool = True) -> Iterator[ProcessCluster]:
     """`count` peers, not started yet: with `halves` in two of them, where network namespaces can be made, else
     on loopback. Afterwards nothing of them is left."""
     with contextlib.ExitStack() as stack:

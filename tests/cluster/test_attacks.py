@@ -300,17 +300,7 @@ async def test_a_peer_that_answers_nonsense(tmp_path: Path, lie: Message | Excep
         await still_well(a)
 
 
-NO_ADDRESSES = [
-    "",
-    "x",
-    "host:99999",
-    "a..b:1",
-    "\0:1",
-    "x" * 300 + ":1",
-    "1.2.3.4:²",
-    "[::1:5",
-    ":",
-]
+NO_ADDRESSES = ["", "x", "host:99999", "a..b:1", "\0:1", "x" * 300 + ":1", "1.2.3.4:²", "[::1:5", ":"]
 
 
 async def test_addresses_that_are_none(tmp_path: Path) -> None:
@@ -320,9 +310,7 @@ async def test_addresses_that_are_none(tmp_path: Path) -> None:
         describe, told = own_record.describe, [""]
 
         def lie() -> Any:
-            return msgspec.structs.replace(
-                describe(), data=told, control=told, socket="\0" + told[0]
-            )
+            return msgspec.structs.replace(describe(), data=told, control=told, socket="\0" + told[0])
 
         await c.put("k", os.urandom(5000), replicas=2)
         own_record.describe = lie

@@ -42,9 +42,7 @@ def test_peers_are_killed_and_come_back_meanwhile(
     arguments = ["--peers", "3", "--memory", "60blocks", "--ssd", "250blocks"]
     arguments += ["--kill-every", "0.2", "--down", "0.1", "--json", "--plot", str(picture)]
     assert run(["bench", "trace", trace, *arguments]) == 0
-    results = {
-        each["name"]: each["value"] for each in json.loads(capsys.readouterr().out)["results"]
-    }
+    results = {each["name"]: each["value"] for each in json.loads(capsys.readouterr().out)["results"]}
     assert results["peers killed"] >= 1
     assert results["of these, a living peer had"] == 0
     assert results["hit rate"] > 0.1

@@ -86,8 +86,7 @@ def passes_on(peer: Peer, name: str, version: str) -> bool:
     """Whether a member gives a version away, as a peer sees it."""
     (info,) = peer.client.checkpoints.status("model")
     return any(
-        (each.name, each.version, each.state) == (name, version[:16], "seeding")
-        for each in info.members
+        (each.name, each.version, each.state) == (name, version[:16], "seeding") for each in info.members
     )
 
 

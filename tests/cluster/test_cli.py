@@ -96,9 +96,7 @@ def test_streams(pair: tuple[Peer, Peer]) -> None:
     first, second = pair
     value = os.urandom(2 * MIB + 1)
     done(first.run("put", "stream", "-", "--namespace", "streams", input=value))
-    assert (
-        done(second.run("get", "stream", "--namespace", "streams", "--wait", "5")).stdout == value
-    )
+    assert done(second.run("get", "stream", "--namespace", "streams", "--wait", "5")).stdout == value
     failed(second.run("get", "stream"), 3)
     done(first.run("put", "empty", input=b""))
     assert done(second.run("get", "empty", "-o", "-", "--wait", "5")).stdout == b""

@@ -44,9 +44,7 @@ def started(peer: Peer, *arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-def test_pinning_brings_an_object_here_and_is_for_all_who_hold_it(
-    pair: tuple[Peer, Peer],
-) -> None:
+def test_pinning_brings_an_object_here_and_is_for_all_who_hold_it(pair: tuple[Peer, Peer]) -> None:
     first, second = pair
     first.client.put("pin/far", b"v" * 5000)
     eventually(lambda: second.client.contains("pin/far"))
@@ -141,9 +139,7 @@ def test_explaining(pair: tuple[Peer, Peer], tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     shown = done(second.run("get", "explained", "-o", out, "--wait", "5", "--explain")).stderr
     assert b"source    first, dram, over shm\n" in shown
-    explained = json.loads(
-        done(first.run("get", "explained", "-o", out, "--explain", "--json")).stdout
-    )
+    explained = json.loads(done(first.run("get", "explained", "-o", out, "--explain", "--json")).stdout)
     assert (explained["explain"]["local"], explained["explain"]["source"]) == (True, "first")
 
 
@@ -207,9 +203,7 @@ def test_bench_measures_and_leaves_nothing(pair: tuple[Peer, Peer]) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_bench_that_is_stopped_leaves_nothing(
-    number: int, status: int, pair: tuple[Peer, Peer]
-) -> None:
+def test_bench_that_is_stopped_leaves_nothing(number: int, status: int, pair: tuple[Peer, Peer]) -> None:
     first, _ = pair
     before = held(first)
     with started(first, "bench", "--size", "1MiB", "--seconds", "60") as bench:

@@ -33,10 +33,7 @@ class Path:
 
     async def serve(self, client: trio.SocketStream) -> None:
         self.connections += 1
-        async with (
-            await trio.open_tcp_stream(*self._target) as server,
-            trio.open_nursery() as nursery,
-        ):
+        async with await trio.open_tcp_stream(*self._target) as server, trio.open_nursery() as nursery:
             nursery.start_soon(self._pump, client, server, nursery.cancel_scope)
             nursery.start_soon(self._pump, server, client, nursery.cancel_scope)
 

@@ -258,9 +258,7 @@ async def test_connections_that_come_and_go_leak_nothing() -> None:
 
         async def settled() -> tuple[int, int]:
             await until(lambda: not host.connections and not other.connections)
-            await until(
-                lambda: not len(host.arrivals.strangers) and not len(other.arrivals.strangers)
-            )
+            await until(lambda: not len(host.arrivals.strangers) and not len(other.arrivals.strangers))
             await until(lambda: not len(host._attempts) and not len(other._attempts))
             with trio.move_on_after(1):  # the last tasks end
                 await until(lambda: counted() == before)
@@ -334,9 +332,7 @@ async def test_disconnecting_fails_what_is_under_way_and_does_not_dial_again() -
                 request = PingRequest(b"", 1)
                 addresses = [address_of(two.hosts[1])]
                 with pytest.raises(LinkError, match="lost"):
-                    await two.hosts[0].ask(
-                        two.id(1), addresses, ControlKind.PING_REQUEST, request, 30
-                    )
+                    await two.hosts[0].ask(two.id(1), addresses, ControlKind.PING_REQUEST, request, 30)
 
             nursery.start_soon(hold)
             await until(lambda: two.seen[1].held)

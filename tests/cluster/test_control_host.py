@@ -157,24 +157,11 @@ MULTISTREAM = b"\x13/multistream/1.0.0\n"
 def garbage() -> Iterator[bytes]:
     rng = random.Random(5)
     yield from (rng.randbytes(4096) for _ in range(10))
-    yield from (
-        b"",
-        b"\0" * 100,
-        b"\xff" * 100,
-        b"GET / HTTP/1.1\r\n\r\n",
-        MULTISTREAM + b"\xff" * 99,
-    )
+    yield from (b"", b"\0" * 100, b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", MULTISTREAM + b"\xff" * 99)
     yield MULTISTREAM + b"\x01\n"
     yield MULTISTREAM + b"\x03\xff\xfe\n"  # not UTF-8
     yield MULTISTREAM + b"\x07/noise\n" + b"\0\x04abcd"
-    yield (
-        MULTISTREAM
-        + b"\x07/noise\n"
-        + b"\0\x20"
-        + rng.randbytes(32)
-        + b"\0\x40"
-        + rng.randbytes(64)
-    )
+    yield (MULTISTREAM + b"\x07/noise\n" + b"\0\x20" + rng.randbytes(32) + b"\0\x40" + rng.randbytes(64))
 
 
 async def test_garbage_and_hangups(victim: Victim) -> None:
@@ -237,9 +224,7 @@ async def test_half_open_connections_are_cut_and_hold_up_nobody(victim: Victim) 
     assert seen.reasons().count("took longer than") == 60
 
 
-async def test_too_many_strangers_are_turned_away(
-    victim: Victim,
-) -> None:
+async def test_too_many_strangers_are_turned_away(victim: Victim) -> None:
     host, seen = victim
     host.arrivals.strangers.limit = 5
     waiting = [dial(host) for _ in range(8)]
@@ -299,9 +284,7 @@ async def test_a_listener_that_is_not_the_wanted_peer_is_noticed(victim: Victim)
 async def test_an_identity_that_is_not_ed25519_is_refused(victim: Victim) -> None:
     host, seen = victim
     async with opened(3) as stranger:
-        stranger.dialler._securing._noise = NoiseTransport(
-            create_rsa_key_pair(), X25519PrivateKey.new()
-        )
+        stranger.dialler._securing._noise = NoiseTransport(create_rsa_key_pair(), X25519PrivateKey.new())
         with contextlib.suppress(LinkError):
             await ping(stranger, peer_id(1), address_of(host), 3)
         await until(lambda: "no ed25519 key" in seen.reasons())
@@ -343,9 +326,7 @@ A_REPLY = encode_frame(ControlKind.PING, 1, Ack(1, []), flags=1)
 
 
 @pytest.mark.parametrize("frame", [OVERSIZED, WITH_BULK, NO_MESSAGE, A_REPLY])
-async def test_a_frame_that_breaks_the_protocol_ends_the_stream(
-    victim: Victim, frame: bytes
-) -> None:
+async def test_a_frame_that_breaks_the_protocol_ends_the_stream(victim: Victim, frame: bytes) -> None:
     host, seen = victim
     async with opened(3) as hostile:
         attacker = await Attacker.connect(hostile, host)
@@ -365,9 +346,7 @@ async def test_a_frame_that_breaks_the_protocol_ends_the_stream(
         bytes(100_000),
     ],
 )
-async def test_a_stream_that_does_not_start_with_admission_ends(
-    victim: Victim, data: bytes
-) -> None:
+async def test_a_stream_that_does_not_start_with_admission_ends(victim: Victim, data: bytes) -> None:
     host, seen = victim
     async with opened(3) as hostile:
         attacker = await Attacker.connect(hostile, host)
@@ -414,9 +393,7 @@ async def test_unread_data_is_bounded(victim: Victim, admitted: bool) -> None:
         assert bool(seen.lost) == admitted
 
 
-async def test_a_peer_that_does_not_read_its_answers_is_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_peer_that_does_not_read_its_answers_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its window is full: a frame to be written must not wait for ever."""
     monkeypatch.setattr(control_frames, "WRITE_SECONDS", 0.5)
 
@@ -497,10 +474,7 @@ async def test_a_killed_peer_is_lost_and_a_stopped_one_times_out(
             process.send_signal(signal.SIGSTOP)
             start = trio.current_time()
             large = Exchange(bytes(3_000_000), 0, b"", [])
-            for kind, request in (
-                (ControlKind.PING, Ping(1, [])),
-                (ControlKind.EXCHANGE, large),
-            ):
+            for kind, request in ((ControlKind.PING, Ping(1, [])), (ControlKind.EXCHANGE, large)):
                 with pytest.raises(LinkError, match="did not answer") as error:
                     await host.ask(peer_id(9), [address], kind, request, 0.4)
                 assert not error.value.refused
@@ -553,9 +527,7 @@ async def test_a_taken_port_is_a_config_error() -> None:
 
 
 async def test_a_taken_default_port_is_no_obstacle() -> None:
-    anywhere: dict[str, Any] = {
-        "listen": ("127.0.0.1", None)
-    }  # the default port may be taken before
+    anywhere: dict[str, Any] = {"listen": ("127.0.0.1", None)}  # the default port may be taken before
     async with opened(1, **anywhere) as first, opened(2, **anywhere) as second:
         assert second.listening not in {first.listening, ("127.0.0.1", DEFAULT_CONTROL_PORT)}
 
@@ -596,9 +568,7 @@ async def test_every_host_asks_every_other_at_once() -> None:
                         for number, other in enumerate(hosts, 1):
                             if one is not other:
                                 for _ in range(3):
-                                    nursery.start_soon(
-                                        ping, one, peer_id(number), address_of(other)
-                                    )
+                                    nursery.start_soon(ping, one, peer_id(number), address_of(other))
             assert all(len(host.connected()) == 4 for host in hosts)
             assert not any(len(host._attempts) for host in hosts)
 

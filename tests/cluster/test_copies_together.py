@@ -76,9 +76,7 @@ def signatures(peer: Peer) -> int:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("sizes", LENGTHS)
 @pytest.mark.parametrize("replicas", [2, 3])
-async def test_all_copies_are_made(
-    sizes: str, replicas: int, transport: str, tmp_path: Path
-) -> None:
+async def test_all_copies_are_made(sizes: str, replicas: int, transport: str, tmp_path: Path) -> None:
     async with cluster(tmp_path, 3, transport=transport) as peers:
         items = values(LENGTHS[sizes])
         results = await peers[0].put_many(items, replicas=replicas)
@@ -91,9 +89,7 @@ async def test_all_copies_are_made(
         cuts = windows([len(value) for _, value in items], MEMORY_BYTES // WINDOW_SHARE)
         assert 0 < signatures(peers[0]) <= 2 * len(cuts) * (replicas - 1)
         await until(
-            lambda: all(
-                len(each.locate_nowait(key)) == replicas for each in peers for key, _ in items
-            )
+            lambda: all(len(each.locate_nowait(key)) == replicas for each in peers for key, _ in items)
         )
         check_idle(peers)
         for each in peers:  # also once the writer has gone over to others

@@ -268,14 +268,9 @@ async def test_peers_off_the_allow_list_are_refused_or_put_out(
 
     def settings(name: str, *bootstrap: Peer, **more: object) -> Any:
         state = {"state_dir": str(tmp_path / name)} if name in seeds else {}
-        return config(
-            tmp_path, name, *bootstrap, cluster_key_file=key, transport="tcp", **state, **more
-        )
+        return config(tmp_path, name, *bootstrap, cluster_key_file=key, transport="tcp", **state, **more)
 
-    async with (
-        open_peer(settings("a", allow_file=str(allow))) as a,
-        open_peer(settings("b", a)) as b,
-    ):
+    async with open_peer(settings("a", allow_file=str(allow))) as a, open_peer(settings("b", a)) as b:
         await b.put("of b", bytes(100_000))
         await a.put("of a", bytes(100_000))
         assert await a.get("of b", wait=5) == await b.get("of a", wait=5)

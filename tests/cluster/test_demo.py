@@ -63,11 +63,7 @@ def test_the_demo_works_and_cleans_up(traces: Traces) -> None:
     assert result.returncode == 0, result.stderr.decode()
     document = json.loads(result.stdout)
     assert document["ok"] is True
-    assert document["object"] == {
-        "model": "LLaMA3-70B",
-        "token_bytes": 320 * 1024,
-        "bytes": 5 * MIB,
-    }
+    assert document["object"] == {"model": "LLaMA3-70B", "token_bytes": 320 * 1024, "bytes": 5 * MIB}
     moved = [step["bytes"] for step in document["steps"]]
     assert moved == [0, *[20 * MIB] * 4, 0, 20 * MIB]
     assert all(step["seconds"] > 0 for step in document["steps"])
@@ -109,9 +105,7 @@ def test_an_interrupted_demo_leaves_nothing(number: int, moment: str, traces: Tr
 
 
 def test_a_demo_that_nobody_watches_any_more_ends(traces: Traces) -> None:
-    demo = subprocess.Popen(
-        DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=traces.environment
-    )
+    demo = subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=traces.environment)
     assert demo.stdout is not None
     assert demo.stdout.readline().startswith(b"Three peers")
     demo.stdout.close()

@@ -53,9 +53,7 @@ def last(result: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
     return found
 
 
-def patched_peer(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, patch: str, *options: str
-) -> Peer:
+def patched_peer(monkeypatch: pytest.MonkeyPatch, machine: Machine, patch: str, *options: str) -> Peer:
     """A peer in a process of its own in which `patch` ran first."""
     script = f"{patch}\nfrom mooncake_p2p.main import main\nmain()"
     with monkeypatch.context() as context:
@@ -225,9 +223,7 @@ def test_no_common_protocol_is_broken(machine: Machine, monkeypatch: pytest.Monk
 
 def test_a_lonely_peer_and_a_used_port_are_found(machine: Machine) -> None:
     with listener(b"") as nowhere:
-        lonely = machine.join(
-            "lonely", "--bootstrap", nowhere, "--join-timeout", "0", "--cluster", "c"
-        )
+        lonely = machine.join("lonely", "--bootstrap", nowhere, "--join-timeout", "0", "--cluster", "c")
         result = machine.run("doctor", "--json")
         assert "it has not heard from its bootstrap peer" in failed(result, 1)
         found = findings(result)["peer lonely: alone"]

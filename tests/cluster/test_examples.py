@@ -51,11 +51,7 @@ def machine() -> Iterator[Machine]:
         tempfile.TemporaryDirectory(prefix="p2p") as folder,
         peer_process(Path(folder), "local") as peer,
     ):
-        environment = {
-            **os.environ,
-            "MOONCAKE_P2P_SOCKET": peer.socket,
-            "XDG_RUNTIME_DIR": folder,
-        }
+        environment = {**os.environ, "MOONCAKE_P2P_SOCKET": peer.socket, "XDG_RUNTIME_DIR": folder}
         yield Machine(environment, peer.control)
 
 
@@ -93,16 +89,12 @@ def test_new_weights_for_a_group(machine: Machine) -> None:
     printed = machine.run(str(EXAMPLES / "new_weights.py"))
     for step in (100, 200):
         assert f"step {step}: 2 of 2 engines switched" in printed
-        assert {f"engine-{number} uses step {step}" for number in (1, 2)} <= set(
-            printed.splitlines()
-        )
+        assert {f"engine-{number} uses step {step}" for number in (1, 2)} <= set(printed.splitlines())
 
 
 def test_a_scheduler_in_front_of_engines(machine: Machine) -> None:
     printed = machine.run(str(EXAMPLES / "prefix_scheduler.py"))
-    found = re.search(
-        r"(\d+) blocks reused, (\d+) of them from other machines; (\d+) computed", printed
-    )
+    found = re.search(r"(\d+) blocks reused, (\d+) of them from other machines; (\d+) computed", printed)
     assert found, printed
     reused, fetched, computed = map(int, found.groups())
     assert reused + computed == sum(12 * (1 + 4 * turn) for turn in range(1, 6))

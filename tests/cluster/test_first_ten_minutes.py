@@ -79,9 +79,7 @@ class Shell:
         self._process.stdin.write(f"{command}\nprintf '\\n@end\\n'\n".encode())
         self._process.stdin.flush()
         printed = self._read()
-        for theirs, ours in zip(
-            PROCESS.findall(step.printed), PROCESS.findall(printed), strict=False
-        ):
+        for theirs, ours in zip(PROCESS.findall(step.printed), PROCESS.findall(printed), strict=False):
             self.names[f"kill -9 {theirs}"] = f"kill -9 {ours}"
             self.started.append(int(ours))
         for theirs, ours in self.names.items():
@@ -117,9 +115,7 @@ class Shell:
 def shell() -> Iterator[Shell]:
     with tempfile.TemporaryDirectory(prefix="p2p") as folder:
         shell = Shell(Path(folder))
-        for block in blocks(
-            PAGE, "python"
-        ):  # which is to be saved under the name in its first line
+        for block in blocks(PAGE, "python"):  # which is to be saved under the name in its first line
             name = block.text.partition("\n")[0].removeprefix("# ")
             (Path(folder) / name).write_text(block.text, encoding="utf-8")
         try:

@@ -58,9 +58,7 @@ def test_a_location_is_visible_everywhere_and_so_is_its_removal(cluster: Process
     until(lambda: all(all(p.client.contains_many(keys)) for p in cluster.peers), VISIBLE_SECONDS)
     assert cluster.peers[0].get(keys[-1]) == keys[-1].encode()
     cluster.peers[4].client.remove_many(keys)
-    until(
-        lambda: not any(any(p.client.contains_many(keys)) for p in cluster.peers), VISIBLE_SECONDS
-    )
+    until(lambda: not any(any(p.client.contains_many(keys)) for p in cluster.peers), VISIBLE_SECONDS)
 
 
 def test_idle_peers_sleep(cluster: ProcessCluster) -> None:
@@ -70,10 +68,7 @@ def test_idle_peers_sleep(cluster: ProcessCluster) -> None:
     def is_idle() -> bool:
         wake_ups = sum(peer.wake_ups() for peer in cluster.peers)
         readings.append((time.monotonic(), wake_ups, cpu_seconds(cluster)))
-        (began, wake_ups_before, seconds_before), (now, wake_ups, seconds) = (
-            readings[0],
-            readings[-1],
-        )
+        (began, wake_ups_before, seconds_before), (now, wake_ups, seconds) = (readings[0], readings[-1])
         if now - began < IDLE_SECONDS:
             return False
         readings.popleft()
@@ -125,9 +120,7 @@ def failures_and_objects(reader: PeerProcess, holder: PeerProcess) -> tuple[int,
     return counts.get("failures", 0), counts.get("objects", 0)
 
 
-def test_a_stopped_peer_is_missed_and_accuses_nobody_when_it_goes_on(
-    cluster: ProcessCluster,
-) -> None:
+def test_a_stopped_peer_is_missed_and_accuses_nobody_when_it_goes_on(cluster: ProcessCluster) -> None:
     stopped = cluster.peers[8]
     others = all_but(cluster, stopped)
     stopped.client.put("held", b"value")

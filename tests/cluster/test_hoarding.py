@@ -416,11 +416,7 @@ async def test_a_member_that_uses_all_places_makes_room_for_others(
             await admitted(host, await host.dialler.dial(None, [victim.control], SECONDS))
         async with hostile_host(2, "default") as other:
             await other.ask(
-                victim.node.core.peer_id,
-                [victim.control],
-                ControlKind.PING,
-                ControlPing(1, []),
-                SECONDS,
+                victim.node.core.peer_id, [victim.control], ControlKind.PING, ControlPing(1, []), SECONDS
             )
         assert keeper.counts.yielded == 1
         assert keeper.counts.refused_full == 1

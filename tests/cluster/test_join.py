@@ -206,9 +206,7 @@ def test_peers_that_start_at_once_share_nothing(machine: Machine) -> None:
 
 
 def test_of_peers_that_start_at_once_one_gets_the_name_that_was_said(machine: Machine) -> None:
-    starts = [
-        machine.start("join", "--detach", "--name", "n", stdout=subprocess.PIPE) for _ in range(2)
-    ]
+    starts = [machine.start("join", "--detach", "--name", "n", stdout=subprocess.PIPE) for _ in range(2)]
     outputs = [process.communicate(timeout=COMMAND_SECONDS)[0] for process in starts]
     assert sorted(process.returncode for process in starts) == [0, 2]
     assert sorted(bool(output) for output in outputs) == [False, True]
@@ -230,10 +228,7 @@ def test_the_log_is_json_that_names_events(machine: Machine) -> None:
     eventually(lambda: "peer_back" in log.read_text() or "is alive" in log.read_text())
     os.kill(number, signal.SIGTERM)
     eventually(lambda: not exists(number))
-    lines = [
-        *(machine.state / "a" / "old.log").read_text().splitlines(),
-        *log.read_text().splitlines(),
-    ]
+    lines = [*(machine.state / "a" / "old.log").read_text().splitlines(), *log.read_text().splitlines()]
     documents = [json.loads(line) for line in lines]
     for document in documents:
         assert {"time", "level", "event", "part", "message"} <= document.keys()
@@ -251,9 +246,7 @@ def test_joining_takes_no_longer_than_it_may_and_goes_on(machine: Machine) -> No
         "--name", "a", "--bootstrap", port, "--join-timeout", "100ms", "--listen", "127.0.0.1:0"
     )
     assert (lonely["joined"], lonely["peers"]) == (False, 1)
-    assert "no bootstrap peer answered within 0.1 s: serving alone, and trying on" in machine.log(
-        "a"
-    )
+    assert "no bootstrap peer answered within 0.1 s: serving alone, and trying on" in machine.log("a")
     machine.join("--name", "b", "--listen", port)
     eventually(lambda: "joined through" in machine.log("a"))
 

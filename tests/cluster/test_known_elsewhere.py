@@ -132,9 +132,7 @@ def test_keys_elsewhere_need_no_question(pair: list[PeerProcess], questions: lis
     until_unasked(questions, reads_own)
 
 
-def test_holders_that_were_named_are_found_again(
-    pair: list[PeerProcess], questions: list[str]
-) -> None:
+def test_holders_that_were_named_are_found_again(pair: list[PeerProcess], questions: list[str]) -> None:
     holder, keys = pair[0].client, keys_of("planned")
     for key in keys:
         holder.put(key, key.encode())
@@ -234,10 +232,7 @@ def test_a_batch_asks_the_first_ones_holder_before_it_looks_up_the_others(
     holder, mine = far_pair[0].client, far_pair[1].client
     keys = keys_of("far ahead")[:80]
     values = {key: key.encode() * 30 for key in keys}
-    values[keys[3]], values[keys[30]] = (
-        os.urandom(70_000),
-        os.urandom(1_100_000),
-    )  # too long for that
+    values[keys[3]], values[keys[30]] = (os.urandom(70_000), os.urandom(1_100_000))  # too long for that
     here = keys[5], keys[6], keys[35]
     newer = {key: b"newer " + values[key] for key in here[:2]}
     assert all(each.ok for each in holder.put_many(list(values.items())))
@@ -292,9 +287,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
     unsettled: list[bytes] = []
     pull_small, only = DataPool.pull_small, KnownHolders.only
 
-    def counted_small(
-        pool: DataPool, copy: RemotePeer, digests: Sequence[bytes], *rest: Any
-    ) -> Any:
+    def counted_small(pool: DataPool, copy: RemotePeer, digests: Sequence[bytes], *rest: Any) -> Any:
         asked.append(len(digests))
         return pull_small(pool, copy, digests, *rest)
 
@@ -331,9 +324,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
             unsettled.clear()
             with holder.stopped():
                 await gather(reads, lambda: holder.signal(signal.SIGCONT))
-            if (
-                not unsettled
-            ):  # a look while the peer changes its table leads to another way of reading
+            if not unsettled:  # a look while the peer changes its table leads to another way of reading
                 break
         assert asked == [20]
 

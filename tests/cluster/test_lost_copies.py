@@ -50,8 +50,7 @@ def test_after_kill_9_all_objects_have_their_copies_again(trio_of_peers: list[Pe
     assert lost >= 4
     third.stop(signal.SIGKILL)
     eventually(
-        lambda: all(holders(first, f"k{number}") == {"first", "second"} for number in range(12)),
-        60.0,
+        lambda: all(holders(first, f"k{number}") == {"first", "second"} for number in range(12)), 60.0
     )
 
     def repaired(what: str) -> int:

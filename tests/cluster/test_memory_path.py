@@ -18,16 +18,7 @@ END_SECONDS = 30.0
 
 def refused(folder: Path, *options: str) -> str:
     """The message of a peer with these options that does not start."""
-    command = [
-        sys.executable,
-        "-m",
-        "mooncake_p2p",
-        "join",
-        "--name",
-        "refused",
-        "--memory",
-        "16MiB",
-    ]
+    command = [sys.executable, "-m", "mooncake_p2p", "join", "--name", "refused", "--memory", "16MiB"]
     command += ["--state-dir", str(folder / "refused"), "--socket", str(folder / "refused.sock")]
     done = subprocess.run(
         [*command, *options], capture_output=True, text=True, timeout=END_SECONDS, check=False
@@ -44,9 +35,7 @@ def test_clients_use_it_and_a_second_peer_does_not(tmp_path: Path) -> None:
             client.put("key", VALUE)
             assert client.get("key") == VALUE
             view = client.take_lease("key")
-            assert f"--memory-path: {file} is the memory of another peer" in refused(
-                tmp_path, *options
-            )
+            assert f"--memory-path: {file} is the memory of another peer" in refused(tmp_path, *options)
         peer.process.kill()
         peer.process.wait(END_SECONDS)
     assert view == VALUE

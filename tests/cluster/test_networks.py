@@ -49,9 +49,7 @@ def test_three_machines_with_nothing_but_the_invite(network: Network, tmp_path: 
     kept = b.state / "cluster.key"
     assert kept.read_text() == key.read_text()
     assert (
-        stat.S_IMODE(kept.stat().st_mode)
-        == stat.S_IMODE((b.state / "invite").stat().st_mode)
-        == 0o600
+        stat.S_IMODE(kept.stat().st_mode) == stat.S_IMODE((b.state / "invite").stat().st_mode) == 0o600
     )
     eventually(lambda: not _runs(b.state))
     again = b.join()

@@ -208,9 +208,7 @@ async def test_a_failed_join_leaves_nothing_behind(tmp_path: Path) -> None:
     ):
         for _ in range(2):
             with pytest.raises(errors.AuthenticationFailed, match=wrong.control):
-                async with open_peer(
-                    config(tmp_path, "b", wrong, cluster="two", state_dir=state)
-                ) as b:
+                async with open_peer(config(tmp_path, "b", wrong, cluster="two", state_dir=state)) as b:
                     with trio.fail_after(15):
                         await b.node.leave_requested.wait()
             assert wrong.control not in book(state)
@@ -338,9 +336,7 @@ async def test_garbage_costs_a_connection_and_nothing_else(
     assert any(record.name.startswith("p2pstore.") for record in caplog.records)
 
 
-async def test_a_listing_longer_than_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_listing_longer_than_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "MAX_LIST_LIMIT", 3)
     monkeypatch.setattr(listing, "MAX_LIST_LIMIT", 3)
     keys = [f"key-{number:02}" for number in range(20)]
@@ -491,9 +487,7 @@ async def test_chains_go_from_their_tails(tmp_path: Path) -> None:
             left = [key for key in chain if peer.contains_nowait(key)]
 
 
-async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies(
-    tmp_path: Path,
-) -> None:
+async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (first, second):
         await first.put("k", b"value")
         entry = present(first.node.core.objects.find(key_digest("k", "default"), first.node.now))
@@ -514,10 +508,7 @@ async def test_a_stray_write_of_a_client_harms_nobody_for_long(
 ) -> None:
     """A client that writes maps all of its peer's memory, and may write anywhere in it."""
     value = bytes(range(256)) * 20
-    async with (
-        open_peer(config(tmp_path, "a")) as peer,
-        p2pstore.connect(peer.socket) as careless,
-    ):
+    async with open_peer(config(tmp_path, "a")) as peer, p2pstore.connect(peer.socket) as careless:
         await careless.put("k", value)
         entry = peer.node.core.segment.entries()[0]
         memory = careless._link.connection.segments[0]

@@ -73,9 +73,7 @@ def run_as_nobody(folder: Path, command: list[str]) -> subprocess.CompletedProce
 
 
 @needs_root
-def test_another_user_is_not_let_in_by_a_keyless_peer(
-    machine: Machine, home_of_nobody: Path
-) -> None:
+def test_another_user_is_not_let_in_by_a_keyless_peer(machine: Machine, home_of_nobody: Path) -> None:
     first = machine.join("first")
     second = machine.join("second", "--bootstrap", first.ready["control"])
     assert second.ready["joined"], "peers of one user need no option"

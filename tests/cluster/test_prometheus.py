@@ -52,9 +52,7 @@ def alerts() -> list[dict[str, str]]:
         name, _, rest = rule.partition("\n")
         fields = {"alert": name.strip()}
         for field in ("expr", "summary", "description"):
-            found_text = re.search(
-                rf"^ +{field}: (?:>-\n)?(.*?)(?=\n +\w+: |\Z)", rest, re.S | re.M
-            )
+            found_text = re.search(rf"^ +{field}: (?:>-\n)?(.*?)(?=\n +\w+: |\Z)", rest, re.S | re.M)
             assert found_text is not None, (name, field)
             fields[field] = " ".join(found_text[1].split())
         severity = re.search(r"severity: (\w+)", rest)
@@ -67,8 +65,7 @@ def metrics_and_labels(expression: str) -> Iterator[tuple[str, set[str]]]:
     """The metrics of an expression with the labels by which it chooses or groups them."""
     groups = set(
         itertools.chain.from_iterable(
-            re.findall(r"\w+", names)
-            for names in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression)
+            re.findall(r"\w+", names) for names in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression)
         )
     )
     for name, chosen in re.findall(r"\b((?:p2pstore|process)_\w+)(\{[^}]*\})?", expression):

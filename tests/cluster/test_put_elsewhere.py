@@ -103,12 +103,7 @@ async def test_a_peer_without_memory_puts_on_another(tmp_path: Path, kind: str) 
         assert a.contains_nowait("k")
         assert await a.contains("k")
         (copy,) = await a.locate("k")
-        assert (copy.peer, copy.version, copy.pin, copy.local) == (
-            "b",
-            result.version,
-            "soft",
-            False,
-        )
+        assert (copy.peer, copy.version, copy.pin, copy.local) == ("b", result.version, "soft", False)
         assert await client.get("k") == b"value"
         assert (await client.put("k", b"value")).status == "unchanged"
         kept = await client.put("k", b"other")
@@ -136,9 +131,7 @@ async def test_what_is_larger_than_the_own_memory(tmp_path: Path, kind: str) -> 
         before = used(b)
         told: list[int] = []
         with pytest.raises(errors.CapacityExceeded, match=r"can hold 50\.0 MiB.*48\.0 MiB, on b"):
-            await client.put(
-                "huge", bytes(50 * MIB), progress=lambda done, total: told.append(done)
-            )
+            await client.put("huge", bytes(50 * MIB), progress=lambda done, total: told.append(done))
         assert told == []
         assert used(b) == before
         assert b.node.core.counters["values_taken_in"] == 1
@@ -154,21 +147,9 @@ async def test_a_peer_full_of_what_must_stay(tmp_path: Path, kind: str) -> None:
             assert len(view) == 5 * MIB
         assert (await client.put("fits", bytes(2 * MIB))).location == "a"
         results = await client.put_many(
-            [
-                ("x", bytes(MIB)),
-                ("y", bytes(5 * MIB)),
-                ("", b""),
-                ("z", bytes(40 * MIB)),
-                ("w", b""),
-            ]
+            [("x", bytes(MIB)), ("y", bytes(5 * MIB)), ("", b""), ("z", bytes(40 * MIB)), ("w", b"")]
         )
-        assert [each.ok and each.value.location for each in results] == [
-            "a",
-            "b",
-            False,
-            False,
-            "a",
-        ]
+        assert [each.ok and each.value.location for each in results] == ["a", "b", False, False, "a"]
         assert isinstance(results[2].error, ValueError)
         assert isinstance(results[3].error, errors.CapacityExceeded)
 
@@ -312,9 +293,7 @@ async def test_a_client_that_may_only_read_gets_no_place(tmp_path: Path) -> None
         (LocalKind.STORED, local.StoredElsewhere(b"", 1, 1, bytes(68))),
     ],
 )
-async def test_nonsense_of_a_client_is_refused(
-    tmp_path: Path, kind: LocalKind, message: Any
-) -> None:
+async def test_nonsense_of_a_client_is_refused(tmp_path: Path, kind: LocalKind, message: Any) -> None:
     async with peers(tmp_path, NONE) as (a,):
         with pytest.raises(errors.P2PStoreError):
             await a._link.request(kind, message, local.Placed)
@@ -445,9 +424,7 @@ client.put("k", bytes(40 << 20), progress=hold)
 
 async def test_a_client_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {"memory": "64MiB"}) as (a, b):
-        process = subprocess.Popen(
-            [sys.executable, "-c", HALF_A_PUT, a.socket], stdout=subprocess.PIPE
-        )
+        process = subprocess.Popen([sys.executable, "-c", HALF_A_PUT, a.socket], stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None
             line = await trio.to_thread.run_sync(process.stdout.readline)

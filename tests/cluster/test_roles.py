@@ -154,9 +154,7 @@ async def test_a_reader_uses_up_no_rumours(tmp_path: Path) -> None:
         membership = a.node.core.gossip.membership
         membership._spread(membership.own)
         for number in range(30):
-            hostile = (one, other)[
-                number % 2
-            ]  # a rumour is not told twice in a row to the same peer
+            hostile = (one, other)[number % 2]  # a rumour is not told twice in a row to the same peer
             for kind, request in (
                 (ControlKind.PING, Ping(0, [])),
                 (ControlKind.EXCHANGE, Exchange(b"", 0, b"", [])),
@@ -537,9 +535,7 @@ def test_keygen_makes_a_readers_file(machine: Machine) -> None:
     done(machine.run("keygen", str(member)))
     assert (
         b"readers' machines"
-        in done(
-            machine.run("keygen", "--role", "reader", "--from", str(member), str(reader))
-        ).stderr
+        in done(machine.run("keygen", "--role", "reader", "--from", str(member), str(reader))).stderr
     )
     assert member.read_text().strip() not in reader.read_text()
     first = machine.join("first", "--cluster-key-file", str(member))
@@ -554,7 +550,5 @@ def test_keygen_makes_a_readers_file(machine: Machine) -> None:
     assert "reader's key" in failed(second.run("put", "x", str(value)), 1)
     assert "an invite cannot carry it" in failed(second.run("invite"), 1)
     assert "belong together" in machine.run("keygen", "--role", "reader", "f").stderr.decode()
-    said = machine.run(
-        "keygen", "--role", "reader", "--from", str(reader), str(machine.folder / "f")
-    )
+    said = machine.run("keygen", "--role", "reader", "--from", str(reader), str(machine.folder / "f"))
     assert "makes no other keys" in failed(said, 2)

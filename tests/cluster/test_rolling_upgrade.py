@@ -52,9 +52,7 @@ class Load:
         self.problems: list[str] = []
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, args=(number,)) for number in range(READERS)
-        ]
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(READERS)]
 
     def __enter__(self) -> Load:
         for thread in self._threads:
@@ -120,9 +118,7 @@ def paths_of(package: Path) -> dict[str, str]:
 
 
 def test_a_peer_of_another_control_protocol_is_refused_in_words(old_package: Path) -> None:
-    def start_old(
-        command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]
-    ) -> Started:
+    def start_old(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> Started:
         return start_command(command, log, {**environment, **paths_of(old_package)})
 
     with new_cluster(2, memory="64MiB", halves=False) as cluster:
@@ -141,15 +137,7 @@ def test_a_replacement_one_after_the_other_fails_no_read(old_package: Path, tmp_
 
     def old_command(peer: PeerProcess, *words: str, given: bytes = b"") -> bytes:
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "mooncake_p2p",
-                words[0],
-                "--socket",
-                str(peer.socket),
-                *words[1:],
-            ],
+            [sys.executable, "-m", "mooncake_p2p", words[0], "--socket", str(peer.socket), *words[1:]],
             env={**cluster.environment, **old_paths},
             input=given,
             capture_output=True,

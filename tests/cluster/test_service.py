@@ -38,9 +38,7 @@ def test_the_manager_hears_of_start_reload_and_end(tmp_path: Path) -> None:
         environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify")}
         environment |= {"WATCHDOG_USEC": "900000"}
         with (tmp_path / "log").open("wb") as log:
-            process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=log
-            )
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=log)
         try:
             assert hear(listener, "READY=1") == ["READY=1", f"STATUS=serving {tmp_path / 's'}"]
             assert hear(listener, "WATCHDOG=1") == ["WATCHDOG=1"]

@@ -59,9 +59,7 @@ async def world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         open_peer(config(folder, "reader", **tcp)) as reader,
         open_peer(config(folder, "good", reader, **tcp)) as good,
         open_peer(
-            config(
-                folder, "slow", reader, data_listen=[target], data_advertise=[way.address], **tcp
-            )
+            config(folder, "slow", reader, data_listen=[target], data_advertise=[way.address], **tcp)
         ) as slow,
     ):
         peers = reader, good, slow

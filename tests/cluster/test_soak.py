@@ -21,10 +21,7 @@ from tests.soak.stage import PREFIX, remove_left_overs
 ROOT = Path(__file__).parents[2]
 WHY_NOT = why_not()
 END_SECONDS = 60.0
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")]
 
 
 def soak(output: Path, *options: str) -> list[str]:

@@ -67,9 +67,7 @@ def test_what_memory_has_no_room_for_is_read_from_the_ssd_here_and_elsewhere(
     assert sum(tier == "ssd" for tier in tiers.values()) >= COUNT // 2, tiers
     cold = [number for number, tier in tiers.items() if tier == "ssd"]
 
-    assert (
-        owner.client.contains_many([f"key-{number}" for number in range(COUNT)]) == [True] * COUNT
-    )
+    assert owner.client.contains_many([f"key-{number}" for number in range(COUNT)]) == [True] * COUNT
     with blocking.connect(str(owner.socket)) as fresh:  # looks the keys up in the peer's table
         assert fresh.contains(f"key-{cold[0]}")
         assert not fresh.contains("no-such-key")
@@ -84,8 +82,7 @@ def test_what_memory_has_no_room_for_is_read_from_the_ssd_here_and_elsewhere(
         results = client.get_many_into(buffers)
         assert [result.error for result in results] == [None] * len(cold)
         assert all(
-            bytes(buffer) == value_of(number)
-            for number, (_, buffer) in zip(cold, buffers, strict=True)
+            bytes(buffer) == value_of(number) for number, (_, buffer) in zip(cold, buffers, strict=True)
         )
     listed = owner.client.list_keys("key-", limit=1000)
     assert {entry.key for entry in listed.keys} == {f"key-{number}" for number in range(COUNT)}
@@ -165,8 +162,7 @@ def test_a_log_that_is_deleted_is_read_on_and_said(cluster: ProcessCluster) -> N
     assert owner.client.get(f"key-{cold}") == value_of(cold)
     assert "start this peer again" in owner.log.read_text()
     until(
-        lambda: other.client.statistics()["cluster"]["ssd_capacity_bytes"] == capacity // 2,
-        END_SECONDS,
+        lambda: other.client.statistics()["cluster"]["ssd_capacity_bytes"] == capacity // 2, END_SECONDS
     )
 
 

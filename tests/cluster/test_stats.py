@@ -202,9 +202,7 @@ def test_a_slow_read_from_another_peer_is_told_by_the_client(pair: tuple[Peer, P
     def told() -> list[dict[str, Any]]:
         slow = json.loads(done(second.run("stats", "--slow", "--json")).stdout)
         return [
-            each
-            for each in slow["operations"]
-            if (each["what"], each["key"]) == ("get", "slow/get")
+            each for each in slow["operations"] if (each["what"], each["key"]) == ("get", "slow/get")
         ]
 
     eventually(lambda: "event loop stalled for" in first.log.read_text())
@@ -217,14 +215,8 @@ def test_a_slow_read_from_another_peer_is_told_by_the_client(pair: tuple[Peer, P
 
 def test_watch_into_a_pipe_gives_a_line_of_json_per_interval(machine: Machine) -> None:
     peer = machine.join("watched", "--slow-operation", "250ms")
-    failed(
-        peer.run("get", "never/put", "--wait", "600ms"), 3
-    )  # a wait that was asked for is not slow
-    assert statistics(peer)["peer"]["slow"] == {
-        "threshold_seconds": 0.25,
-        "total": 0,
-        "operations": [],
-    }
+    failed(peer.run("get", "never/put", "--wait", "600ms"), 3)  # a wait that was asked for is not slow
+    assert statistics(peer)["peer"]["slow"] == {"threshold_seconds": 0.25, "total": 0, "operations": []}
     process = watching(peer, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None

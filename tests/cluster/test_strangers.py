@@ -220,9 +220,7 @@ async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
             "control": b"\x13/multistream/1.0.0\n" + b"\x07/noise\n" + bytes(200),
             "data": PREFACE_DATA + encode_frame(DataKind.HELLO, 1, hello),
             "local": PREFACE_LOCAL
-            + encode_frame(
-                LocalKind.HELLO, 1, local_protocol.Hello(1, 1, "default", 0, 1, "x" * 60)
-            ),
+            + encode_frame(LocalKind.HELLO, 1, local_protocol.Hello(1, 1, "default", 0, 1, "x" * 60)),
         }
         sent: dict[str, int] = {}
 
@@ -365,9 +363,7 @@ async def test_a_proof_cannot_be_reflected(tmp_path: Path) -> None:
         cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour),
         stranger_host(6) as thief,
     ):
-        hello = Hello(
-            MIN_CONTROL_VERSION, MAX_CONTROL_VERSION, "default", bytes(32), [key_id_of(KEY)]
-        )
+        hello = Hello(MIN_CONTROL_VERSION, MAX_CONTROL_VERSION, "default", bytes(32), [key_id_of(KEY)])
         for source in (victim, neighbour):
             _, asking = await raw_stream(thief, victim)
             await asking.write(encode_frame(ControlKind.HELLO, 1, hello))
@@ -519,11 +515,7 @@ async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
 
         lies: list[tuple[ControlKind, Message, bool]] = [
             (ControlKind.DELTA, Delta([sign_peer_record(moved, mallory)], [], [], []), True),
-            (
-                ControlKind.DELTA,
-                Delta([relabelled(sign_peer_record(moved, mallory))], [], [], []),
-                True,
-            ),
+            (ControlKind.DELTA, Delta([relabelled(sign_peer_record(moved, mallory))], [], [], []), True),
             (
                 ControlKind.DELTA,
                 Delta([SignedRecord(honest.body + b"\0", honest.signature)], [], [], []),
@@ -642,9 +634,7 @@ async def test_what_a_living_peer_holds_is_read_while_a_member_says_that_it_is_d
         await still_well(victim, neighbour)
 
 
-async def test_members_that_a_member_made_up_do_not_count_and_hide_no_newcomer(
-    tmp_path: Path,
-) -> None:
+async def test_members_that_a_member_made_up_do_not_count_and_hide_no_newcomer(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
         template = present(victim.node.core.gossip.membership.own.record)
         for start in range(1000, 1400, 40):
@@ -687,12 +677,7 @@ def too_long() -> Iterator[tuple[str, str, int, Message]]:
     yield "data", "digests", DataKind.LOOKUP, peer_messages.Lookup(digest * 4097)
     many = [b""] * (peer_messages.MAX_PUSHED_RECORDS + 1)
     yield "data", "records", DataKind.CLUSTER_RECORDS, peer_messages.ClusterRecords(many, many)
-    yield (
-        "local",
-        "reservations",
-        LocalKind.RESERVE,
-        local.Reserve([local.ReserveItem(1, 1)] * 16_385),
-    )
+    yield ("local", "reservations", LocalKind.RESERVE, local.Reserve([local.ReserveItem(1, 1)] * 16_385))
     yield "local", "digests", LocalKind.CONTAINS, local.Contains(digest * 16_385)
     yield "local", "leases", LocalKind.LEASE, local.Lease(digest * 16_385)
     yield "local", "plans", LocalKind.PLAN, local.Plan(digest * 16_385)
@@ -814,9 +799,7 @@ async def test_abuse_of_the_multiplexer(
         piled = 0
         with suppress(Exception), trio.move_on_after(3):
             for start in range(0, 20_000, 500):
-                await attacker.connection.muxed.send(
-                    b"".join(map(frame, range(start, start + 500)))
-                )
+                await attacker.connection.muxed.send(b"".join(map(frame, range(start, start + 500))))
                 muxed = connection.muxed
                 piled = max(piled, len(muxed._session.streams), len(muxed._streams))
                 if start % 5000 == 0:
@@ -869,8 +852,6 @@ async def test_another_user_does_not_get_in(tmp_path: Path) -> None:
         with suppress(OSError):
             folder.chmod(folder.stat().st_mode | 0o011)
     async with cluster(tmp_path, 1) as (peer,):
-        done = await trio.run_process(
-            [sys.executable, "-c", VISIT, peer.socket], capture_stdout=True
-        )
+        done = await trio.run_process([sys.executable, "-c", VISIT, peer.socket], capture_stdout=True)
         assert done.stdout.split() == [str(errno.EACCES).encode()]
         await still_well(peer)

@@ -82,9 +82,7 @@ async def test_by_rdma_alone_the_copy_is_offered(tmp_path: Path) -> None:
         assert in_memory(owner, "k")
 
 
-async def test_a_view_of_what_a_neighbour_has_on_its_ssd_is_a_view_of_its_memory(
-    tmp_path: Path,
-) -> None:
+async def test_a_view_of_what_a_neighbour_has_on_its_ssd_is_a_view_of_its_memory(tmp_path: Path) -> None:
     async with peer_with_ssd(tmp_path) as owner, peer(tmp_path, "reader", owner) as reader:
         await cool(owner, "k")
         await until(lambda: tiers(reader) == ["ssd"])
@@ -97,9 +95,7 @@ async def test_a_view_of_what_a_neighbour_has_on_its_ssd_is_a_view_of_its_memory
         await until(lambda: owner.node.core.segment.leased_bytes == 0)
 
 
-async def test_a_neighbour_whose_ssd_hangs_is_not_waited_for_twice(
-    tmp_path: Path, hang: Hang
-) -> None:
+async def test_a_neighbour_whose_ssd_hangs_is_not_waited_for_twice(tmp_path: Path, hang: Hang) -> None:
     async with peer_with_ssd(tmp_path) as owner, peer(tmp_path, "reader", owner) as reader:
         await cool(owner, "k")
         await owner.put("warm again", WARM)

@@ -48,9 +48,7 @@ def test_a_bundle_has_what_helps_and_no_secrets() -> None:
         done(machine.run("keygen", str(key_file)))
         key = key_file.read_text().split()[-1]
         options = ["--cluster-key-file", str(key_file), "--log-file", str(log)]
-        peer = machine.join(
-            "first", *options, "--state-dir", str(state), "--slow-operation", "0.000001"
-        )
+        peer = machine.join("first", *options, "--state-dir", str(state), "--slow-operation", "0.000001")
         invite = done(peer.run("invite")).stdout.decode().split()[-1]
         assert invite.startswith("p2pstore1:")
         seed = (state / "identity.key").read_text().split()[-1]

@@ -76,9 +76,7 @@ def test_a_neighbour_that_is_stopped(cluster: ProcessCluster, reader: BlockingCl
     until(lambda: statistics(second)["leased_bytes"] == 0, SECONDS)
 
 
-def test_what_happens_to_an_object_under_a_view(
-    cluster: ProcessCluster, reader: BlockingClient
-) -> None:
+def test_what_happens_to_an_object_under_a_view(cluster: ProcessCluster, reader: BlockingClient) -> None:
     """Of 16 MiB, 6 are viewed; the rest is overwritten, removed and evicted over and over."""
     second = cluster.peers[1]
     rng = np.random.default_rng(1)

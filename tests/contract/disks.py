@@ -45,9 +45,7 @@ def loop_device(folder: Path, size_bytes: int = SIZE) -> Iterator[Path]:
     backing = folder / "device"
     with backing.open("wb") as file:
         file.truncate(size_bytes)
-    made = subprocess.run(
-        ["losetup", "--find", "--show", str(backing)], capture_output=True, text=True
-    )
+    made = subprocess.run(["losetup", "--find", "--show", str(backing)], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"there are no loop devices here: {made.stderr.strip()}")
     device = Path(made.stdout.strip())

@@ -127,9 +127,7 @@ class FakeCuda:
         if copies and self.fails:
             return self.fails
         for target, source, size in copies:
-            if any(
-                self._found(each)[0] != self._found(each + size - 1)[0] for each in (target, source)
-            ):
+            if any(self._found(each)[0] != self._found(each + size - 1)[0] for each in (target, source)):
                 return ILLEGAL_ADDRESS
             ctypes.memmove(self._of_processor(target), self._of_processor(source), size)
         return OK

@@ -164,13 +164,7 @@ def put_nothing(c: Calls) -> Any:
 @case
 def no_key(c: Calls) -> Any:
     s = c.store
-    return [
-        s.put("", b"value"),
-        s.get(""),
-        s.is_exist(""),
-        s.get_size(""),
-        s.remove(""),
-    ]
+    return [s.put("", b"value"), s.get(""), s.is_exist(""), s.get_size(""), s.remove("")]
 
 
 @case
@@ -335,9 +329,7 @@ def batches_from_and_into(c: Calls) -> Any:
     keys = ["batches_from_and_into 1", "batches_from_and_into 2"]
     return [
         s.batch_put_from(keys, [source, source + 100], [100, 50]),
-        s.batch_get_into(
-            [*keys, "batches_from_and_into 3"], [room, room + 100, room], [100, 100, 100]
-        ),
+        s.batch_get_into([*keys, "batches_from_and_into 3"], [room, room + 100, room], [100, 100, 100]),
         target[:100].tolist() == list(range(100)),
         target[100:150].tolist() == list(range(100, 150)),
         target[150:].sum().item(),
@@ -349,9 +341,7 @@ def batches_from_and_into(c: Calls) -> Any:
         s.batch_get_into([], [], []),
         s.batch_put_from([], [], []),
         s.batch_get_into(keys, [room, room + 100], [10, 100]),
-        s.batch_put_from(
-            [keys[0], "batches_from_and_into 4"], [source, source], [5, 6], c.config()
-        ),
+        s.batch_put_from([keys[0], "batches_from_and_into 4"], [source, source], [5, 6], c.config()),
         s.get_size("batches_from_and_into 4"),
     ]
 
@@ -363,9 +353,7 @@ def several_buffers_an_object(c: Calls) -> Any:
     room, target = c.memory(400)
     keys = ["several_buffers_an_object 1", "several_buffers_an_object 2"]
     return [
-        s.batch_put_from_multi_buffers(
-            keys, [[source, source + 100], [source + 50]], [[10, 20], [30]]
-        ),
+        s.batch_put_from_multi_buffers(keys, [[source, source + 100], [source + 50]], [[10, 20], [30]]),
         s.get(keys[0]),
         s.batch_get_into_multi_buffers(
             [*keys, "several_buffers_an_object 3"],
@@ -521,13 +509,7 @@ def configs(c: Calls) -> Any:
     fields = {
         name: plain(getattr(new, name))
         for name in (
-            *(
-                "replica_num",
-                "nof_replica_num",
-                "dfs_replica_num",
-                "soft_pin_ttl_ms",
-                "with_hard_pin",
-            ),
+            *("replica_num", "nof_replica_num", "dfs_replica_num", "soft_pin_ttl_ms", "with_hard_pin"),
             *("preferred_segment", "preferred_segments", "preferred_nof_segments"),
             *("prefer_alloc_in_same_node", "group_ids"),
         )
@@ -576,17 +558,9 @@ def enums(c: Calls) -> Any:
     m = c.module
     return [
         {
-            name: [
-                [str(each), each.name, int(each)] for each in getattr(m, name).__members__.values()
-            ]
-            for name in (
-                "SoftPinAction",
-                "ObjectDataType",
-                "ReplicaStatus",
-                "TaskType",
-                "TaskStatus",
-            )
-        },
+            name: [[str(each), each.name, int(each)] for each in getattr(m, name).__members__.values()]
+            for name in ("SoftPinAction", "ObjectDataType", "ReplicaStatus", "TaskType", "TaskStatus")
+        }
     ]
 
 
@@ -653,9 +627,7 @@ def sessions(c: Calls) -> Any:
     keys = ["sessions new 1", "sessions new 2"]
     return [
         s.batch_get_session_start(["sessions", "sessions nobody"]),
-        s.batch_get_into_multi_buffer_ranges(
-            ["sessions"], [[room, room + 100]], [[10, 20]], [[5, 50]]
-        ),
+        s.batch_get_into_multi_buffer_ranges(["sessions"], [[room, room + 100]], [[10, 20]], [[5, 50]]),
         target[:10].tolist(),
         target[100:120].tolist(),
         s.batch_get_into_multi_buffer_ranges(["sessions"], [[room]], [[10]], [[95]]),
@@ -823,9 +795,7 @@ def tensors_published(c: Calls) -> Any:
         same(s.get_tensor("tensors_published"), tensor),
         s.upsert_pub_tensor("tensors_published", tensor + 1, c.config()),
         same(s.get_tensor("tensors_published"), tensor + 1),
-        s.batch_pub_tensor(
-            ["tensors_published 2", "tensors_published 3"], [tensor, tensor], c.config()
-        ),
+        s.batch_pub_tensor(["tensors_published 2", "tensors_published 3"], [tensor, tensor], c.config()),
         s.batch_upsert_tensor(["tensors_published 2"], [tensor * 2]),
         s.batch_upsert_pub_tensor(["tensors_published 3"], [tensor * 3], c.config()),
         [
@@ -868,9 +838,7 @@ def tensors_in_memory(c: Calls) -> Any:
         [
             None if each is None else tuple(each.shape)
             for each in s.batch_get_tensor_into(
-                ["tensors_in_memory 6", "tensors_in_memory nobody"],
-                [room, room + 2048],
-                [2048, 2048],
+                ["tensors_in_memory 6", "tensors_in_memory nobody"], [room, room + 2048], [2048, 2048]
             )
         ],
         outcome(lambda: s.batch_get_tensor_into(["tensors_in_memory 6"], [room, room], [2048])),
@@ -933,10 +901,7 @@ def tensors_in_parallel(c: Calls) -> Any:
         shape(s.get_tensor_with_tp(f"{key} pub", 1, 2, 1)),
         s.batch_pub_tensor_with_tp([f"{key} pub2"], [tensor], c.config(), 0, 2, 1),
         shape(s.get_tensor_with_tp_into(f"{key} pub2", room, 4096, 1, 2, 1)),
-        [
-            shape(each)
-            for each in s.batch_get_tensor_with_tp_into([f"{key} pub2"], [room], [4096], 0, 2)
-        ],
+        [shape(each) for each in s.batch_get_tensor_with_tp_into([f"{key} pub2"], [room], [4096], 0, 2)],
         s.put_tensor(f"{key} whole", tensor),
         s.get_tensor_into(f"{key} whole", whole, 4096) is not None,
         s.put_tensor_with_tp_from(f"{key} from", whole, 304 + 192, 0, 2, 0),
@@ -1012,17 +977,14 @@ def tensors_spread(c: Calls) -> Any:
         read(c, f"{key} 1", target(c, "shard", cut(c, 0, 3, 0))),
         s.put_tensor_with_parallelism(f"{key} 1", rows[0] + 1, cut(c, 0, 2, 0)),
         s.upsert_tensor_with_parallelism(f"{key} 1", rows[1] + 9, cut(c, 1, 2, 0)),
-        read(
-            c, f"{key} 1", target(c, "full", cut(c, 0, 2, 0)), target(c, "shard", cut(c, 1, 2, 0))
-        ),
+        read(c, f"{key} 1", target(c, "full", cut(c, 0, 2, 0)), target(c, "shard", cut(c, 1, 2, 0))),
         [
             s.put_tensor_with_parallelism(f"{key} 2", each, cut(c, rank, 3, 1))
             for rank, each in enumerate(columns)
         ],
         same(s.get_tensor_with_parallelism(f"{key} 2", target(c, "full", cut(c, 0, 3, 1))), tensor),
         same(
-            s.get_tensor_with_parallelism(f"{key} 2", target(c, "shard", cut(c, 1, 2, 1))),
-            tensor[:, 3:],
+            s.get_tensor_with_parallelism(f"{key} 2", target(c, "shard", cut(c, 1, 2, 1))), tensor[:, 3:]
         ),
         s.put_tensor_with_tp(f"{key} 3", tensor, 0, 2, 0),
         read(c, f"{key} 3", *(target(c, "shard", cut(c, *each)) for each in asked[:4])),
@@ -1075,8 +1037,7 @@ def tensors_spread_along_several_axes(c: Calls) -> Any:
 
     def along(rank: int, size: int, copy: int = 1) -> Any:
         return spread(
-            c,
-            *(axis(c, "pp", 0, 2, None, 7), axis(c, "tp", rank, size, 0), axis(c, "dp", copy, 2)),
+            c, *(axis(c, "pp", 0, 2, None, 7), axis(c, "tp", rank, size, 0), axis(c, "dp", copy, 2))
         )
 
     names = [f"__dp_1of2__tp_{rank}of2_sd0__pp_0of2_sid7" for rank in range(2)]
@@ -1103,9 +1064,7 @@ def tensors_of_writers(c: Calls) -> Any:
     key = "tensors_of_writers"
 
     def put(rank: int, size: int, split: int, name: str = key) -> Any:
-        return s.put_tensor_with_parallelism(
-            name, tensor, writer_partition=Partition(rank, size, split)
-        )
+        return s.put_tensor_with_parallelism(name, tensor, writer_partition=Partition(rank, size, split))
 
     names = ["__writer_0of2_sd0", "__writer_1of2_sd0", "__writer_manifest"]
     return [
@@ -1188,9 +1147,7 @@ def tensors_spread_in_batches(c: Calls) -> Any:
             )
         ),
         memory[:368].tobytes(),
-        s.get_tensor_with_parallelism_into(
-            f"{key} f", room, 400, target(c, "full", cut(c, 0, 2, 1))
-        ),
+        s.get_tensor_with_parallelism_into(f"{key} f", room, 400, target(c, "full", cut(c, 0, 2, 1))),
         shapes(
             s.batch_get_tensor_with_parallelism_into(
                 [f"{key} plain", "nobody", f"{key} w"],

@@ -82,14 +82,10 @@ class SmallBackend:
         os.close(self.read_only)
         self.memory.close()
 
-    def welcome(
-        self, client: LocalClient, version: int
-    ) -> tuple[local_protocol.HelloReply, list[int]]:
+    def welcome(self, client: LocalClient, version: int) -> tuple[local_protocol.HelloReply, list[int]]:
         self.clients.append(client)
         writable = client.access == local_protocol.Access.WRITE
-        segment = local_protocol.SegmentInfo(
-            self.segment.segment_id, self.segment.geometry.total_bytes
-        )
+        segment = local_protocol.SegmentInfo(self.segment.segment_id, self.segment.geometry.total_bytes)
         reply = local_protocol.HelloReply(
             version, PEER_ID, "small", 1, [segment], self.max_leased_bytes, "test"
         )
@@ -168,9 +164,7 @@ class SmallBackend:
             item.shape,
         )
         self.segment.commit(
-            Written(
-                item.reservation, digest, Version(self._clock, 7, item.root), trailer, item.length
-            ),
+            Written(item.reservation, digest, Version(self._clock, 7, item.root), trailer, item.length),
             holder=client.holder,
             soft=False,
             now=time.time(),
@@ -265,9 +259,7 @@ class SmallBackend:
         )
         return local.Keys(
             [
-                KeyEntry(
-                    each.key, each.length, 1, ["small"], each.pin, each.soft, each.expires_unix_ms
-                )
+                KeyEntry(each.key, each.length, 1, ["small"], each.pin, each.soft, each.expires_unix_ms)
                 for each in entries
             ],
             more,

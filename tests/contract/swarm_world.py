@@ -16,12 +16,7 @@ import trio
 
 from p2pstore.access.keyring import KeyRing
 from p2pstore.checkpoint.content.hashing import hash_source
-from p2pstore.checkpoint.content.manifest import (
-    SignedManifest,
-    read_manifest,
-    sign_manifest,
-    version_of,
-)
+from p2pstore.checkpoint.content.manifest import SignedManifest, read_manifest, sign_manifest, version_of
 from p2pstore.checkpoint.content.sources import SourceDirectory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.checkpoint.peer.running import RunningSwarms
@@ -110,9 +105,7 @@ class MemberHere:
         return other is not None and other.host == self.host
 
     def participants(self, version: bytes) -> Iterable[int]:
-        return [
-            each.own for each in self.world.living.values() if each.swarms.get(version) is not None
-        ]
+        return [each.own for each in self.world.living.values() if each.swarms.get(version) is not None]
 
     async def serve(self, *, tls: bool, task_status: trio.TaskStatus[None]) -> None:
         (listener,) = await open_data_listeners(["127.0.0.1:0"])
@@ -140,9 +133,7 @@ class MemberHere:
         config: SwarmConfig | None = None,
     ) -> SwarmRun:
         """Take part in a swarm, until the world ends or `leave`."""
-        self.run = SwarmRun(
-            self, signed, store, Random(self.number), publishes=publishes, config=config
-        )
+        self.run = SwarmRun(self, signed, store, Random(self.number), publishes=publishes, config=config)
         self.swarms.add(self.run)
         self.world.nursery.start_soon(self._take_part, self.run)
         self.world.changed()
@@ -205,9 +196,7 @@ class World:
         """Another member, on a host of its own unless said otherwise."""
         member = MemberHere(self, self._count, host or f"host {self._count}")
         self._count += 1
-        await self.nursery.start(
-            lambda task_status: member.serve(tls=self.tls, task_status=task_status)
-        )
+        await self.nursery.start(lambda task_status: member.serve(tls=self.tls, task_status=task_status))
         self.living[member.own] = member
         return member
 

@@ -425,10 +425,6 @@ print(sorted({"trio", "asyncio", "libp2p"} & set(sys.modules)),
     }
     for module, output in wanted.items():
         done = subprocess.run(
-            [sys.executable, "-c", code, module],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
+            [sys.executable, "-c", code, module], capture_output=True, text=True, timeout=60, check=True
         )
         assert done.stdout.strip() == output, module

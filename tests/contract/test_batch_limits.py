@@ -108,8 +108,7 @@ LARGEST: dict[LocalKind, tuple[int, Any]] = {
     LocalKind.COMMIT: (
         0,
         lambda n: local.Commit(
-            "n" * 255,
-            [PutFacts(BIG, "k" * 1024, BIG, bytes(512), BIG, follows=DIGEST)] * n,
+            "n" * 255, [PutFacts(BIG, "k" * 1024, BIG, bytes(512), BIG, follows=DIGEST)] * n
         ),
     ),
     LocalKind.ABORT: (0, lambda n: local.Abort([BIG] * n)),

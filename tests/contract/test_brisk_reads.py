@@ -18,14 +18,7 @@ from p2pstore.transfer.serving.read_thread import BRISK_READS
 from p2pstore.transfer.transport import BufferDestination, PullFailed
 from p2pstore.wire import Code
 from tests.contract.sides import Side
-from tests.contract.test_transport import (
-    SEGMENT_BYTES,
-    TcpHarness,
-    _buffers,
-    pattern,
-    put,
-    segment_of,
-)
+from tests.contract.test_transport import SEGMENT_BYTES, TcpHarness, _buffers, pattern, put, segment_of
 from tests.waiting import until
 
 LENGTHS = [1, 4095, 4096, 65_536, 65_537, MIB - 1, MIB]
@@ -112,9 +105,7 @@ async def test_damage_is_refused(tcp: TcpHarness, length: int, in_thread: bool) 
             await pool.pull(tcp.copy(), digest, BufferDestination(bytearray(length)))
         assert caught.value.code is Code.STALE
         memory[place] ^= 1
-        assert (
-            pool.open_connections == 0
-        )  # a peer that sends that is not trusted with the next request
+        assert pool.open_connections == 0  # a peer that sends that is not trusted with the next request
     assert await read_one(pool, tcp, digest, view) == length
 
 
@@ -173,9 +164,7 @@ async def test_the_thread_ends_with_its_reader_and_with_the_server(tcp: TcpHarne
     assert trio.current_time() - began < 5
 
 
-async def test_a_reader_cancelled_while_it_waits_for_a_thread_leaves_nothing(
-    tcp: TcpHarness,
-) -> None:
+async def test_a_reader_cancelled_while_it_waits_for_a_thread_leaves_nothing(tcp: TcpHarness) -> None:
     pool = tcp.pool(TrioDriver())
     digest = await brisk(tcp, pool)
     view = memoryview(bytearray(5000))

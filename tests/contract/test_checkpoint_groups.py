@@ -38,11 +38,7 @@ class Follow:
 
     async def run(self, *, publisher: str | None = None) -> None:
         await self.peer.checkpoints.follow(
-            "model",
-            self.directory,
-            self.changed,
-            publisher=publisher,
-            include=self.include,
+            "model", self.directory, self.changed, publisher=publisher, include=self.include
         )
 
     async def until(self, stage: str, version: str) -> None:
@@ -235,9 +231,7 @@ async def test_an_update_without_followers_ends_soon(
         assert (await a.checkpoints.update("model", quorum=0)).using == 0
 
 
-async def test_who_follows_another_publisher_than_there_is_hears_why_it_waits(
-    tmp_path: Path,
-) -> None:
+async def test_who_follows_another_publisher_than_there_is_hears_why_it_waits(tmp_path: Path) -> None:
     make_files(tmp_path / "v1", {"weights": 1000})
     async with cluster(tmp_path, 2) as (a, b):
         await a.checkpoints.publish("model", tmp_path / "v1")

@@ -50,9 +50,7 @@ async def test_what_one_publishes_the_others_fetch_in_every_world(tmp_path: Path
     make_files(source, FILES)
     seen: list[CheckpointProgress] = []
     async with cluster(tmp_path, 4) as (a, b, c, d):
-        published = await a.checkpoints.publish(
-            "model", source, piece_bytes=PIECE, exclude=["*.tmp"]
-        )
+        published = await a.checkpoints.publish("model", source, piece_bytes=PIECE, exclude=["*.tmp"])
         assert (published.files, published.piece_bytes) == (3, PIECE)
         assert published.total_bytes == sum(FILES.values())
 
@@ -208,8 +206,7 @@ async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
         await a.checkpoints.publish("model", source, piece_bytes=PIECE)
         (source / "model.safetensors").write_bytes(b"other")
         with pytest.raises(
-            errors.Unavailable,
-            match=r"p0, which published it, gave it up: model.safetensors: changed",
+            errors.Unavailable, match=r"p0, which published it, gave it up: model.safetensors: changed"
         ):
             await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
         parts = b.node.core.participations.own
@@ -314,11 +311,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
         begin = len(data)
         data += array.tobytes()
         kind = {"float32": "F32", "int64": "I64"}[array.dtype.name]
-        header[name] = {
-            "dtype": kind,
-            "shape": list(array.shape),
-            "data_offsets": [begin, len(data)],
-        }
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [begin, len(data)]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -513,9 +506,7 @@ async def test_tensors_are_published_from_memory(tmp_path: Path) -> None:
         weights["layer.1.weight"][:] = 2
         got = await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
         assert got.version == first.version
-        assert [path.name for path in (tmp_path / "b" / "current").iterdir()] == [
-            "model.safetensors"
-        ]
+        assert [path.name for path in (tmp_path / "b" / "current").iterdir()] == ["model.safetensors"]
         with await b.checkpoints.fetch_tensors("model") as tensors:
             for name, array in before.items():
                 assert np.array_equal(tensors[name], array)

@@ -74,9 +74,7 @@ def filled(length: int, seed: int = 1) -> bytes:
 
 def host(data: bytes | int) -> tuple[int, np.ndarray[Any, Any]]:
     array = (
-        np.zeros(data, np.uint8)
-        if isinstance(data, int)
-        else np.frombuffer(bytearray(data), np.uint8)
+        np.zeros(data, np.uint8) if isinstance(data, int) else np.frombuffer(bytearray(data), np.uint8)
     )
     return int(array.ctypes.data), array
 
@@ -216,9 +214,7 @@ def test_pinned_memory_is_kept_and_goes_with_the_store(store: Store, fake: FakeC
     assert not fake.pinned
 
 
-def test_a_gpu_without_pinned_memory_is_read_into_all_the_same(
-    store: Store, fake: FakeCuda
-) -> None:
+def test_a_gpu_without_pinned_memory_is_read_into_all_the_same(store: Store, fake: FakeCuda) -> None:
     room = fake.memory(100)
     assert store.register_buffer(room, 100) == 0
     store.put("small", filled(100))

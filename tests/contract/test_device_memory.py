@@ -80,9 +80,7 @@ def driver(device: str, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 @pytest.fixture(params=["blocking", "trio", "blocking, in place", "trio, in place"])
-async def store(
-    request: pytest.FixtureRequest, peer: SmallPeer, driver: Driver
-) -> AsyncIterator[Any]:
+async def store(request: pytest.FixtureRequest, peer: SmallPeer, driver: Driver) -> AsyncIterator[Any]:
     """A client of any kind."""
     kind, _, in_place = request.param.partition(", ")
     async with connected(kind, peer) as opened:
@@ -118,9 +116,7 @@ async def test_a_tensor_keeps_dtype_and_shape(store: Any, device: str) -> None:
     assert torch.equal(into, tensor)
 
 
-async def test_what_other_streams_have_not_computed_yet_is_waited_for(
-    store: Any, device: str
-) -> None:
+async def test_what_other_streams_have_not_computed_yet_is_waited_for(store: Any, device: str) -> None:
     """The current stream's work comes first, also where another thread waits for the copy."""
     if device != "cuda":
         pytest.skip("only a GPU has streams")
@@ -325,11 +321,7 @@ async def in_place(
 
 
 async def test_what_is_in_the_local_peer_is_copied_in_place(
-    in_place: Any,
-    peer: SmallPeer,
-    device: str,
-    passing_by: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    in_place: Any, peer: SmallPeer, device: str, passing_by: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also what takes several threads to verify; and no lease is left."""
     sizes = [1, 5000, MIB, 9 * MIB + 3]
@@ -459,9 +451,7 @@ async def test_one_spoilt_object_among_several(in_place: Any, peer: SmallPeer, d
     assert torch.equal(rooms[2], filled(device, MIB, 2))
 
 
-async def test_several_ask_to_register_at_once(
-    peer: SmallPeer, device: str, driver: Driver
-) -> None:
+async def test_several_ask_to_register_at_once(peer: SmallPeer, device: str, driver: Driver) -> None:
     async with connected("trio", peer) as client:
         async with trio.open_nursery() as nursery:
             for _ in range(4):

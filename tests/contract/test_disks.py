@@ -55,9 +55,7 @@ async def test_what_is_written_is_read(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("size", [0, PAGE, 64 * KIB, 5 * MIB])
-async def test_who_reads_may_have_the_bytes_checked_before_it_goes_on(
-    disk: Disk, size: int
-) -> None:
+async def test_who_reads_may_have_the_bytes_checked_before_it_goes_on(disk: Disk, size: int) -> None:
     content = random_buffer(size, 1)
     if size:
         await disk.write_from(PAGE, [content])

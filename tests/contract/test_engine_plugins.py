@@ -111,9 +111,7 @@ def test_engines_that_hash_otherwise_are_told(
     other.close()
 
 
-def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(
-    tmp_path: Path,
-) -> None:
+def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(tmp_path: Path) -> None:
     with peer_process(tmp_path, "restarted") as running:
         client = LastingClient(WEIGHTS, running.socket)
         assert client.call(lambda each: each.put("k", b"v"), None) is not None
@@ -446,9 +444,7 @@ def test_sglang_starts_without_a_peer_and_uses_the_one_that_comes(
         store.close()
 
 
-def test_sglang_makes_the_backend_itself(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_makes_the_backend_itself(peer: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own factory, with its own configuration: only where it is installed (`scripts/engine_environment`)."""
     factory = pytest.importorskip("sglang.srt.mem_cache.storage.backend_factory")
     storage = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
@@ -632,9 +628,7 @@ def test_vllm_blocks_come_back_in_another_engine(
 ) -> None:
     stand_in(monkeypatch, VLLM)
     module = plugin(monkeypatch, "vllm")
-    memories = [
-        np.random.default_rng(seed).integers(0, 256, (6, 5000), np.uint8) for seed in range(3)
-    ]
+    memories = [np.random.default_rng(seed).integers(0, 256, (6, 5000), np.uint8) for seed in range(3)]
     named = {"weight_version": WEIGHTS, "socket": peer.socket}
     writer, reader, wider = (
         module.P2PTier(vllm_spec(tp_size), memory.data, "P2PTier", **named)
@@ -732,9 +726,7 @@ def test_vllm_makes_the_tier_itself(peer: PeerProcess) -> None:
     named = {"type": "P2PTier", "module_path": "p2pstore.integrations.vllm"}
     memory = np.random.default_rng(0).integers(0, 256, (4, 5000), np.uint8)
     tier = made.create_secondary_tier(
-        {**named, "weight_version": "factory@v1", "socket": peer.socket},
-        memory.data,
-        vllm_spec(),
+        {**named, "weight_version": "factory@v1", "socket": peer.socket}, memory.data, vllm_spec()
     )
     assert isinstance(tier, base.SecondaryTierManager)
     keys = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(2)]

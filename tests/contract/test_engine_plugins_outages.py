@@ -205,9 +205,7 @@ def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
             peer.process.send_signal(signal.SIGSTOP)
             # Its table is trusted for a moment more. Then a question is open for 0.1 s.
             other = [ChunkKey("other")]
-            eventually(
-                lambda: not connector.batched_contains(other) and not connector._client.answers
-            )
+            eventually(lambda: not connector.batched_contains(other) and not connector._client.answers)
             assert connector.batched_contains(keys) == 0
             assert await connector.batched_async_contains("", keys) == 0
             assert await connector.batched_get(keys) == [None]

@@ -38,10 +38,7 @@ async def test_a_flush_counts_everywhere_when_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeping, "WITHDRAWN_PER_STEP", 2)  # many steps
-    async with (
-        open_peer(config(tmp_path, "a")) as one,
-        open_peer(config(tmp_path, "b", one)) as other,
-    ):
+    async with open_peer(config(tmp_path, "a")) as one, open_peer(config(tmp_path, "b", one)) as other:
         await until(lambda: one.node.core.live_peers() and other.node.core.live_peers())
         for number in range(50):
             await one.put(f"k{number}", b"value")
@@ -61,10 +58,7 @@ async def test_a_flush_counts_everywhere_when_it_returns(
 async def test_a_flush_ends_at_its_deadline_though_a_peer_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with (
-        open_peer(config(tmp_path, "a")) as one,
-        open_peer(config(tmp_path, "b", one)) as other,
-    ):
+    async with open_peer(config(tmp_path, "a")) as one, open_peer(config(tmp_path, "b", one)) as other:
         await until(lambda: one.node.core.live_peers() and other.node.core.live_peers())
         await one.put("k", b"value")
         await other.put("o", b"value")
@@ -126,10 +120,7 @@ async def test_a_horizon_that_one_member_makes_up_erases_nothing_and_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(floor_sync, "DISBELIEVED_SECONDS", 1.0)
-    async with (
-        open_peer(config(tmp_path, "a")) as one,
-        open_peer(config(tmp_path, "b", one)) as other,
-    ):
+    async with open_peer(config(tmp_path, "a")) as one, open_peer(config(tmp_path, "b", one)) as other:
         await until(lambda: one.node.core.gossip.floors.synchronised)
         await until(lambda: other.node.core.live_peers())
         for number in range(50):

@@ -40,10 +40,7 @@ async def test_a_pull_over_tcp_is_timed_and_tells_its_progress(tcp: TcpHarness, 
     value = pattern(3 * MIB + 5)
     digest = put(tcp.segment, "key", value)
     calls: list[tuple[int, int]] = []
-    watch = ReadWatch(
-        time.perf_counter,
-        lambda done, total: calls.append((done, total)),
-    )
+    watch = ReadWatch(time.perf_counter, lambda done, total: calls.append((done, total)))
     watch.looked_up(0.0, {1: ("owner", "dram")}, 0, 0)
     buffer = bytearray(len(value))
     transports: list[Transport] = [ShmTransport(side.driver), tcp.transport(side.driver)]
@@ -85,19 +82,7 @@ def read(peer: SmallPeer, key: str, wait: float = 0.0) -> tuple[bytes, FetchTrac
 
 def holder(member: int, path: Path) -> local.Holder:
     return local.Holder(
-        *(
-            member << 16 | 7,
-            PEER_ID,
-            f"peer {member}",
-            ["127.0.0.1:1"],
-            str(path),
-            True,
-            0,
-            1,
-            1,
-            7,
-            0,
-        ),
+        *(member << 16 | 7, PEER_ID, f"peer {member}", ["127.0.0.1:1"], str(path), True, 0, 1, 1, 7, 0),
         *(b"claims", b"signature", b"secret"),
     )
 
@@ -126,10 +111,7 @@ def test_nothing_is_told_of_an_empty_value(tmp_path: Path) -> None:
 
 
 def test_what_another_peer_of_this_host_has_is_read_over_shm(tmp_path: Path) -> None:
-    with (
-        small_peer(tmp_path / "peer.sock") as peer,
-        small_peer(tmp_path / "other.sock") as other,
-    ):
+    with small_peer(tmp_path / "peer.sock") as peer, small_peer(tmp_path / "other.sock") as other:
         with blocking.connect(str(other.path)) as client:
             client.put("k", VALUE)
         peer.backend.planned[key_digest("k")] = [
@@ -141,11 +123,7 @@ def test_what_another_peer_of_this_host_has_is_read_over_shm(tmp_path: Path) -> 
     assert trace.lookup_seconds > 0
     assert trace.copies_known == 2
     tries = [(each.peer, each.transport, each.outcome == "delivered") for each in trace.tries]
-    assert tries == [
-        ("peer 11", "shm", False),
-        ("peer 11", "tcp", False),
-        ("peer 12", "shm", True),
-    ]
+    assert tries == [("peer 11", "shm", False), ("peer 11", "tcp", False), ("peer 12", "shm", True)]
     assert "no peer listens" in trace.tries[0].outcome
 
 
@@ -166,10 +144,7 @@ async def test_waiting_goes_on_when_the_holder_turns_out_to_have_dropped_it(
     kind: str, tmp_path: Path
 ) -> None:
     value = os.urandom(1000)
-    with (
-        small_peer(tmp_path / "peer.sock") as peer,
-        small_peer(tmp_path / "empty.sock") as empty,
-    ):
+    with small_peer(tmp_path / "peer.sock") as peer, small_peer(tmp_path / "empty.sock") as empty:
         peer_id_of_empty = holder(12, empty.path)
         stale = local.PlanItem([peer_id_of_empty])
         peer.backend.planned[key_digest("k")] = [stale, NOTHING, NOTHING]

@@ -87,9 +87,7 @@ async def test_what_is_under_way_is_answered_first(tcp: TcpHarness) -> None:
     await ended(connection, 2)
 
 
-async def test_nothing_is_under_way_for_ever(
-    tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_under_way_for_ever(tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that goes on asking, or waits for a slow answer, is cut off."""
     monkeypatch.setattr(data_server, "RETIRE_SECONDS", 0.6)
     busy, waiting = await connected(tcp), await connected(tcp)

@@ -345,9 +345,7 @@ async def test_both_sides_may_ask_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("direction", ["there", "back"])
-async def test_a_partition_in_one_direction_is_a_timeout_and_heals(
-    pair: Pair, direction: str
-) -> None:
+async def test_a_partition_in_one_direction_is_a_timeout_and_heals(pair: Pair, direction: str) -> None:
     """With a connection that was open before, and with one that is to be opened."""
     await pair.ping(0)
     calls = pair.answerer.pings
@@ -422,13 +420,7 @@ async def test_disconnect_is_quiet_and_the_next_request_connects_again(pair: Pai
 
 async def test_a_peer_that_cannot_be_reached(pair: Pair) -> None:
     stranger = Identity(b"\x07" * 32).peer_id
-    for addresses in (
-        [],
-        ["127.0.0.1:1"],
-        pair.addresses,
-        ["no-such-host.invalid:1"],
-        ["nonsense"],
-    ):
+    for addresses in ([], ["127.0.0.1:1"], pair.addresses, ["no-such-host.invalid:1"], ["nonsense"]):
         with pytest.raises(LinkError) as error:
             await pair.link.ask(stranger, addresses, ControlKind.PING, Ping(1, []), 5)
         assert not error.value.refused

@@ -182,9 +182,7 @@ async def test_steady_puts_cost_one_request_each(store: Any, peer: SmallPeer) ->
     assert peer.used_bytes() == 20 * 8192 + 4096
 
 
-async def test_reads_from_the_mapping_ask_nobody_and_are_reported(
-    store: Any, peer: SmallPeer
-) -> None:
+async def test_reads_from_the_mapping_ask_nobody_and_are_reported(store: Any, peer: SmallPeer) -> None:
     await store.put("k", b"value")
     before = len(peer.backend.requests)
     for _ in range(50):
@@ -316,9 +314,7 @@ async def test_leases_of_many_take_one_request(store: Any, peer: SmallPeer) -> N
 
 @both
 @gives_pages
-async def test_the_cap_on_leased_bytes_among_many(
-    kind: str, tmp_path: Path, gives_pages: bool
-) -> None:
+async def test_the_cap_on_leased_bytes_among_many(kind: str, tmp_path: Path, gives_pages: bool) -> None:
     with small_peer(tmp_path / "s", max_leased_bytes=2 * MIB, gives_pages=gives_pages) as peer:
         async with connected(kind, peer) as store:
             keys = [f"k{number}" for number in range(4)]
@@ -372,9 +368,7 @@ def holder(member: int, path: Path, peer_id: bytes = PEER_ID) -> local.Holder:
     )
 
 
-async def test_reading_another_peer_of_this_host(
-    store: Any, peer: SmallPeer, tmp_path: Path
-) -> None:
+async def test_reading_another_peer_of_this_host(store: Any, peer: SmallPeer, tmp_path: Path) -> None:
     value = random.Random(4).randbytes(5 * MIB)
     with small_peer(tmp_path / "other.sock") as other:
         with blocking.connect(str(other.path)) as writer:
@@ -490,9 +484,7 @@ async def test_a_cancelled_receive_loses_no_bytes() -> None:
 
 @both
 @pytest.mark.parametrize("what", ["lease", "reserve", "commit"])
-async def test_what_is_granted_too_late_is_given_back(
-    kind: str, what: str, peer: SmallPeer
-) -> None:
+async def test_what_is_granted_too_late_is_given_back(kind: str, what: str, peer: SmallPeer) -> None:
     async with connected(kind, peer, timeout=0.1) as store:
         await store.put("k", b"value")
         if what == "commit":  # the next one asks for a reservation ahead
@@ -916,9 +908,7 @@ async def test_a_lock_that_somebody_holds_is_not_waited_for_for_ever(
             await listen_at(tmp_path / "s", 0o600, None)
         assert stopping.cancelled_caught
         monkeypatch.setattr(listener, "LOCK_SECONDS", 0.1)
-        with pytest.raises(
-            ConfigError, match=rf"process {os.getpid()} .*flock.*{tmp_path}.*end it"
-        ):
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} .*flock.*{tmp_path}.*end it"):
             await listen_at(tmp_path / "s", 0o600, None)
         assert not (tmp_path / "s").exists()
     finally:

@@ -50,8 +50,7 @@ def after(count: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize(
-    ("sent", "received"),
-    [(0, 0), (0, 1), (0, 3 * MIB + 5), (MAX_MEASURE_BYTES, 0), (70_001, 100_003)],
+    ("sent", "received"), [(0, 0), (0, 1), (0, 3 * MIB + 5), (MAX_MEASURE_BYTES, 0), (70_001, 100_003)]
 )
 async def test_exactly_what_was_asked_moves(
     tcp: TcpHarness, side: Side, sent: int, received: int

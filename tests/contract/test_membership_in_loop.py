@@ -37,11 +37,7 @@ def cut(peer: Peer, other: Peer) -> Answered:
     ask = peer.node.host.ask
 
     async def lossy(
-        peer_id: PeerId,
-        addresses: Sequence[str],
-        kind: int,
-        request: Message,
-        timeout_seconds: float,
+        peer_id: PeerId, addresses: Sequence[str], kind: int, request: Message, timeout_seconds: float
     ) -> Message:
         if peer_id == id_of(other):
             await trio.sleep(timeout_seconds)
@@ -69,9 +65,7 @@ def relayed(seen: Answered, target: Peer) -> list[Message | None]:
     ]
 
 
-async def test_who_cannot_be_reached_from_here_is_kept_by_those_who_reach_it(
-    tmp_path: Path,
-) -> None:
+async def test_who_cannot_be_reached_from_here_is_kept_by_those_who_reach_it(tmp_path: Path) -> None:
     async with cluster(tmp_path, 3, network="local") as peers:
         a, b, c = peers
         assert a.node.core.gossip.config.membership.probe_timeout_seconds == 0.2

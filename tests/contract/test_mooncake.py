@@ -105,9 +105,7 @@ def test_what_lies_in_several_places_is_put_from_there(
     assert (code, calls.store.get("several places 4")) == (0, bytes([1, 2, 3, *range(9)]))
 
 
-def test_batches_are_not_loops(
-    calls: mooncake_calls.Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_not_loops(calls: mooncake_calls.Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     store = calls.store
     keys = [f"one go {number}" for number in range(20)]
     values = [bytes([number]) * (1000 + number) for number in range(20)]
@@ -269,9 +267,7 @@ NO_KEYS: list[Any] = [["a list"], None, 5, b"bytes", "", "k" * 2000, "\ud800"]
 
 
 @pytest.mark.parametrize("wrong", NO_NUMBERS, ids=repr)
-def test_what_is_no_number_takes_no_other_item_down(
-    calls: mooncake_calls.Calls, wrong: Any
-) -> None:
+def test_what_is_no_number_takes_no_other_item_down(calls: mooncake_calls.Calls, wrong: Any) -> None:
     store = calls.store
     place, _ = calls.memory(b"0123456789")
     room, array = calls.memory(bytes(64))
@@ -298,8 +294,7 @@ def test_what_is_no_number_takes_no_other_item_down(
         got = store.get_into_ranges([room], [same], [into], [out_of], [lengths])
         assert got == [[[5], [-600], [5]]]
     assert (
-        store.get_into_ranges([room], [same], [[[0], wrong, [0]]], [good], [fives])[0][::2]
-        == [[5]] * 2
+        store.get_into_ranges([room], [same], [[[0], wrong, [0]]], [good], [fives])[0][::2] == [[5]] * 2
     )
     assert store.batch_put_session_start(keys, [5, wrong, 5]) == [-705, -600, -705]
     fresh = [f"{key} begun" for key in keys]

@@ -151,9 +151,7 @@ def test_what_one_set_up_made_the_next_does_not_see(kind: str, store: Store, pee
     make(store)  # and the next can have its own
 
 
-def test_a_call_without_a_session_gets_nothing_of_another_tenant(
-    store: Store, peer: OwnPeer
-) -> None:
+def test_a_call_without_a_session_gets_nothing_of_another_tenant(store: Store, peer: OwnPeer) -> None:
     after = get_session(store)
     store.close()
     set_up(store, peer, "another tenant")
@@ -245,9 +243,7 @@ def test_closing_while_others_call_gives_codes_and_never_wrong_bytes(peer: OwnPe
     def sessions() -> None:
         address, array = room()
         if store.batch_get_session_start(keys[:1]) == [0]:
-            done = store.batch_get_into_multi_buffer_ranges(
-                keys[:1], [[address]], [[LENGTH]], [[0]]
-            )
+            done = store.batch_get_into_multi_buffer_ranges(keys[:1], [[address]], [[LENGTH]], [[0]])
             if done == [LENGTH]:
                 check([array.tobytes()], 1)
         store.batch_get_session_end(keys[:1])
@@ -262,12 +258,7 @@ def test_closing_while_others_call_gives_codes_and_never_wrong_bytes(peer: OwnPe
         addresses = [room() for _ in keys]
         codes = store.batch_get_into(keys, [each for each, _ in addresses], [LENGTH] * len(keys))
         check(
-            [
-                array.tobytes()
-                for (_, array), code in zip(addresses, codes, strict=True)
-                if code > 0
-            ],
-            3,
+            [array.tobytes() for (_, array), code in zip(addresses, codes, strict=True) if code > 0], 3
         )
 
     def others() -> None:
@@ -289,8 +280,7 @@ def test_closing_while_others_call_gives_codes_and_never_wrong_bytes(peer: OwnPe
                 return
 
     threads = [
-        threading.Thread(target=again, args=(each,))
-        for each in (get, sessions, ranges, buffers, others)
+        threading.Thread(target=again, args=(each,)) for each in (get, sessions, ranges, buffers, others)
     ]
     for each in threads:
         each.start()
@@ -392,9 +382,7 @@ def test_ranks_of_one_host_may_name_one_folder_and_one_port(
         assert folder.endswith("store-0")
 
 
-def test_only_the_first_call_waits_for_a_peer_that_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_the_first_call_waits_for_a_peer_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = functools.partial(blocking.connect, timeout=1.0)
     monkeypatch.setattr(blocking, "connect", connect)
     asking: list[str] = []

@@ -113,9 +113,7 @@ def until_known(store: Store, key: str) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 4096, MIB + 1, 40 * MIB])
-def test_a_view_of_a_neighbours_memory(
-    store: Store, key: str, cluster: Cluster, length: int
-) -> None:
+def test_a_view_of_a_neighbours_memory(store: Store, key: str, cluster: Cluster, length: int) -> None:
     value = np.random.default_rng(length).integers(0, 256, length, np.uint8)
     put_far(cluster, key, value)
     with store.lease(key) as view:
@@ -347,9 +345,7 @@ def test_a_batch_shows_nothing_that_was_replaced_or_removed(
 
 
 @pytest.mark.parametrize("world", ASYNC_WORLDS)
-def test_batches_cancelled_at_any_point_leak_nothing(
-    world: str, cluster: Cluster, key: str
-) -> None:
+def test_batches_cancelled_at_any_point_leak_nothing(world: str, cluster: Cluster, key: str) -> None:
     store, rng = cluster.stores[world], random.Random(2)
     names = [f"{key}{number}" for number in range(200)]
     for number, name in enumerate(names):
@@ -357,11 +353,11 @@ def test_batches_cancelled_at_any_point_leak_nothing(
     eventually(lambda: all(store.contains_many(names)))
     cut = rounds = 0
     until_seconds = time.monotonic() + 30
-    while (
-        rounds < 40 or not cut
-    ):  # on a busy machine all answers may be there before a reader waits
+    while rounds < 40 or not cut:  # on a busy machine all answers may be there before a reader waits
         assert time.monotonic() < until_seconds
-        new = f"{key}new {rounds}"  # an object that was leased once, and is still there, needs no request
+        new = (
+            f"{key}new {rounds}"  # an object that was leased once, and is still there, needs no request
+        )
         cluster.distant.put(new, b"new" * 1000)
         eventually(partial(store.contains, new))
         for call in ("take_leases", "get_many"):
@@ -536,9 +532,7 @@ def test_what_is_older_than_was_said_is_not_shown(street: Callable[..., Street])
 
 
 @pytest.mark.parametrize("wrong", [{"peer_id": b"another"}, {"socket": "/nowhere/x.sock"}])
-def test_another_peer_or_none_at_that_path(
-    street: Callable[..., Street], wrong: dict[str, Any]
-) -> None:
+def test_another_peer_or_none_at_that_path(street: Callable[..., Street], wrong: dict[str, Any]) -> None:
     scene = street()
     with pytest.raises(errors.NoSuchKey):
         scene.view(0, **wrong)
@@ -749,17 +743,12 @@ while True:
 def connect(path: Path, users: set[int]) -> None:
     run_blocking(
         LocalConnection.open(
-            BlockingDriver(),
-            str(path),
-            Opening("n", Access.READ, trusted_users=users),
-            0.2,
+            BlockingDriver(), str(path), Opening("n", Access.READ, trusted_users=users), 0.2
         )
     )
 
 
-def test_whom_a_client_trusts(
-    street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whom_a_client_trusts(street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own user, and the user of its own peer."""
     scene = street()
     me = os.geteuid()

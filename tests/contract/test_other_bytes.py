@@ -124,9 +124,7 @@ def none_wrong(found: Sequence[bytes | None]) -> bool:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_the_writers_bytes_are_read_whoever_announces_others(
-    tmp_path: Path, way: str
-) -> None:
+async def test_the_writers_bytes_are_read_whoever_announces_others(tmp_path: Path, way: str) -> None:
     async with cluster(tmp_path, 3, transport=way) as (writer, reader, liar):
         await put_all(writer)
         await poison(writer, liar)
@@ -139,9 +137,7 @@ async def test_the_writers_bytes_are_read_whoever_announces_others(
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_other_bytes_are_not_read_when_their_writer_has_none(
-    tmp_path: Path, way: str
-) -> None:
+async def test_other_bytes_are_not_read_when_their_writer_has_none(tmp_path: Path, way: str) -> None:
     async with cluster(tmp_path, 3, transport=way) as (writer, reader, liar):
         await put_all(writer)
         await poison(writer, liar)

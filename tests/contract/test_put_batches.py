@@ -21,9 +21,7 @@ SIZES = [0, 1, 4096, 70_000]
 
 
 def values(count: int, name: str = "k") -> list[tuple[str, bytes]]:
-    return [
-        (f"{name}{number}", bytes([number % 251]) * SIZES[number % 4]) for number in range(count)
-    ]
+    return [(f"{name}{number}", bytes([number % 251]) * SIZES[number % 4]) for number in range(count)]
 
 
 def reserved_bytes(peer: SmallPeer) -> int:
@@ -56,9 +54,7 @@ def test_every_value_is_stored_under_its_key(peer: SmallPeer, count: int) -> Non
 def test_a_window_is_reserved_with_the_commit_of_an_earlier_one(peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:
         client.put_many([(f"k{number}", b"v") for number in range(6 * WINDOW_ITEMS)])
-    requests = [
-        each for each in peer.backend.requests if each in (LocalKind.RESERVE, LocalKind.COMMIT)
-    ]
+    requests = [each for each in peer.backend.requests if each in (LocalKind.RESERVE, LocalKind.COMMIT)]
     assert requests == [LocalKind.RESERVE] + [LocalKind.COMMIT] * 6
 
 

@@ -94,11 +94,7 @@ class Trickle:
             pass
 
     async def _pass(
-        self,
-        source: trio.SocketStream,
-        target: trio.SocketStream,
-        slow: bool,
-        scope: trio.CancelScope,
+        self, source: trio.SocketStream, target: trio.SocketStream, slow: bool, scope: trio.CancelScope
     ) -> None:
         at_once, attacks = 0 if self.all_slow else self.first_bytes, self.attacks
         if slow and not self.all_slow:  # the other side's first words
@@ -195,9 +191,9 @@ async def test_a_reader_goes_on_elsewhere_whatever_the_slow_one_does(side: Side)
             seconds = time.monotonic() - began
         assert report.pulled is not None, name
         assert report.copy is there.copies[1], name
-        assert [(each.member, each.code) for each in report.failures] == [
-            (1, Code.DEADLINE_EXCEEDED)
-        ], name
+        assert [(each.member, each.code) for each in report.failures] == [(1, Code.DEADLINE_EXCEEDED)], (
+            name
+        )
         assert buffer == value
         assert seconds < 3 * HASTE_SECONDS + SPARE_SECONDS, name
 
@@ -212,9 +208,7 @@ async def test_what_came_is_kept(side: Side) -> None:
     async with holders(value, ATTACKS["all but the end"], good) as there:
         transports = [TcpTransport(there.pool(side))]
         report = await side.run(
-            lambda: pull_with_failover(
-                there.copies, transports, there.digest, BufferDestination(buffer)
-            )
+            lambda: pull_with_failover(there.copies, transports, there.digest, BufferDestination(buffer))
         )
         assert report.copy is there.copies[1]
         assert buffer == value
@@ -262,9 +256,7 @@ async def test_a_large_object_of_which_helpers_are_slow(
             copies = [replace(copy, length_bytes=len(value)) for copy in there.copies]
             transports = [TcpTransport(there.pool(side))]
             report = await side.run(
-                lambda: pull_with_failover(
-                    copies, transports, there.digest, BufferDestination(buffer)
-                )
+                lambda: pull_with_failover(copies, transports, there.digest, BufferDestination(buffer))
             )
             assert report.pulled is not None
             assert buffer == value
@@ -330,9 +322,7 @@ async def test_two_slow_links_of_which_each_is_tried(side: Side) -> None:
     async with holders(value, slow, slow) as there:
         transports = [TcpTransport(there.pool(side))]
         report = await side.run(
-            lambda: pull_with_failover(
-                there.copies, transports, there.digest, BufferDestination(buffer)
-            )
+            lambda: pull_with_failover(there.copies, transports, there.digest, BufferDestination(buffer))
         )
         assert report.pulled is not None
         assert buffer == value

@@ -123,9 +123,7 @@ async def test_objects_of_one_chunk_in_columns(tcp: TcpHarness, side: Side) -> N
     await until(lambda: nothing_is_lent(tcp.segment))
 
 
-async def test_a_large_object_is_not_sent_to_who_has_no_room_for_it(
-    tcp: TcpHarness, side: Side
-) -> None:
+async def test_a_large_object_is_not_sent_to_who_has_no_room_for_it(tcp: TcpHarness, side: Side) -> None:
     digests = [put(tcp.segment, f"key {i}", pattern(MIB, i)) for i in range(8)]
     views = [memoryview(bytearray(100_000)) for _ in digests]
     pool = tcp.pool(side.driver)
@@ -151,9 +149,7 @@ async def test_small_values_in_large_rooms_come_by_few_receives(
     lengths, _ = await side.run(lambda: pool.pull_small(tcp.copy(), digests, views))
     assert lengths == [64 * KIB] * 16
     assert all(view[: 64 * KIB] == pattern(64 * KIB, i) for i, view in enumerate(views))
-    assert len(received) < 20 * len(
-        digests
-    )  # with as little at once as a head has, it was 200 each
+    assert len(received) < 20 * len(digests)  # with as little at once as a head has, it was 200 each
 
 
 async def test_a_holder_that_claims_more_than_an_answer_holds_is_not_believed(side: Side) -> None:
@@ -162,9 +158,7 @@ async def test_a_holder_that_claims_more_than_an_answer_holds_is_not_believed(si
     views = [memoryview(bytearray(1)) for _ in digests[1:]] + [memoryview(bytearray(MIB))]
     value = pattern(MIB)
     slots = object_reply(value, "key 0").slot * 5
-    frame = encode_frame(
-        DataKind.GET_SMALL, 1, SmallObjects(slots), flags=REPLY, bulk_length=5 * MIB
-    )
+    frame = encode_frame(DataKind.GET_SMALL, 1, SmallObjects(slots), flags=REPLY, bulk_length=5 * MIB)
     async with scripted_owner(answer(lambda _: frame)) as bad:
         pool = DataPool(side.driver)
         lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
@@ -273,9 +267,7 @@ async def test_a_holder_that_misbehaves_in_columns(side: Side, name: str) -> Non
         pool.close()
 
 
-@pytest.mark.parametrize(
-    "code", [*sorted({Code.INTERNAL, Code.CLOSED, Code.INVALID_ARGUMENT}), 999]
-)
+@pytest.mark.parametrize("code", [*sorted({Code.INTERNAL, Code.CLOSED, Code.INVALID_ARGUMENT}), 999])
 async def test_a_holder_that_refuses_columns_fails_the_pull_and_nothing_else(
     side: Side, code: int
 ) -> None:
@@ -305,9 +297,7 @@ async def test_what_came_in_columns_before_the_connection_broke_stands(side: Sid
         assert decode_body(GetSmall, body).digests == b"".join(digests[:34])
         await stream.send(small_frame(*values[:34])(request_id))
         _, _, request_id, _, _ = await read()
-        for _ in range(
-            2
-        ):  # a connection that is closed before all is read takes back what was sent
+        for _ in range(2):  # a connection that is closed before all is read takes back what was sent
             await read()
         await stream.send(small_frame(*values[:34])(request_id)[:700_000])
 
@@ -333,9 +323,7 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
     limits = ServerLimits(progress_seconds=1.0)
     async with TcpHarness.open(segment, limits) as harness:
         stream = await authenticated(harness.address)
-        with socket.socket(
-            fileno=os.dup(stream.fileno())
-        ) as sock:  # an answer is more than it takes
+        with socket.socket(fileno=os.dup(stream.fileno())) as sock:  # an answer is more than it takes
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 * KIB)
         ask = encode_frame(DataKind.GET_SMALL, 1, GetSmall(packed))
         for _ in range(2 * BRISK_READS if in_thread else 0):

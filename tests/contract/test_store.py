@@ -76,17 +76,14 @@ def pattern(length: int, seed: int = 0) -> bytes:
 
 def public_methods(kind: type) -> set[str]:
     return {
-        name
-        for name in dir(kind)
-        if not name.startswith("_") and callable(getattr(kind, name, None))
+        name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name, None))
     }
 
 
 def parameters(kind: type, name: str) -> list[tuple[str, Any, Any, Any]]:
     signature = inspect.signature(getattr(kind, name))
     return [
-        (each.name, each.kind, each.default, each.annotation)
-        for each in signature.parameters.values()
+        (each.name, each.kind, each.default, each.annotation) for each in signature.parameters.values()
     ]
 
 
@@ -183,9 +180,7 @@ def test_a_conflict_is_kept_overwritten_or_an_error(store: Store, key: str) -> N
                 getattr(store, name)(*args, overwrite=True, on_conflict=policy)
 
 
-def test_the_ttl_of_a_second_put_is_that_of_all_copies(
-    store: Store, key: str, cluster: Cluster
-) -> None:
+def test_the_ttl_of_a_second_put_is_that_of_all_copies(store: Store, key: str, cluster: Cluster) -> None:
     def ends(peer: Any) -> list[float | None]:
         page = peer.list_keys(key, local=True)
         return [each.expires_unix for each in page.keys]
@@ -440,9 +435,7 @@ def test_odd_values_and_buffers_fail_alone_and_stay_as_they_are(store: Store, ke
 
 
 @pytest.mark.parametrize("first", [10, 100_000])
-def test_batches_of_values_of_all_sizes(
-    store: Store, key: str, cluster: Cluster, first: int
-) -> None:
+def test_batches_of_values_of_all_sizes(store: Store, key: str, cluster: Cluster, first: int) -> None:
     lengths = [first, 10, 0, 100_000, 16 * KIB, 16 * KIB + 1, 64 * KIB + 1, 2 * MIB, 5, 5 * MIB + 3]
     items = [(f"{key}{n}", random.Random(n).randbytes(length)) for n, length in enumerate(lengths)]
     assert all(each.ok for each in cluster.distant.put_many(items))
@@ -645,8 +638,7 @@ def test_a_pin_of_what_only_another_peer_holds(store: Store, key: str, cluster: 
     assert (both.copies, both.known) == (2, 2)
     eventually(
         lambda: (
-            {(each.peer, each.pin) for each in store.locate(key)}
-            == {("near", "hard"), ("far", "hard")}
+            {(each.peer, each.pin) for each in store.locate(key)} == {("near", "hard"), ("far", "hard")}
         )
     )
     store.remove(key)
@@ -662,10 +654,7 @@ def test_prefetch(store: Store, key: str, cluster: Cluster) -> None:
 
 
 def test_peers_and_statistics(store: Store) -> None:
-    assert {(each.name, each.status) for each in store.peers()} == {
-        ("near", "alive"),
-        ("far", "alive"),
-    }
+    assert {(each.name, each.status) for each in store.peers()} == {("near", "alive"), ("far", "alive")}
     assert {each.name for each in store.peers(everyone=True)} >= {"near", "far"}
     assert {"peer", "cluster"} <= set(store.statistics())
     assert "peer" in store.statistics(cluster=False)
@@ -706,9 +695,7 @@ def leased_bytes(cluster: Cluster) -> int:
     return leased
 
 
-def test_a_view_outlives_its_block_but_not_for_ever(
-    store: Store, key: str, cluster: Cluster
-) -> None:
+def test_a_view_outlives_its_block_but_not_for_ever(store: Store, key: str, cluster: Cluster) -> None:
     eventually(lambda: leased_bytes(cluster) == 0)
     store.put(key, b"0123456789" * 1000)
     with store.lease(key) as view:
@@ -800,9 +787,7 @@ def test_torch_tensors(store: Store, key: str, cluster: Cluster) -> None:
             assert store.put_tensor(key, tensor, overwrite=True).copies == 1
             got = store.get_tensor(key)
             assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
-            assert torch.equal(
-                got.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
-            )
+            assert torch.equal(got.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
     weights = torch.nn.Parameter(torch.rand(4, 5))
     store.put_tensor(key + "w", weights)
     assert torch.equal(cluster.distant.get_tensor(key + "w"), weights.detach())
@@ -810,9 +795,7 @@ def test_torch_tensors(store: Store, key: str, cluster: Cluster) -> None:
     into = torch.zeros(4, 5, requires_grad=True)
     assert store.get_into(key + "w", into) == 80
     assert torch.equal(into.detach(), weights.detach())
-    batch = [
-        (f"{key}{number}", torch.full((3,), number, dtype=torch.bfloat16)) for number in (1, 2)
-    ]
+    batch = [(f"{key}{number}", torch.full((3,), number, dtype=torch.bfloat16)) for number in (1, 2)]
     assert all(each.ok for each in store.put_many(batch))
     read = [(name, torch.zeros(3, dtype=torch.bfloat16)) for name, _ in batch]
     assert [each.value for each in store.get_many_into(read)] == [6, 6]
@@ -990,9 +973,7 @@ def test_what_fits_nowhere_is_refused_at_once(store: Store, key: str) -> None:
 
 
 @pytest.mark.usefixtures("tidy")
-def test_what_does_not_fit_here_goes_to_another_peer(
-    store: Store, key: str, cluster: Cluster
-) -> None:
+def test_what_does_not_fit_here_goes_to_another_peer(store: Store, key: str, cluster: Cluster) -> None:
     for number in range(3):
         store.put(f"{key}pinned{number}", np.full(50 * MIB, number, np.uint8), pin="hard")
     value = pattern(50 * MIB)
@@ -1089,9 +1070,7 @@ def read_by(fetcher: Fetcher, transport: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(params=["shm", "tcp"])
-def transport(
-    request: pytest.FixtureRequest, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> str:
+def transport(request: pytest.FixtureRequest, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the stores read from the far peer, which is on the same host."""
     for store in cluster.stores.values():
         read_by(fetcher_of(store), request.param, monkeypatch)
@@ -1132,9 +1111,7 @@ def test_cancelled_at_any_point_nothing_leaks(world: str, cluster: Cluster, key:
 
 
 @pytest.mark.parametrize("world", ASYNC_WORLDS)
-def test_cancelling_one_call_leaves_the_others_alone(
-    world: str, cluster: Cluster, key: str
-) -> None:
+def test_cancelling_one_call_leaves_the_others_alone(world: str, cluster: Cluster, key: str) -> None:
     store = cluster.stores[world]
     results: list[Any] = []
 

@@ -147,9 +147,7 @@ async def store(
 ) -> Stored:
     pool = harness.pool(side.driver, options.pop("progress_seconds", 5.0))
     request = store_request(value if announced is None else announced)
-    return await side.run(
-        lambda: pool.store(writer(harness), request, memoryview(value), **options)
-    )
+    return await side.run(lambda: pool.store(writer(harness), request, memoryview(value), **options))
 
 
 @pytest.mark.parametrize(
@@ -201,15 +199,12 @@ async def test_progress_is_told_part_by_part(tcp: tuple[TcpHarness, Stores], sid
     harness, _ = tcp
     told: list[tuple[int, int]] = []
     length = 16 * MIB + 5
-    await store(
-        harness, side, pattern(length), progress=lambda done, total: told.append((done, total))
-    )
+    await store(harness, side, pattern(length), progress=lambda done, total: told.append((done, total)))
     assert told == [(16 * MIB, length), (length, length)]
 
 
 @pytest.mark.parametrize(
-    "error",
-    [CapacityExceeded("full"), ObjectTooLarge("huge"), ValueError("bad"), Unavailable("no")],
+    "error", [CapacityExceeded("full"), ObjectTooLarge("huge"), ValueError("bad"), Unavailable("no")]
 )
 async def test_a_refusal_comes_before_any_byte_and_keeps_the_connection(
     tcp: tuple[TcpHarness, Stores], side: Side, error: Exception
@@ -237,9 +232,7 @@ async def test_a_refusal_comes_before_any_byte_and_keeps_the_connection(
 
 
 @pytest.mark.parametrize("tls", [False, True])
-async def test_a_value_that_changed_meanwhile_is_an_error_of_the_caller(
-    tls: bool, side: Side
-) -> None:
+async def test_a_value_that_changed_meanwhile_is_an_error_of_the_caller(tls: bool, side: Side) -> None:
     """Its reason arrives although sending failed before it could be read."""
     value = bytearray(pattern(20 * MIB))
     announced = bytes(value)
@@ -284,15 +277,11 @@ async def test_only_a_ticket_to_write_stores(
     harness, stores = tcp
     pool = harness.pool(side.driver)
     with pytest.raises(AuthenticationFailed, match="does not allow STORE"):
-        await side.run(
-            lambda: pool.store(writer(harness, scope), store_request(b"v"), memoryview(b"v"))
-        )
+        await side.run(lambda: pool.store(writer(harness, scope), store_request(b"v"), memoryview(b"v")))
     assert stores.requests == []
 
 
-async def test_a_ticket_to_write_reads_nothing_and_is_no_peers(
-    tcp: tuple[TcpHarness, Stores],
-) -> None:
+async def test_a_ticket_to_write_reads_nothing_and_is_no_peers(tcp: tuple[TcpHarness, Stores]) -> None:
     harness, _ = tcp
     stream = await authenticated(harness.address, grant(Scope.WRITE))
     for kind in DataKind:
@@ -318,11 +307,7 @@ async def begun(harness: TcpHarness, value: bytes) -> Any:
     stream = await authenticated(harness.address, grant(Scope.WRITE | Scope.READ))
     await stream.send(encode_frame(DataKind.STORE, 3, store_request(value)))
     kind, flags, _, body, _ = await read_frame(stream)
-    assert (kind, flags, decode_body(StoreReply, body)) == (
-        DataKind.STORE,
-        REPLY,
-        StoreReply(True),
-    )
+    assert (kind, flags, decode_body(StoreReply, body)) == (DataKind.STORE, REPLY, StoreReply(True))
     return stream
 
 
@@ -442,9 +427,7 @@ async def test_a_sender_that_trickles_does_not_keep_its_room(
         assert "did not arrive within 14.2 s" in lines[0]
 
 
-async def test_a_storer_cancelled_at_each_step_leaves_nothing(
-    tcp: tuple[TcpHarness, Stores],
-) -> None:
+async def test_a_storer_cancelled_at_each_step_leaves_nothing(tcp: tuple[TcpHarness, Stores]) -> None:
     harness, stores = tcp
     value = pattern(17 * MIB)
     for at in itertools.count(1):

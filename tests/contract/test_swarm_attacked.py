@@ -100,9 +100,7 @@ async def test_whatever_is_said_on_a_link_the_swarm_goes_on(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("host", ["host 0", "another host"])
-async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
-    tmp_path: Path, host: str
-) -> None:
+async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(tmp_path: Path, host: str) -> None:
     """Over many connections at once, of which none reads."""
     async with open_world() as world:
         source, signed = await published(world, tmp_path)
@@ -110,9 +108,7 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
         honest = await world.add()
         way = present(attacker.way_to(source.own))
         version, answers = source.run.version, list[PieceReply]()
-        whole = [
-            piece for piece, size in enumerate(source.run.manifest.layout.sizes) if size == PIECE
-        ]
+        whole = [piece for piece, size in enumerate(source.run.manifest.layout.sizes) if size == PIECE]
         async with trio.open_nursery() as nursery:
 
             async def hold(piece: int) -> None:

@@ -66,8 +66,7 @@ async def test_a_directory_reaches_each_member_once(tmp_path: Path, tls: bool) -
             member.fetch(signed, to(tmp_path, member))
         await complete(tmp_path, fetchers)
         assert all(
-            member.run.progress.fetched_bytes == member.run.progress.total_bytes
-            for member in fetchers
+            member.run.progress.fetched_bytes == member.run.progress.total_bytes for member in fetchers
         )
         assert source.run.progress.failure is None
         await until(lambda: source.run.machine.dispensable)
@@ -106,9 +105,7 @@ async def test_neighbours_tell_of_each_other_before_gossip_does(tmp_path: Path) 
         for member in fetchers:
             member.fetch(signed, to(tmp_path, member))
         everybody = {each.own for each in [source, *fetchers]}
-        await until(
-            lambda: all({*each.run.links.members, each.own} == everybody for each in fetchers)
-        )
+        await until(lambda: all({*each.run.links.members, each.own} == everybody for each in fetchers))
         await complete(tmp_path, fetchers)
 
 
@@ -272,8 +269,7 @@ async def test_a_manifest_comes_from_any_member_that_has_it(tmp_path: Path) -> N
         found = await ask_for_manifest(other.pool, ways, version, publisher, Ed25519Verifier())
         assert found == signed
         assert (
-            await ask_for_manifest(other.pool, ways[:1], version, publisher, Ed25519Verifier())
-            is None
+            await ask_for_manifest(other.pool, ways[:1], version, publisher, Ed25519Verifier()) is None
         )
         with pytest.raises(NoSuchKey):
             nobody.swarms.take_link(version, publisher)

@@ -147,9 +147,7 @@ class Cluster:
                 data=(relay.address,),
                 length_bytes=len(VALUE),
             )
-            for number, (harness, relay) in enumerate(
-                zip(self.harnesses, self.relays, strict=True), 1
-            )
+            for number, (harness, relay) in enumerate(zip(self.harnesses, self.relays, strict=True), 1)
         ]
 
     def served_bytes(self) -> int:
@@ -203,12 +201,7 @@ SLOW = {"seconds": 0.4}
 HANGS = {**STEADY, "limit_bytes": 3.5 * MIB}
 ENDS = {**HANGS, "ends": True}
 
-KINDS: dict[str, dict[str, float]] = {
-    "steady": STEADY,
-    "slow": SLOW,
-    "hangs": HANGS,
-    "ends": ENDS,
-}
+KINDS: dict[str, dict[str, float]] = {"steady": STEADY, "slow": SLOW, "hangs": HANGS, "ends": ENDS}
 
 
 @contextlib.contextmanager
@@ -243,9 +236,7 @@ async def test_one_that_dies_leaves_its_slices_to_the_others(side: Side, dying: 
     async with cluster(*ways) as holders:
         report = await holders.read(side, BufferDestination(buffer))
         assert buffer == VALUE
-        assert [(each.member, each.code) for each in report.failures] == [
-            (dying + 1, Code.UNAVAILABLE)
-        ]
+        assert [(each.member, each.code) for each in report.failures] == [(dying + 1, Code.UNAVAILABLE)]
         brought = {share.member: share.length_bytes for share in report.shares}
         assert sum(brought.values()) == len(VALUE)
         assert 0 < brought[dying + 1] < 5 * MIB
@@ -551,9 +542,7 @@ async def test_an_interrupt_in_a_thread_ends_all_readers() -> None:
         pool = DataPool(side.driver)
         destination = BufferDestination(buffer, ReadWatch(time.perf_counter, progress))
         with contextlib.suppress(KeyboardInterrupt):
-            run_blocking(
-                pull_with_failover(holders.copies(), [TcpTransport(pool)], DIGEST, destination)
-            )
+            run_blocking(pull_with_failover(holders.copies(), [TcpTransport(pool)], DIGEST, destination))
             raise AssertionError("it was not interrupted")
         assert not [each for each in threading.enumerate() if each.name == "p2pstore-helper"]
         pool.close()

@@ -82,9 +82,7 @@ async def test_a_batch(tmp_path: Path) -> None:
             assert buffer[: len(VALUE) - number] == VALUE[number:]
 
 
-async def test_reads_that_follow_one_another_may_take_more_than_one_may_hold(
-    tmp_path: Path,
-) -> None:
+async def test_reads_that_follow_one_another_may_take_more_than_one_may_hold(tmp_path: Path) -> None:
     async with pair(tmp_path) as (first, second):  # one client may hold half of 32 MiB
         for number in range(3):
             await first.put(f"k{number}", bytes([number]) * (9 * MIB))
@@ -139,16 +137,12 @@ class AsIfRdma(TcpTransport):
 
 
 @asynccontextmanager
-async def auto_pair(
-    folder: Path, *, works: bool = True
-) -> AsyncIterator[tuple[Peer, Peer, AsIfRdma]]:
+async def auto_pair(folder: Path, *, works: bool = True) -> AsyncIterator[tuple[Peer, Peer, AsIfRdma]]:
     """The second one as if on another host, with RDMA as its best way."""
     async with cluster(folder, 2) as (first, second):
         rdma = AsIfRdma(second, works=works)
         second.node.routes.host_id = b"another"
-        second.node.routes.transports = (
-            [rdma] if not works else [rdma, TcpTransport(second.node.pool)]
-        )
+        second.node.routes.transports = [rdma] if not works else [rdma, TcpTransport(second.node.pool)]
         yield first, second, rdma
 
 

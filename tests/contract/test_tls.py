@@ -95,9 +95,7 @@ async def test_a_reader_with_tls_at_a_plain_port(side: Side) -> None:
         assert "not a p2pstore data connection" in lines[0]
 
 
-async def test_of_two_forms_of_address_the_known_one_is_used(
-    harness: TcpHarness, side: Side
-) -> None:
+async def test_of_two_forms_of_address_the_known_one_is_used(harness: TcpHarness, side: Side) -> None:
     """So peers can get further forms: a reader that does not know one passes it over."""
     unknown = harness.address.replace("tls", "quic")
     peer = replace(harness.copy(), data=(unknown, harness.address))
@@ -107,9 +105,7 @@ async def test_of_two_forms_of_address_the_known_one_is_used(
         await ping(harness, side, unknown, OWNER.peer_id)
 
 
-async def test_a_reader_fails_over_from_tls_to_plain_and_back(
-    harness: TcpHarness, side: Side
-) -> None:
+async def test_a_reader_fails_over_from_tls_to_plain_and_back(harness: TcpHarness, side: Side) -> None:
     value = pattern(2 * MIB + 3)
     async with TcpHarness.open(segment_of(8 * MIB)) as other:
         digest = put(other.segment, "key", value)

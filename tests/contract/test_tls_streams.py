@@ -20,11 +20,7 @@ from p2pstore.runtime.asyncio_streams import AsyncioStream
 from p2pstore.runtime.streams import ByteStream
 from p2pstore.runtime.trio_streams import TrioStream
 from p2pstore.transfer.serving.data_server import listener_address, open_data_listeners
-from p2pstore.transfer.tls.tls_certificates import (
-    VALID_SECONDS,
-    check_certificate,
-    make_certificate,
-)
+from p2pstore.transfer.tls.tls_certificates import VALID_SECONDS, check_certificate, make_certificate
 from p2pstore.transfer.tls.tls_streams import (
     MAX_HANDSHAKE_BYTES,
     MOST_RECEIVE_BYTES,

@@ -345,9 +345,7 @@ class TcpHarness:
 
 
 HARNESSES: dict[str, Callable[[Segment], contextlib.AbstractAsyncContextManager[Harness]]] = {
-    "simulated": lambda segment: SimulatedHarness.open(
-        segment, _buffers[segment.geometry.data_bytes]
-    ),
+    "simulated": lambda segment: SimulatedHarness.open(segment, _buffers[segment.geometry.data_bytes]),
     "tcp": TcpHarness.open,
     "tls": partial(TcpHarness.open, tls=True),
 }
@@ -401,9 +399,7 @@ async def test_pull_of_several_parts(name: str, side: Side) -> None:
     buffer = bytearray(len(value))
     async with HARNESSES[name](segment) as harness:
         transport = harness.transport(side.driver)
-        await side.run(
-            lambda: transport.pull(harness.copy(digest), digest, BufferDestination(buffer))
-        )
+        await side.run(lambda: transport.pull(harness.copy(digest), digest, BufferDestination(buffer)))
     assert buffer == value
 
 
@@ -478,9 +474,7 @@ async def test_a_flipped_byte_in_the_owners_memory_is_refused(
 
 
 @pytest.mark.parametrize("what", ["slot", "trailer"])
-async def test_a_damaged_slot_or_trailer_is_refused(
-    harness: Harness, side: Side, what: str
-) -> None:
+async def test_a_damaged_slot_or_trailer_is_refused(harness: Harness, side: Side, what: str) -> None:
     digest = put(harness.segment, "key", pattern(5000))
     entry = present(harness.segment.find(digest, time.time()))
     slot = harness.segment.geometry.slots_offset + 64 * entry.slot
@@ -681,9 +675,7 @@ async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
     _buffers[SEGMENT_BYTES][entry.offset] ^= 1
     results = await side.run(lambda: pool.pull_many(tcp.copy(), items))
     failed = {
-        number: result
-        for number, result in enumerate(results)
-        if not isinstance(result, Pulled | int)
+        number: result for number, result in enumerate(results) if not isinstance(result, Pulled | int)
     }
     assert sorted(failed) == [5, 7, 11]
     assert isinstance(failed[5], PullFailed)
@@ -817,9 +809,7 @@ async def test_requests_and_their_failures(tcp: TcpHarness, side: Side) -> None:
         await ask(DataKind.LOOKUP, Lookup(bytes(16)))
     with caught_log(), pytest.raises(P2PStoreError, match="internal error"):
         await ask(DataKind.CLUSTER_RECORDS, ClusterRecords([], []))
-    reply, bulk = await side.run(
-        lambda: pool.request_bulk(peer, DataKind.SNAPSHOT, Snapshot(3), 1000)
-    )
+    reply, bulk = await side.run(lambda: pool.request_bulk(peer, DataKind.SNAPSHOT, Snapshot(3), 1000))
     assert reply == SnapshotReply(3, 7, 42, 99)
     assert bulk == b"a" * 34 + b"b" * 34
     assert pool.open_connections == 1  # refusals do not cost the connection
@@ -942,13 +932,7 @@ async def read_exactly(stream: Any, length: int) -> bytes:
 
 async def read_frame(stream: Any) -> tuple[int, int, int, bytes, bytes]:
     kind, flags, request_id, body, bulk = HEADER.unpack(await read_exactly(stream, HEADER_BYTES))
-    return (
-        kind,
-        flags,
-        request_id,
-        await read_exactly(stream, body),
-        await read_exactly(stream, bulk),
-    )
+    return (kind, flags, request_id, await read_exactly(stream, body), await read_exactly(stream, bulk))
 
 
 async def assert_closed(stream: Any) -> None:
@@ -973,9 +957,7 @@ REFUSED_TICKETS: dict[str, Callable[[], GrantedTicket]] = {
 
 
 @pytest.mark.parametrize("reason", sorted(REFUSED_TICKETS))
-async def test_a_bad_ticket_is_refused_with_the_reason(
-    tcp: TcpHarness, side: Side, reason: str
-) -> None:
+async def test_a_bad_ticket_is_refused_with_the_reason(tcp: TcpHarness, side: Side, reason: str) -> None:
     pool = tcp.pool(side.driver)
     copy = replace(tcp.copy(), ticket=REFUSED_TICKETS[reason]())
     with caught_log() as lines:
@@ -992,12 +974,8 @@ async def test_a_bad_ticket_is_refused_with_the_reason(
 async def test_a_stolen_ticket_is_of_no_use_without_its_secret(tcp: TcpHarness, side: Side) -> None:
     stolen = replace(grant(), secret=os.urandom(32))
     pool = tcp.pool(side.driver)
-    with pytest.raises(
-        AuthenticationFailed, match="did not prove"
-    ):  # the thief trusts no ticket either
-        await side.run(
-            lambda: pool.request(replace(tcp.copy(), ticket=stolen), DataKind.PING, Ping())
-        )
+    with pytest.raises(AuthenticationFailed, match="did not prove"):  # the thief trusts no ticket either
+        await side.run(lambda: pool.request(replace(tcp.copy(), ticket=stolen), DataKind.PING, Ping()))
     with caught_log() as lines:
         stream = await authenticated(tcp.address, stolen)
         await stream.send(encode_frame(DataKind.PING, 1, Ping()))
@@ -1064,9 +1042,7 @@ async def test_garbage_ends_its_connection_only(tcp: TcpHarness, stage: str, nam
     good.close()
 
 
-async def test_a_kind_from_the_future_is_unsupported_and_nothing_else_happens(
-    tcp: TcpHarness,
-) -> None:
+async def test_a_kind_from_the_future_is_unsupported_and_nothing_else_happens(tcp: TcpHarness) -> None:
     stream = await authenticated(tcp.address)
     await stream.send(HEADER.pack(999, 0, 1, 2, 0) + b"xx")
     kind, flags, *_, body, _ = await read_frame(stream)
@@ -1110,9 +1086,7 @@ async def test_connections_are_limited() -> None:
 
 
 async def test_idle_connections_are_closed() -> None:
-    async with TcpHarness.open(
-        segment_of(SEGMENT_BYTES), ServerLimits(idle_seconds=0.05)
-    ) as harness:
+    async with TcpHarness.open(segment_of(SEGMENT_BYTES), ServerLimits(idle_seconds=0.05)) as harness:
         stream = await authenticated(harness.address)
         await assert_closed(stream)
 
@@ -1131,9 +1105,7 @@ async def test_a_reader_that_does_not_read_is_cut() -> None:
 
 
 async def test_half_a_request_is_waited_for_only_so_long() -> None:
-    async with TcpHarness.open(
-        segment_of(SEGMENT_BYTES), ServerLimits(progress_seconds=0.1)
-    ) as harness:
+    async with TcpHarness.open(segment_of(SEGMENT_BYTES), ServerLimits(progress_seconds=0.1)) as harness:
         with caught_log():
             stream = await authenticated(harness.address)
             await stream.send(encode_frame(DataKind.PING, 1, Ping())[:-1])
@@ -1142,9 +1114,7 @@ async def test_half_a_request_is_waited_for_only_so_long() -> None:
 
 # --- tcp: holders that misbehave -------------------------------------------------------------
 
-Script = Callable[
-    [Any, Callable[[], Awaitable[tuple[int, int, int, bytes, bytes]]]], Awaitable[None]
-]
+Script = Callable[[Any, Callable[[], Awaitable[tuple[int, int, int, bytes, bytes]]]], Awaitable[None]]
 
 
 @contextlib.asynccontextmanager
@@ -1249,10 +1219,7 @@ MISBEHAVIOUR: dict[str, tuple[Script, set[Code]]] = {
         answer(objects_frame(object_reply(VALUE, "other")), lambda _: VALUE),
         {Code.STALE},
     ),
-    "wrong bytes": (
-        answer(objects_frame(object_reply(VALUE)), lambda _: bytes(2 * MIB)),
-        {Code.STALE},
-    ),
+    "wrong bytes": (answer(objects_frame(object_reply(VALUE)), lambda _: bytes(2 * MIB)), {Code.STALE}),
     "status from the future": (answer(objects_frame(ObjectReply(77))), {Code.UNSUPPORTED}),
     "busy": (answer(objects_frame(ObjectReply(ObjectStatus.BUSY))), {Code.BUSY}),
 }
@@ -1289,9 +1256,7 @@ async def test_a_holder_that_misbehaves_fails_the_pull_and_nothing_else(
             assert pool.open_connections == 0
         copies = [bad, replace(good.copy(), peer_id=READER.peer_id, member=2)]
         report = await side.run(
-            lambda: pull_with_failover(
-                copies, [TcpTransport(pool)], digest, BufferDestination(buffer)
-            )
+            lambda: pull_with_failover(copies, [TcpTransport(pool)], digest, BufferDestination(buffer))
         )
         assert report.unwrap().length == len(VALUE)
         assert report.copy is not None
@@ -1382,10 +1347,7 @@ async def test_every_address_is_tried(tcp: TcpHarness, side: Side) -> None:
     pool = tcp.pool(side.driver)
     peer = replace(tcp.copy(), data=(nobody, tcp.address))
     assert await side.run(lambda: pool.request(peer, DataKind.PING, Ping())) == Pong(7, 42)
-    for alone in (
-        replace(peer, peer_id=b"x", data=(nobody,)),
-        replace(peer, peer_id=b"y", data=()),
-    ):
+    for alone in (replace(peer, peer_id=b"x", data=(nobody,)), replace(peer, peer_id=b"y", data=())):
         with pytest.raises(Unavailable):
             await side.run(lambda alone=alone: pool.request(alone, DataKind.PING, Ping()))  # type: ignore[misc]  # mypy: defaults of a lambda
         with pytest.raises(PullFailed) as caught:
@@ -1394,9 +1356,7 @@ async def test_every_address_is_tried(tcp: TcpHarness, side: Side) -> None:
         assert caught.value.retriable
 
 
-async def test_connections_to_one_peer_are_limited_and_surplus_idle_ones_close(
-    tcp: TcpHarness,
-) -> None:
+async def test_connections_to_one_peer_are_limited_and_surplus_idle_ones_close(tcp: TcpHarness) -> None:
     pool = DataPool(TrioDriver(), max_places=5, idle_per_peer=2)
     peer = tcp.copy()
 
@@ -1448,9 +1408,7 @@ async def test_brief_reads_share_the_connections_that_are_kept(tcp: TcpHarness) 
     digest = put(tcp.segment, "key", VALUE)
     peer = tcp.copy()
 
-    async def read(
-        task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
+    async def read(task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED) -> None:
         buffer = bytearray(len(VALUE))
         with trio.CancelScope() as scope:
             task_status.started(scope)
@@ -1582,10 +1540,7 @@ async def test_an_owner_killed_in_the_middle_fails_over(side: Side) -> None:
                 transport = second.transport(side.driver)
                 report = await side.run(
                     lambda: pull_with_failover(
-                        [first, other],
-                        [transport],
-                        digest,
-                        KillingDestination(buffer, process),
+                        [first, other], [transport], digest, KillingDestination(buffer, process)
                     )
                 )
                 assert report.copy is other

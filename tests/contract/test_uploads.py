@@ -215,9 +215,7 @@ async def test_parts_of_one_object_are_no_small_reads_in_a_row() -> None:
     async with holder(1) as harness:
         stream = await authenticated(harness.address)
         for number in range(1, 3 * BRISK_READS):
-            await stream.send(
-                encode_frame(DataKind.GET, number, Get([GetItem(DIGEST, number % 15, 1)]))
-            )
+            await stream.send(encode_frame(DataKind.GET, number, Get([GetItem(DIGEST, number % 15, 1)])))
             *_, payload = await read_frame(stream)
             assert len(payload) == MIB
             assert harness.server.traffic.read_threads == 0
@@ -297,9 +295,7 @@ async def test_of_what_is_removed_meanwhile_no_part_comes_any_more() -> None:
 
 
 @pytest.mark.parametrize("stops", [False, True])
-async def test_the_thread_of_later_parts_ends_with_its_reader_and_with_the_server(
-    stops: bool,
-) -> None:
+async def test_the_thread_of_later_parts_ends_with_its_reader_and_with_the_server(stops: bool) -> None:
     async with holder(1) as harness, in_the_second_part(harness):
         if stops:
             harness.stop.cancel()

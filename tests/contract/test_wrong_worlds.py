@@ -44,31 +44,15 @@ def by_hand(coroutine: Coroutine[Any, Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "says", "action"),
     [
-        (
-            RuntimeError,
-            r"needs trio.*aio\.connect",
-            lambda p: asyncio.run(enter(p2pstore.connect(p))),
-        ),
+        (RuntimeError, r"needs trio.*aio\.connect", lambda p: asyncio.run(enter(p2pstore.connect(p)))),
         (RuntimeError, r"needs trio.*blocking", lambda p: by_hand(enter(p2pstore.connect(p)))),
         (RuntimeError, r"needs trio.*aio", lambda p: asyncio.run(enter(p2pstore.open_peer()))),
         (RuntimeError, r"needs trio.*blocking", lambda p: by_hand(enter(p2pstore.open_peer()))),
-        (
-            RuntimeError,
-            r"needs asyncio.*p2pstore\.connect",
-            lambda p: trio.run(enter, aio.connect(p)),
-        ),
+        (RuntimeError, r"needs asyncio.*p2pstore\.connect", lambda p: trio.run(enter, aio.connect(p))),
         (RuntimeError, r"needs asyncio.*blocking", lambda p: by_hand(enter(aio.connect(p)))),
-        (
-            TypeError,
-            r"async with p2pstore\.connect.*blocking",
-            lambda p: plainly(p2pstore.connect(p)),
-        ),
+        (TypeError, r"async with p2pstore\.connect.*blocking", lambda p: plainly(p2pstore.connect(p))),
         (TypeError, r"async with p2pstore\.aio.*blocking", lambda p: plainly(aio.connect(p))),
-        (
-            RuntimeError,
-            r"not connected.*async with",
-            lambda p: trio.run(p2pstore.connect(p).get, "k"),
-        ),
+        (RuntimeError, r"not connected.*async with", lambda p: trio.run(p2pstore.connect(p).get, "k")),
         (RuntimeError, r"not connected.*await", lambda p: asyncio.run(aio.connect(p).get("k"))),
         (
             RuntimeError,

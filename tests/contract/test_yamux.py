@@ -65,9 +65,7 @@ async def told(stream: Any, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("ours_dials", [True, False])
 @pytest.mark.parametrize("length_bytes", [1, 300_000, 3_000_000])
-async def test_both_ways_between_the_two_implementations(
-    ours_dials: bool, length_bytes: int
-) -> None:
+async def test_both_ways_between_the_two_implementations(ours_dials: bool, length_bytes: int) -> None:
     one, two = trio.testing.memory_stream_pair()
     data = bytes(range(251)) * (length_bytes // 251 + 1)
     data = data[:length_bytes]
@@ -111,9 +109,7 @@ async def test_a_farewell_is_understood(ours_says_it: bool) -> None:
     one, two = trio.testing.memory_stream_pair()
     with trio.fail_after(SECONDS):
         async with trio.open_nursery() as nursery:
-            ours = Multiplexer(
-                Pipe(one, True), initiator=True, max_incoming=4, accept=lambda _: None
-            )
+            ours = Multiplexer(Pipe(one, True), initiator=True, max_incoming=4, accept=lambda _: None)
             library = Yamux(Pipe(two, False), ID(b"p"), is_initiator=False)  # type: ignore[arg-type]
             nursery.start_soon(run, ours)
             nursery.start_soon(library.start)
@@ -136,9 +132,7 @@ async def test_when_the_connection_ends_all_streams_do() -> None:
     """Tasks that read or wait for room to write are told, and so are later ones."""
     one, two = trio.testing.memory_stream_pair()
     ended: list[str] = []
-    multiplexer = Multiplexer(
-        Pipe(one, True), initiator=True, max_incoming=4, accept=lambda _: None
-    )
+    multiplexer = Multiplexer(Pipe(one, True), initiator=True, max_incoming=4, accept=lambda _: None)
 
     async def use(way: str, stream: MuxedStream) -> None:
         with pytest.raises(OSError, match="ended"):
@@ -170,9 +164,7 @@ async def test_who_asks_and_does_not_read_costs_one_task() -> None:
         async def write(self, data: bytes) -> None:
             await gone.wait()
 
-    multiplexer = Multiplexer(
-        Blocked(), initiator=False, max_incoming=4, accept=lambda stream: None
-    )
+    multiplexer = Multiplexer(Blocked(), initiator=False, max_incoming=4, accept=lambda stream: None)
     most = 0
 
     class Tasks(trio.abc.Instrument):

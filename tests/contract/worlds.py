@@ -69,9 +69,7 @@ class TrioThread:
     def enter(self, manager: Any) -> Any:
         """Enter an async context manager in the loop's main task."""
         entered: Future[Any] = Future()
-        trio.from_thread.run_sync(
-            self._entrances.send_nowait, (manager, entered), trio_token=self.token
-        )
+        trio.from_thread.run_sync(self._entrances.send_nowait, (manager, entered), trio_token=self.token)
         return entered.result(CALL_SECONDS)
 
     def stop(self) -> None:
@@ -85,9 +83,7 @@ class AsyncioThread:
 
     def __init__(self) -> None:
         self._ready = threading.Event()
-        self._thread = threading.Thread(
-            target=asyncio.run, args=(self._main(),), name="asyncio world"
-        )
+        self._thread = threading.Thread(target=asyncio.run, args=(self._main(),), name="asyncio world")
         self._thread.start()
         assert self._ready.wait(CALL_SECONDS)
 
@@ -160,9 +156,7 @@ class Store:
     async def _together(self, calls: Sequence[Call]) -> list[Any]:
         if self.world == "asyncio":
             return list(
-                await asyncio.gather(
-                    *(self._awaited(each) for each in calls), return_exceptions=True
-                )
+                await asyncio.gather(*(self._awaited(each) for each in calls), return_exceptions=True)
             )
         results: list[Any] = [None] * len(calls)
 

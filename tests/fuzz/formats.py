@@ -104,9 +104,7 @@ def _mutated_body(rng: Random, sent: list[bytes], body: bytes) -> bytes:
     """Like `_mutated`, with an eye to msgpack."""
     frame = HEADER.pack(1, 0, 1, len(body), 0) + body
     mutator = Mutator(rng)
-    changed = rng.choice((mutator.value, mutator.value, mutator.raw_value, mutator.grow_body))(
-        frame
-    )
+    changed = rng.choice((mutator.value, mutator.value, mutator.raw_value, mutator.grow_body))(frame)
     sent.append(changed[HEADER.size :])
     return changed[HEADER.size :]
 
@@ -143,10 +141,7 @@ def _memory() -> tuple[bytes, dict[str, bytes]]:
             soft=False,
             now=UNIX,
         )
-        parts = {
-            "slot": segment.table.slot_bytes(entry),
-            "trailer": segment.table.trailer_bytes(entry),
-        }
+        parts = {"slot": segment.table.slot_bytes(entry), "trailer": segment.table.trailer_bytes(entry)}
     segment.detach()
     return bytes(memory), parts
 
@@ -201,18 +196,9 @@ def _records() -> tuple[SignedRecord, SignedRecord, Ticket]:
     )
     cluster = ClusterRecord(1, 1, bytes(16), 7, 8, IDENTITY.peer_id)
     granted = issue_ticket(
-        signer=IDENTITY,
-        ring=RING,
-        audience=b"me",
-        now_unix=UNIX,
-        ticket_id=bytes(16),
-        scope=Scope.READ,
+        signer=IDENTITY, ring=RING, audience=b"me", now_unix=UNIX, ticket_id=bytes(16), scope=Scope.READ
     )
-    return (
-        sign_peer_record(peer, IDENTITY),
-        sign_cluster_record(cluster, IDENTITY),
-        granted.ticket,
-    )
+    return (sign_peer_record(peer, IDENTITY), sign_cluster_record(cluster, IDENTITY), granted.ticket)
 
 
 def peer_records(rng: Random, sent: list[bytes]) -> None:
@@ -253,8 +239,7 @@ def checkpoint_records(rng: Random, sent: list[bytes]) -> None:
 @cache
 def _manifest() -> bytes:
     files = [
-        FileEntry(f"{number:03}/a.bin", 20_000, 0o644, hash_of(bytes([number])))
-        for number in range(8)
+        FileEntry(f"{number:03}/a.bin", 20_000, 0o644, hash_of(bytes([number]))) for number in range(8)
     ]
     layout = PieceLayout([file.size for file in files], 16 * 1024)
     return encode_body(make_manifest("m", files, 16 * 1024, bytes(HASH_BYTES * layout.count)))

@@ -190,9 +190,7 @@ class Mutator:
             case str():
                 return rng.choice((*_TEXTS, value + "x", value[:-1], value[::-1]))
             case bytes():
-                return rng.choice((self.flip, self.cut, self.insert, self._sized, self._twice))(
-                    value
-                )
+                return rng.choice((self.flip, self.cut, self.insert, self._sized, self._twice))(value)
             case list():
                 return [self._any() for _ in range(rng.choice((0, 1, 2, 5)))]
         return self._any()

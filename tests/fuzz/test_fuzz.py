@@ -134,9 +134,7 @@ async def test_a_lease_that_waits_ends_with_its_client(tmp_path: Path) -> None:
         await until(lambda: peer.node.core.operations_under_way == 0, 5)
 
 
-async def test_requests_beyond_what_a_client_may_have_under_way_leave_nothing(
-    tmp_path: Path,
-) -> None:
+async def test_requests_beyond_what_a_client_may_have_under_way_leave_nothing(tmp_path: Path) -> None:
     """They were refused, but the lookups that they had begun went on."""
     async with open_peer(config(tmp_path, "a")) as peer:
         stream = await TrioDriver().connect_unix(peer.socket, 5.0)

@@ -124,9 +124,7 @@ class Victim:
                     self._step = f"leased {core.segment.leased_bytes}, under way {under_way}"
                     await trio.sleep(0.01)
         except trio.TooSlowError:
-            raise Problem(
-                f"the peer did not do its work within {SECONDS:g} s: {self._step}"
-            ) from None
+            raise Problem(f"the peer did not do its work within {SECONDS:g} s: {self._step}") from None
         if self.peer.node.failure is not None:
             raise Problem(f"the peer gave up: {self.peer.node.failure}")
         self._invariants()

@@ -21,15 +21,7 @@ from p2pstore.transfer.serving.data_server import (
     open_data_listeners,
 )
 from p2pstore.transfer.transport import RemoteCopy
-from tests.contract.test_transport import (
-    OWNER,
-    RING,
-    Backend,
-    TcpHarness,
-    Verifier,
-    _buffers,
-    grant,
-)
+from tests.contract.test_transport import OWNER, RING, Backend, TcpHarness, Verifier, _buffers, grant
 from tests.waiting import until
 
 STAGING_BYTES = 4 << 20

@@ -46,10 +46,7 @@ class Owner:
         """Each object's copy and digest, in the order of the lengths. Blocks until they are there; once."""
         address, objects = self._told.recv()
         return [
-            (
-                RemoteCopy(OWNER.peer_id, (address,), grant(), member=1, slot=slot, rdma=True),
-                digest,
-            )
+            (RemoteCopy(OWNER.peer_id, (address,), grant(), member=1, slot=slot, rdma=True), digest)
             for digest, slot in objects
         ]
 
@@ -66,8 +63,7 @@ class Owner:
 async def _own(lengths_bytes: Sequence[int], tell: Connection) -> None:
     segment = segment_of(sum(lengths_bytes) + 8 * MIB)
     digests = [
-        put(segment, f"key {number}", pattern(length))
-        for number, length in enumerate(lengths_bytes)
+        put(segment, f"key {number}", pattern(length)) for number, length in enumerate(lengths_bytes)
     ]
     async with RdmaHarness.open_rdma(segment) as harness:
         objects = [(digest, harness.copy(digest).slot) for digest in digests]

@@ -34,9 +34,7 @@ SECONDS = 60.0
 NUMBERS = itertools.count()
 START_SECONDS = 200.0
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This process .* is multi-threaded:DeprecationWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +67,7 @@ def start(cluster: ProcessCluster, peer: PeerProcess, transport: str, *more: str
         names = [ends[number] for ends in cables()[:2]]
         devices = [option for name in names for option in ("--rdma-device", name)]
     peer.start(
-        *options,
-        *("--transport", transport, *devices, *more),
-        by=partial(ForkedPeer, machine=machine),
+        *options, *("--transport", transport, *devices, *more), by=partial(ForkedPeer, machine=machine)
     )
 
 

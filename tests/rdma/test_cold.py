@@ -17,9 +17,7 @@ from tests.rdma.test_cluster import SECONDS, START_SECONDS, lease, objects_by, s
 
 COLD = Random(6).randbytes(300_000)
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This process .* is multi-threaded:DeprecationWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
 @pytest.fixture
@@ -45,9 +43,7 @@ def tiers(peer: PeerProcess) -> list[str]:
     return [each.tier for each in peer.client.locate("cold")]
 
 
-def test_what_is_on_an_ssd_alone_is_brought_to_memory_and_read_there(
-    cluster: ProcessCluster,
-) -> None:
+def test_what_is_on_an_ssd_alone_is_brought_to_memory_and_read_there(cluster: ProcessCluster) -> None:
     owner, reader = cluster.peers
     owner.client.put("cold", COLD, durable=True)
     for number in range(600):  # of its size, so that it makes room for one of them

@@ -19,13 +19,7 @@ import trio.testing
 from p2pstore.errors import Unavailable
 from p2pstore.memory.entries import Written
 from p2pstore.memory.mapped.mapping import address_of
-from p2pstore.memory.segment_layout import (
-    Slot,
-    TrailerBody,
-    decode_slot,
-    encode_slot,
-    encode_trailer,
-)
+from p2pstore.memory.segment_layout import Slot, TrailerBody, decode_slot, encode_slot, encode_trailer
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, RdmaConnect, RdmaConnected
@@ -436,9 +430,7 @@ async def test_the_right_to_read_ends_with_the_connection(rdma: RdmaHarness) -> 
     """Whatever the reader does: the owner destroys its own end."""
     put(rdma.segment, "key", pattern(3000))
     connection = await rdma.pool(TrioDriver()).dial(rdma.copy())
-    pair = rdma.reading_devices[0].queue_pair(
-        rdma.engine.completions, 5, requests=4, may_be_read=False
-    )
+    pair = rdma.reading_devices[0].queue_pair(rdma.engine.completions, 5, requests=4, may_be_read=False)
     line = rdma_reads.Line(rdma.engine, pair, 4)
     own = pair.endpoint
     reply = await connection.request(
@@ -467,9 +459,7 @@ async def test_the_right_to_read_ends_with_the_connection(rdma: RdmaHarness) -> 
     block.give_back()
 
 
-async def test_room_that_is_free_already(
-    rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_room_that_is_free_already(rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the reads that took the room was not seen yet: a waiting reader looks before it sleeps."""
     monkeypatch.setattr(rdma_lines, "REQUESTS_PER_LINE", 1)
     transport = rdma.transport(TrioDriver())

@@ -70,9 +70,7 @@ async def test_a_neighbour_takes_one_round_trip(rdma: RdmaHarness, posted: list[
             assert posted[-2] == [SLOTS_TOGETHER * SLOT_BYTES]
 
 
-async def test_a_slot_that_has_another_object_now(
-    rdma: RdmaHarness, posted: list[list[int]]
-) -> None:
+async def test_a_slot_that_has_another_object_now(rdma: RdmaHarness, posted: list[list[int]]) -> None:
     """Objects that it had are asked for and not there; those that it has are read after another look."""
     old = put(rdma.segment, "old", pattern(3000))
     transport = rdma.transport(TrioDriver())

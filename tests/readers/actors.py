@@ -78,9 +78,7 @@ class Actor:
         self.rng = rng
         self.buffer = memoryview(bytearray(LONGEST_BYTES))
 
-    def run(
-        self, client_of: Callable[[], int], work: Callable[[BlockingClient, int], None]
-    ) -> None:
+    def run(self, client_of: Callable[[], int], work: Callable[[BlockingClient, int], None]) -> None:
         """`work` again and again, `ROUND` times with one client, of a peer that `client_of` names."""
         while True:
             peer = client_of()

@@ -96,9 +96,7 @@ class Attack:
         which the readers of before have mapped."""
         self._outcome = Outcome()
 
-    def run(
-        self, reads: int, actor_kills: int, peer_kills: int, tell: Callable[[str], None]
-    ) -> Outcome:
+    def run(self, reads: int, actor_kills: int, peer_kills: int, tell: Callable[[str], None]) -> Outcome:
         """Attack until `reads` values were compared, with this number of kills on the way; then look for remains of
         the dead."""
         began = time.monotonic()
@@ -225,9 +223,7 @@ class Attack:
             try:
                 until(partial(_is_idle, peer), TIDY_SECONDS, partial(_held, peer))
             except AssertionError as error:
-                self._outcome.complaints.append(
-                    f"{peer.name} still holds what was of the dead: {error}"
-                )
+                self._outcome.complaints.append(f"{peer.name} still holds what was of the dead: {error}")
 
 
 def _held(peer: PeerProcess) -> dict[str, int]:

@@ -17,9 +17,7 @@ _WORD_BYTES: Final = 8
 _MIX: Final = 0x9E37_79B9_7F4A_7C15
 _MASK: Final = (1 << 64) - 1
 
-_words = np.random.default_rng(1).integers(
-    0, 1 << 64, LONGEST_BYTES // _WORD_BYTES + 1, dtype=np.uint64
-)
+_words = np.random.default_rng(1).integers(0, 1 << 64, LONGEST_BYTES // _WORD_BYTES + 1, dtype=np.uint64)
 """No word is where another one would do: bytes that moved are seen as well."""
 _scratch = np.empty_like(_words)
 

@@ -54,8 +54,7 @@ class World:
         """Whether all know each other."""
         count = len(self.cluster.peers) - 1
         return all(
-            peer.core is not None and len(peer.core.live_peers()) == count
-            for peer in self.cluster.peers
+            peer.core is not None and len(peer.core.live_peers()) == count for peer in self.cluster.peers
         )
 
     def run(self, seconds: float) -> None:
@@ -80,9 +79,7 @@ class World:
         update = GroupUpdate(short_version(head.version), self.now + seconds)
         while True:
             living = {
-                member: FollowerState(
-                    part.version, STAGES.get(part.state, Stage.FETCHING), part.current
-                )
+                member: FollowerState(part.version, STAGES.get(part.state, Stage.FETCHING), part.current)
                 for member, part in parts.followers(head.digest).items()
             }
             gone = parts.gone_from(head.digest, update.members)

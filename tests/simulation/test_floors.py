@@ -119,9 +119,7 @@ class World:
         cores = [peer.core for peer in self.cluster.running if peer.core is not None]
         hashes = {core.gossip.cluster_records.floors.horizon_hash for core in cores}
         waiting = not all(core.gossip.floors.synchronised for core in cores)
-        return (
-            problems + ["horizons differ"] * (len(hashes) > 1) + ["copies are held back"] * waiting
-        )
+        return problems + ["horizons differ"] * (len(hashes) > 1) + ["copies are held back"] * waiting
 
     def horizon(self, number: int) -> int:
         core = present(self.peer(number).core)
@@ -161,9 +159,7 @@ def test_what_was_removed_meanwhile_does_not_come_back(
 
 
 @KEEPING
-def test_copies_that_were_not_removed_return_when_floors_were_kept(
-    keeps_memory: bool,
-) -> None:
+def test_copies_that_were_not_removed_return_when_floors_were_kept(keeps_memory: bool) -> None:
     world = World(3, keeps_memory=keeps_memory)
     world.put(2, "k", b"value")
     world.run(70.0)
@@ -178,9 +174,7 @@ def test_copies_that_were_not_removed_return_when_floors_were_kept(
 
 
 @KEEPING
-def test_a_flush_and_an_overwrite_while_a_peer_is_away(
-    keeps_memory: bool,
-) -> None:
+def test_a_flush_and_an_overwrite_while_a_peer_is_away(keeps_memory: bool) -> None:
     world = World(3, keeps_memory=keeps_memory)
     world.put(2, "flushed", b"1", namespace="other")
     world.put(2, "k", b"old")
@@ -313,9 +307,7 @@ def test_a_remove_that_nobody_heard_of_counts_when_its_peer_is_back() -> None:
 
 
 @KEEPING
-def test_a_horizon_outlives_all_processes(
-    keeps_memory: bool,
-) -> None:
+def test_a_horizon_outlives_all_processes(keeps_memory: bool) -> None:
     world = World(3, keeps_memory=keeps_memory)
     world.put(2, "k", b"value")
     world.run(70.0)
@@ -363,9 +355,7 @@ def test_a_peer_killed_while_its_copies_are_held_back_is_no_wiser_afterwards() -
 
 
 @KEEPING
-def test_a_peer_alone_by_configuration_has_its_objects_at_once(
-    keeps_memory: bool,
-) -> None:
+def test_a_peer_alone_by_configuration_has_its_objects_at_once(keeps_memory: bool) -> None:
     world = World(1, keeps_memory=keeps_memory)
     world.put(0, "k", b"value")
     world.remove(0, "k")
@@ -378,9 +368,7 @@ def test_a_peer_alone_by_configuration_has_its_objects_at_once(
 
 
 @KEEPING
-def test_a_peer_that_knows_of_others_waits_for_one(
-    keeps_memory: bool,
-) -> None:
+def test_a_peer_that_knows_of_others_waits_for_one(keeps_memory: bool) -> None:
     world = World(2, keeps_memory=keeps_memory)
     world.put(1, "k", b"value")
     world.run(20.0)
@@ -456,9 +444,7 @@ def test_short_absences_and_shutdowns_lose_nothing(seed: int) -> None:
     "scenario",
     [
         RemovalScenario(seconds=120.0, removals_per_second=200.0, limit=3_000),
-        RemovalScenario(
-            seconds=250.0, removals_per_second=60.0, limit=6_000, crash_every_seconds=100.0
-        ),
+        RemovalScenario(seconds=250.0, removals_per_second=60.0, limit=6_000, crash_every_seconds=100.0),
         RemovalScenario(
             seconds=120.0,
             removals_per_second=60.0,
@@ -468,9 +454,7 @@ def test_short_absences_and_shutdowns_lose_nothing(seed: int) -> None:
     ],
     ids=["crowded", "killed one by one", "lossy"],
 )
-def test_what_is_not_removed_stays_however_many_removals_there_are(
-    scenario: RemovalScenario,
-) -> None:
+def test_what_is_not_removed_stays_however_many_removals_there_are(scenario: RemovalScenario) -> None:
     outcome = run_removals(1, scenario)
     assert not outcome.problems
     assert outcome.removed > outcome.most_floors, "no floor has gone: the test has lost its power"

@@ -82,9 +82,7 @@ def test_nor_does_one_that_was_away_for_two_minutes(peers: int) -> None:
 
 @KEEPING
 @pytest.mark.parametrize("peers", [2, 4])
-def test_nor_is_anything_erased_by_a_restart_of_the_honest_peer(
-    peers: int, keeps_memory: bool
-) -> None:
+def test_nor_is_anything_erased_by_a_restart_of_the_honest_peer(peers: int, keeps_memory: bool) -> None:
     world = World(peers, keeps_memory=keeps_memory)
     liar = peers - 1
     fill(world, *range(liar))

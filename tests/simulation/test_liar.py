@@ -34,9 +34,7 @@ OPEN: Final[frozenset[tuple[str, int]]] = frozenset()
 def cases() -> list[Any]:
     return [
         pytest.param(
-            behaviour,
-            seed,
-            marks=pytest.mark.xfail(strict=True) if (behaviour, seed) in OPEN else (),
+            behaviour, seed, marks=pytest.mark.xfail(strict=True) if (behaviour, seed) in OPEN else ()
         )
         for behaviour, seeds in SEEDS.items()
         for seed in seeds

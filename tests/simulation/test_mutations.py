@@ -46,9 +46,7 @@ def first_caught(
     pytest.fail(f"not caught in {len(SEEDS)} seeds")
 
 
-def check_caught(
-    outcome: GossipOutcome, *complaints: str, scenario: GossipScenario = SCENARIO
-) -> None:
+def check_caught(outcome: GossipOutcome, *complaints: str, scenario: GossipScenario = SCENARIO) -> None:
     """Caught by the right alarm; and the protocol as it is raises none with that seed."""
     assert any(complaint in text for text in outcome.problems for complaint in complaints), (
         outcome.problems
@@ -62,9 +60,7 @@ def check_caught(
 class PiecewisePeer(GossipPeer):
     """Half of a snapshot can be seen before the other half is there (chitchat #110)."""
 
-    def install_snapshot(
-        self, fetch: FetchSnapshot, head: SnapshotHead | None, packed: bytes
-    ) -> None:
+    def install_snapshot(self, fetch: FetchSnapshot, head: SnapshotHead | None, packed: bytes) -> None:
         if head is not None and len(packed) >= 2 * LOCATION_BYTES:
             half = packed[: len(packed) // LOCATION_BYTES // 2 * LOCATION_BYTES]
             with suppress(ProtocolError):  # the head that is known is just that of the place before

@@ -30,9 +30,7 @@ def counted(world: World, what: str) -> int:
 
 @pytest.mark.parametrize("directory", ["full", "partitioned"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_no_last_copy_is_dropped_while_there_is_room(
-    seed: int, directory: DirectorySetting
-) -> None:
+def test_no_last_copy_is_dropped_while_there_is_room(seed: int, directory: DirectorySetting) -> None:
     world = World(seed, 3, directory=directory)
     count = 2 * FIT
     put_many(world, count)

@@ -46,9 +46,7 @@ class World:
             self.boot(peer)
 
     def boot(self, peer: SimulatedPeer) -> None:
-        self.cluster.gossip_config = replace(
-            self._base, directory_setting=self._setting(peer.number)
-        )
+        self.cluster.gossip_config = replace(self._base, directory_setting=self._setting(peer.number))
         others = [other.address for other in self.cluster.peers if other is not peer]
         peer.boot(others[:3])
 
@@ -124,9 +122,7 @@ class World:
         directories = [peer.core.gossip.partitions for peer in self.cluster.running if peer.core]
         if part == "views":
             return sum(directory.known.views.record_count for directory in directories)
-        return sum(
-            peer.core.gossip.directory.record_count for peer in self.cluster.running if peer.core
-        )
+        return sum(peer.core.gossip.directory.record_count for peer in self.cluster.running if peer.core)
 
     def work(self, seconds: float, puts_per_second: float, looks_per_second: float) -> None:
         until = self.kernel.now + seconds

@@ -144,8 +144,7 @@ def test_two_deaths_at_once(seed: int) -> None:
     world = World(seed, 7)
     world.put_many(60)
     survivors = {
-        key: [peer for peer in world.holders(key) if peer.number not in (1, 4)]
-        for key in world.wanted
+        key: [peer for peer in world.holders(key) if peer.number not in (1, 4)] for key in world.wanted
     }
     for key, peers in survivors.items():
         if not peers:

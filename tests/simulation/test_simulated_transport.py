@@ -61,8 +61,7 @@ class World:
         """A read of the first holder begins."""
         copy = replace(self.harness.copy(), answer_seconds=answer_seconds)
         return Task(
-            self.kernel,
-            lambda: self.transport.pull(copy, self.digest, BufferDestination(self.buffer)),
+            self.kernel, lambda: self.transport.pull(copy, self.digest, BufferDestination(self.buffer))
         )
 
     def pull_from_any(self) -> Task[PullReport]:

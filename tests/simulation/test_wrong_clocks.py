@@ -71,9 +71,7 @@ def test_a_peer_whose_clock_was_fast_comes_back_when_it_is_right() -> None:
         assert isinstance(refused, Unavailable)
         assert "60 min ahead of the other peers'" in str(refused)
     assert get(cluster, wrong, "theirs") == b"1", "reads go on"
-    assert isinstance(put(cluster, right, "fine", b"2"), PutEnd), (
-        "one wrong clock stops nobody else"
-    )
+    assert isinstance(put(cluster, right, "fine", b"2"), PutEnd), "one wrong clock stops nobody else"
     assert core_of(right).timekeeping.wrong_peers(cluster.kernel.now)
     wrong.set_clock(0.0)
     run(cluster, 10.0)
@@ -169,9 +167,7 @@ def test_a_saved_clock_below_what_is_stamped_here_is_raised() -> None:
 
 
 @pytest.mark.parametrize("wrong_by", [HOUR, -HOUR, YEAR])
-def test_a_whole_cluster_whose_clocks_are_set_one_after_the_other_loses_nothing(
-    wrong_by: float,
-) -> None:
+def test_a_whole_cluster_whose_clocks_are_set_one_after_the_other_loses_nothing(wrong_by: float) -> None:
     cluster = make_cluster(4)
     for peer in cluster.peers:
         peer.set_clock(wrong_by)
@@ -246,9 +242,7 @@ def test_it_is_said_once_that_a_clock_is_wrong_and_once_that_it_is_right() -> No
     assert not core_of(right).timekeeping.take_notes()
 
 
-def test_a_flush_below_what_others_have_is_refused_where_nobody_can_tell_whose_clock_is_wrong() -> (
-    None
-):
+def test_a_flush_below_what_others_have_is_refused_where_nobody_can_tell_whose_clock_is_wrong() -> None:
     cluster = make_cluster(2)
     ahead, behind = cluster.peers
     ahead.set_clock(HOUR)

@@ -160,9 +160,7 @@ class Actor:
         """Until told to end."""
         settings = self.settings
         self._kept |= self._kept_of(settings.number)
-        plan = plan_load(
-            settings.seed, settings.number, settings.epoch, settings.writers, settings.rate
-        )
+        plan = plan_load(settings.seed, settings.number, settings.epoch, settings.writers, settings.rate)
         for operation in plan:
             time.sleep(operation.pause_seconds)
             if self.told_to_end:
@@ -269,9 +267,7 @@ class Actor:
                         ttl=ttl,
                     )
                     if family == "tensor"
-                    else client.put(
-                        key, value, replicas=replicas, pin=pin, ttl=ttl, overwrite=overwrite
-                    )
+                    else client.put(key, value, replicas=replicas, pin=pin, ttl=ttl, overwrite=overwrite)
                 )
                 results = [ItemResult(key, result)]
             expires = None if ttl is None else time.monotonic() + ttl
@@ -308,11 +304,7 @@ class Actor:
         with self.journal.operation(family, {key: number}) as notes:
             replicas = 1 + choice % 3
             done = client.put(
-                key,
-                value_of(key, number),
-                replicas=replicas,
-                pin="hard",
-                durable=family == "durable",
+                key, value_of(key, number), replicas=replicas, pin="hard", durable=family == "durable"
             )
             # Where the own peer has no room, another one takes it.
             here = done.location == f"peer{self.settings.number}"
@@ -332,9 +324,7 @@ class Actor:
 
     def _kept_of(self, writer: int) -> dict[Family, list[str]]:
         try:
-            kept: dict[Family, list[str]] = json.loads(
-                Path(self.settings.kept, str(writer)).read_text()
-            )
+            kept: dict[Family, list[str]] = json.loads(Path(self.settings.kept, str(writer)).read_text())
         except FileNotFoundError:
             return {}
         return kept
@@ -371,8 +361,7 @@ class Actor:
                         self._compare(notes, result.key, memoryview(result.unwrap()))
             case "transfers":
                 requests = [
-                    TransferRequest(key, buffer)
-                    for key, buffer in zip(keys, self._buffers, strict=True)
+                    TransferRequest(key, buffer) for key, buffer in zip(keys, self._buffers, strict=True)
                 ]
                 with client.transfers(requests, limit=4) as batch:
                     self._many(notes, batch.results())
@@ -413,9 +402,7 @@ class Actor:
     def _compare(self, notes: Notes, key: str, value: memoryview) -> int | None:
         number = number_in(key, value)
         if number is None:
-            notes.results.append(
-                (key, "wrong", f"{len(value):,} bytes, {bytes(value[:16]).hex()}...")
-            )
+            notes.results.append((key, "wrong", f"{len(value):,} bytes, {bytes(value[:16]).hex()}..."))
         else:
             notes.results.append((key, "value", number))
         return number

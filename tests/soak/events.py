@@ -129,14 +129,7 @@ class Events:
             self._result(client.number, what, key, outcome, rest, since, at)
 
     def _result(
-        self,
-        number: int,
-        what: str,
-        key: str,
-        outcome: str,
-        rest: list[Any],
-        since: float,
-        at: float,
+        self, number: int, what: str, key: str, outcome: str, rest: list[Any], since: float, at: float
     ) -> None:
         ledger = self._ledger
         match outcome:

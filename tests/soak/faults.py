@@ -107,10 +107,7 @@ class Processes:
             self.ask_to_end(peer, then)
             return
         self._timeline.end_life(peer.number, time.monotonic())
-        self._ending[peer.number] = (
-            time.monotonic() + DRAIN_SECONDS + self._end_seconds,
-            then,
-        )
+        self._ending[peer.number] = (time.monotonic() + DRAIN_SECONDS + self._end_seconds, then)
 
     def put_off(self, seconds: float) -> None:
         """The machine stood still for `seconds`: extend the deadlines of processes that start or end."""
@@ -136,9 +133,7 @@ class Processes:
     def _look_at_starting(self, peer: Peer, now: float) -> None:
         if not peer.running:
             if not peer.disk_was_full(self._starting[peer.number] - self._ready_seconds):
-                self._complain(
-                    SERVES, f"{peer.name} ended with status {peer.exit_status} at its start"
-                )
+                self._complain(SERVES, f"{peer.name} ended with status {peer.exit_status} at its start")
         elif peer.is_ready():
             del self._starting[peer.number]
             self._timeline.begin_life(peer.number, time.monotonic())

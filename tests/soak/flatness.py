@@ -61,6 +61,4 @@ def growth_of(samples: Sequence[tuple[float, float]]) -> Growth | None:
     slopes = (later[second, 1] - later[first, 1])[times > 0] / times[times > 0]
     seconds = float(later[-1, 0] - later[0, 0])
     settled = last_at - first_at >= SETTLED_SECONDS
-    return Growth(
-        float(np.median(later[:, 1])), float(np.median(slopes)) * seconds, seconds, settled
-    )
+    return Growth(float(np.median(later[:, 1])), float(np.median(slopes)) * seconds, seconds, settled)

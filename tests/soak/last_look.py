@@ -144,9 +144,7 @@ class LastLook:
                     self._complain(
                         BALANCES, f"{peer.name} still has {held_by(client)}; directory: {directory}"
                     )
-        self._tell(
-            f"everything was removed, and given back within {time.monotonic() - began:.1f} s"
-        )
+        self._tell(f"everything was removed, and given back within {time.monotonic() - began:.1f} s")
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -159,9 +157,7 @@ class LastLook:
             for namespace in self._namespaces
         }
 
-    def _truth(
-        self, clients: dict[tuple[int, str], BlockingClient]
-    ) -> dict[tuple[str, str], set[str]]:
+    def _truth(self, clients: dict[tuple[int, str], BlockingClient]) -> dict[tuple[str, str], set[str]]:
         """The holders of each key, as each peer says of itself. Without keys that expire: some would meanwhile."""
         held: dict[tuple[str, str], set[str]] = {}
         for peer in self._peers:
@@ -206,13 +202,10 @@ class LastLook:
     def _named(self, client: BlockingClient, key: str) -> set[str]:
         return {each.peer for each in client.locate(key) if each.reachable}
 
-    def _describe(
-        self, clients: dict[tuple[int, str], BlockingClient], namespace: str, key: str
-    ) -> str:
+    def _describe(self, clients: dict[tuple[int, str], BlockingClient], namespace: str, key: str) -> str:
         held = self._truth(clients).get((namespace, key), set())
         named = {
-            peer.name: sorted(self._named(clients[peer.number, namespace], key))
-            for peer in self._peers
+            peer.name: sorted(self._named(clients[peer.number, namespace], key)) for peer in self._peers
         }
         return f"{key!r} is held by {sorted(held)}, and is said to be held by {named}"
 

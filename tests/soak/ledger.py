@@ -104,9 +104,7 @@ class Ledger:
     """Takes observations and keeps complaints, and counts how often each promise was put to the test. `askers` are
     peers that keep a part of the directory, and ask others for the rest."""
 
-    def __init__(
-        self, timeline: Timeline, limits: Limits, askers: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, timeline: Timeline, limits: Limits, askers: frozenset[int] = frozenset()) -> None:
         self.complaints: list[Complaint] = []
         self.checked: Counter[str] = Counter()
         self.longest_seconds = 0.0
@@ -128,13 +126,7 @@ class Ledger:
         record.open.add(number)
 
     def stored(
-        self,
-        key: str,
-        number: int,
-        at: float,
-        *,
-        overwrite: bool = False,
-        expires: float = math.inf,
+        self, key: str, number: int, at: float, *, overwrite: bool = False, expires: float = math.inf
     ) -> None:
         """A put said `created`."""
         record = self._keys[key]
@@ -198,9 +190,7 @@ class Ledger:
             return
         self.checked[REFUSED] += bool(record.refused)
         if number in record.refused:
-            self._complain(
-                REFUSED, ended, f"{key!r} read at {reader}: number {number:#x} was kept out"
-            )
+            self._complain(REFUSED, ended, f"{key!r} read at {reader}: number {number:#x} was kept out")
         self._check_expiry(record, reader, key, number, begun)
         self._check_floors(record, reader, key, number, begun)
 
@@ -228,9 +218,7 @@ class Ledger:
                 life, since = record.holders[peer]
                 if since < asked and life is self._timeline.life_at(peer, answered):
                     self._complain(
-                        PINS,
-                        answered,
-                        f"{key!r} is no longer held by {peer}, which lives since it was",
+                        PINS, answered, f"{key!r} is no longer held by {peer}, which lives since it was"
                     )
                     del record.holders[peer]
 
@@ -242,9 +230,7 @@ class Ledger:
     def lacking(self, copies: Mapping[str, int]) -> list[str]:
         """Kept objects that exist (`copies`: hard-pinned ones, by key) and have fewer copies than wanted."""
         return [
-            key
-            for key, count in copies.items()
-            if self.is_kept(key) and count < self._keys[key].wanted
+            key for key, count in copies.items() if self.is_kept(key) and count < self._keys[key].wanted
         ]
 
     # --- operations ------------------------------------------------------------------------------
@@ -331,9 +317,7 @@ class Ledger:
                 )
                 return
             if self._timeline.together(record.writer, reader, floor.at, begun, SPREAD_SECONDS):
-                self._complain(
-                    REMOVED, begun, f"{key!r} read at {reader}: number {number:#x} was {ago}"
-                )
+                self._complain(REMOVED, begun, f"{key!r} read at {reader}: number {number:#x} was {ago}")
                 return
 
     def _saw_holder(self, record: _Key, peer: int, at: float) -> None:
@@ -376,11 +360,7 @@ class Ledger:
         if record is not None and record.kept:
             self.checked[KEPT] += 1
             life = self._timeline.lives.get(record.writer, [])
-            if (
-                record.durable_at < math.inf
-                and len(life) > 1
-                and record.durable_at < life[-1].began
-            ):
+            if record.durable_at < math.inf and len(life) > 1 and record.durable_at < life[-1].began:
                 self.checked[DURABLE] += 1
 
     def _reclaimed_since(self, peer: int, at: float) -> bool:

@@ -15,11 +15,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 if str(ROOT / "scripts") not in sys.path:
     sys.path.append(str(ROOT / "scripts"))
 
-from shaped_hosts import (  # noqa: E402  # the path above leads to it
-    INTERFACE,
-    NO_FILTERS,
-    Namespace,
-)
+from shaped_hosts import INTERFACE, NO_FILTERS, Namespace  # noqa: E402  # the path above leads to it
 from shaped_hosts import Host as Host  # noqa: E402
 from shaped_hosts import NoNamespaces as NoNamespaces  # noqa: E402
 

@@ -103,9 +103,7 @@ class Peer:
             self._arguments += ["--memory-path", str(self.memory_file)]
         self._environment = {
             **{key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key},
-            **dict.fromkeys(
-                ("HOME", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"), str(self.place)
-            ),
+            **dict.fromkeys(("HOME", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"), str(self.place)),
         }
 
     @property

@@ -97,9 +97,7 @@ class FaultPlan:
     calms: tuple[tuple[float, float], ...]
 
 
-def plan_faults(
-    seed: int, seconds: float, hosts: Sequence[int], steady: Sequence[int]
-) -> FaultPlan:
+def plan_faults(seed: int, seconds: float, hosts: Sequence[int], steady: Sequence[int]) -> FaultPlan:
     """`hosts` is the host of each peer. Peers in `steady` are never ended: growth is measured in them.
 
     Raises `ValueError` when there is no other peer, or only one host.
@@ -141,9 +139,7 @@ def _fault(
     _, shortest, longest = _FAULTS[kind]
     seconds = shortest + (longest - shortest) * rng.random() ** 2
     targets = _targets(rng, kind, hosts, steady)
-    under_way = [
-        each for each in earlier if each.until + (0 if each.kind in _ON_NETWORK else 5) > now
-    ]
+    under_way = [each for each in earlier if each.until + (0 if each.kind in _ON_NETWORK else 5) > now]
     on_peers = [each for each in under_way if each.kind not in _ON_NETWORK]
     on_network = [each for each in under_way if each.kind in _ON_NETWORK]
     if kind in _ON_NETWORK:
@@ -158,9 +154,7 @@ def _fault(
     if any(each.kind in ("leave", "new key") for each in under_way):
         return None
     ended = [
-        each
-        for each in earlier
-        if each.kind in ("kill", "restart", "leave") and each.targets == targets
+        each for each in earlier if each.kind in ("kill", "restart", "leave") and each.targets == targets
     ]
     if (
         kind in ("kill", "restart", "leave")
@@ -182,9 +176,7 @@ def _targets(
     if kind == "split":
         all_hosts = sorted(set(hosts))
         return tuple(sorted(rng.sample(all_hosts, rng.randint(1, len(all_hosts) // 2))))
-    candidates = [
-        number for number in range(len(hosts)) if kind not in _ENDING or number not in steady
-    ]
+    candidates = [number for number in range(len(hosts)) if kind not in _ENDING or number not in steady]
     return (rng.choice(candidates),)
 
 

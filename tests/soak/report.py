@@ -15,14 +15,7 @@ from p2pstore.objects import format_bytes
 from tests.soak.flatness import SETTLED_SECONDS
 from tests.soak.ledger import SPREAD_SECONDS
 from tests.soak.peers import HOSTS, MEMORY, ROLES
-from tests.soak.run import (
-    END_SECONDS,
-    GROWTH_LIMITS,
-    INVARIANTS,
-    READY_SECONDS,
-    SETTLE_SECONDS,
-    Outcome,
-)
+from tests.soak.run import END_SECONDS, GROWTH_LIMITS, INVARIANTS, READY_SECONDS, SETTLE_SECONDS, Outcome
 
 SHOWN: Final = 10
 """Of the complaints about one promise."""
@@ -70,12 +63,7 @@ def document(outcome: Outcome) -> dict[str, Any]:
         "latency_seconds": {what: _quantiles(values) for what, values in traffic.latencies.items()},
         "longest_seconds": outcome.longest_seconds,
         "faults": [
-            {
-                "from": begin - began,
-                "to": end - began,
-                "kind": fault.kind,
-                "targets": fault.targets,
-            }
+            {"from": begin - began, "to": end - began, "kind": fault.kind, "targets": fault.targets}
             for begin, end, fault in outcome.done
         ],
         "settled_seconds": outcome.settled,
@@ -231,11 +219,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     figure, axes = plt.subplots(4, 1, figsize=(11, 10), sharex=True, layout="constrained")
     began = outcome.began
     times = np.array(
-        [
-            (at - began, seconds)
-            for each in outcome.traffic.latencies.values()
-            for at, seconds in each
-        ]
+        [(at - began, seconds) for each in outcome.traffic.latencies.values() for at, seconds in each]
     )
     edges = np.arange(0, outcome.ended - began + _BUCKET_SECONDS, _BUCKET_SECONDS)
     if len(times) and len(edges) > 1:

@@ -331,9 +331,7 @@ class Soak:
             self.outcome.checked[HANDED] += len(pinned)
             for key in sorted(pinned - there):
                 if self._ledger.is_kept(key):
-                    self._complain(
-                        HANDED, f"{key!r} was at {peer.name}, which left, and is nowhere"
-                    )
+                    self._complain(HANDED, f"{key!r} was at {peer.name}, which left, and is nowhere")
 
         return has_left
 
@@ -361,18 +359,12 @@ class Soak:
                 if peer.role.follows
             ):
                 self.outcome.checked[FOLLOWS] += sum(role.follows for role in ROLES)
-                self._tell(
-                    f"all followers use a new version after {time.monotonic() - began:.1f} s"
-                )
+                self._tell(f"all followers use a new version after {time.monotonic() - began:.1f} s")
                 return
         used = {
-            peer.name: version_in_use(peer.follows)
-            for peer in self._stage.peers
-            if peer.role.follows
+            peer.name: version_in_use(peer.follows) for peer in self._stage.peers if peer.role.follows
         }
-        self._complain(
-            FOLLOWS, f"the newest version is {self._events.last_version}, used are {used}"
-        )
+        self._complain(FOLLOWS, f"the newest version is {self._events.last_version}, used are {used}")
 
     def _end_clients(self) -> None:
         self.outcome.ended = time.monotonic()

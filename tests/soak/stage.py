@@ -79,8 +79,7 @@ class ClientProcess:
         with log.open("ab") as said:
             self._process = subprocess.Popen(
                 peer.host.command(
-                    *(sys.executable, "-m", "tests.soak.actor", str(os.getpid())),
-                    settings.to_json(),
+                    *(sys.executable, "-m", "tests.soak.actor", str(os.getpid())), settings.to_json()
                 ),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

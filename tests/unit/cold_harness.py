@@ -15,14 +15,7 @@ import numpy as np
 import trio
 import trio.testing
 
-from p2pstore.objects import (
-    MIB,
-    Version,
-    chunk_count,
-    chunk_sums,
-    key_digest,
-    root_checksum,
-)
+from p2pstore.objects import MIB, Version, chunk_count, chunk_sums, key_digest, root_checksum
 from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.disk_protocol import Check, Disk, Waits
@@ -165,9 +158,7 @@ async def running(
         policy or AdmissionPolicy(),
         TierHooks(
             withdraw=lambda entries: harness[0].withdrawn.extend(entries) if harness else None,
-            state_changed=lambda health: (
-                harness[0].states.append(health.state) if harness else None
-            ),
+            state_changed=lambda health: harness[0].states.append(health.state) if harness else None,
             is_last_copy=lambda digest: bool(harness) and digest in harness[0].last_copies,
             **told,
         ),

@@ -24,14 +24,7 @@ from p2pstore.ssd_tier.log_layout import (
     segment_position,
 )
 from p2pstore.ssd_tier.record_format import decode_record_header, encode_record_header
-from p2pstore.ssd_tier.recovery import (
-    FoundSegment,
-    Read,
-    Refilled,
-    SegmentReading,
-    read_segment,
-    refill,
-)
+from p2pstore.ssd_tier.recovery import FoundSegment, Read, Refilled, SegmentReading, read_segment, refill
 from tests.unit.cold_objects import STORE_ID
 
 

@@ -15,11 +15,7 @@ def _sums_of_zeros(length: int) -> bytes:
 
 
 def facts_of(
-    key: str,
-    length: int,
-    clock: int = 1,
-    namespace: str = "default",
-    value: bytes | None = None,
+    key: str, length: int, clock: int = 1, namespace: str = "default", value: bytes | None = None
 ) -> ColdFacts:
     """The facts of `value`, or of that number of zeros."""
     packed = chunk_sums(value) if value is not None else _sums_of_zeros(length)

@@ -95,9 +95,7 @@ class DictionaryStore:
             (
                 entry
                 for entry in entries
-                if entry.namespace == namespace
-                and entry.key.startswith(prefix)
-                and entry.key > after
+                if entry.namespace == namespace and entry.key.startswith(prefix) and entry.key > after
             ),
             key=lambda entry: entry.key,
         )

@@ -10,13 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from p2pstore.core.core_effects import (
-    AskPeer,
-    OperationFinished,
-    PullFailure,
-    PullObject,
-    PullOutcome,
-)
+from p2pstore.core.core_effects import AskPeer, OperationFinished, PullFailure, PullObject, PullOutcome
 from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
@@ -131,15 +125,11 @@ def remote_object(
     version = Version(
         clock_at(-60.0) if clock is None else clock, writer, root_checksum(len(value), sums)
     )
-    slot = Slot(
-        SlotState.LIVE, digest_of(key), version, 4096, len(value), len(encode_trailer(body))
-    )
+    slot = Slot(SlotState.LIVE, digest_of(key), version, 4096, len(value), len(encode_trailer(body)))
     return RemoteObject(value, slot, body)
 
 
-NOT_FOUND = Objects(
-    [ObjectReply(ObjectStatus.NOT_FOUND, incarnation=OTHER_INCARNATION, sequence=99)]
-)
+NOT_FOUND = Objects([ObjectReply(ObjectStatus.NOT_FOUND, incarnation=OTHER_INCARNATION, sequence=99)])
 
 
 class Harness:
@@ -203,10 +193,7 @@ class Harness:
         """Make a member known, alive."""
         other = Other(SimulatedSigner(number))
         self.gossip.serve(
-            other.peer_id,
-            ControlKind.DELTA,
-            Delta([peer_record(other.signer)], [], [], []),
-            self.now,
+            other.peer_id, ControlKind.DELTA, Delta([peer_record(other.signer)], [], [], []), self.now
         )
         return other
 
@@ -242,9 +229,7 @@ class Harness:
             Push(OTHER_INCARNATION, [other.sequence], self.location(thing, **flags)),
         )
 
-    def hold(
-        self, other: Other, key: str, value: bytes, *version: int, **options: Any
-    ) -> RemoteObject:
+    def hold(self, other: Other, key: str, value: bytes, *version: int, **options: Any) -> RemoteObject:
         """The other holds and announces an object; `version` may be its clock and writer."""
         thing = remote_object(key, value, *version, **options)
         self.push(other, thing)
@@ -255,9 +240,7 @@ class Harness:
         decoded = decode_body(REQUESTS[kind], encode_body(request))
         return self.core.serve(sender.peer_id, kind, decoded, self.now)
 
-    def floor_from(
-        self, other: Other, name: bytes, version: Version, scope: int = 0
-    ) -> SignedRecord:
+    def floor_from(self, other: Other, name: bytes, version: Version, scope: int = 0) -> SignedRecord:
         """A floor that the other wrote."""
         record = ClusterRecord(
             CLUSTER_RECORD_FORMAT,
@@ -273,9 +256,7 @@ class Harness:
     def learn_floor(self, other: Other, name: bytes, version: Version, scope: int = 0) -> None:
         """The other pushes a floor of its own to this peer."""
         signed = self.floor_from(other, name, version, scope)
-        self.serve(
-            other, DataKind.CLUSTER_RECORDS, ClusterRecords([signed.body], [signed.signature])
-        )
+        self.serve(other, DataKind.CLUSTER_RECORDS, ClusterRecords([signed.body], [signed.signature]))
 
     def miss_a_horizon(self, clock: int) -> None:
         """This peer was away for long; all others have dropped floors up to there, and show that."""
@@ -314,9 +295,7 @@ class Harness:
         """A put that has not begun."""
         return PutOperation(self.core, facts, holder=HOLDER, namespace=namespace)
 
-    def put(
-        self, key: str, value: bytes, namespace: str = NAMESPACE, **options: Any
-    ) -> PutOperation:
+    def put(self, key: str, value: bytes, namespace: str = NAMESPACE, **options: Any) -> PutOperation:
         """Start a put."""
         operation = self.operation(self.facts(key, value, **options), namespace)
         self.start(operation)

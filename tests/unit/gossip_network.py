@@ -99,9 +99,7 @@ def bury(membership: Membership, numbers: Iterable[int], now: float, incarnation
         inform_of_death(membership, state.peer_id, now, incarnation)
 
 
-def inform_of_death(
-    membership: Membership, peer_id: PeerId, now: float, incarnation: int = 0
-) -> None:
+def inform_of_death(membership: Membership, peer_id: PeerId, now: float, incarnation: int = 0) -> None:
     """`bury` for one of any name."""
     state = present(membership.get(peer_id))
     claimed = max(incarnation, state.incarnation)
@@ -313,9 +311,7 @@ class Network:
 
             def answer(reply: Message) -> None:
                 if self.reachable(target, node.peer_id) is node:
-                    self.later(
-                        self._delay(), lambda: finish(self._carried(target, node, ask, reply))
-                    )
+                    self.later(self._delay(), lambda: finish(self._carried(target, node, ask, reply)))
 
             reply = self.serve(node, target, ask.kind, ask.request)
             if isinstance(reply, Later):
@@ -373,10 +369,7 @@ class Network:
                 if address_of(other.number) in contact.addresses:
                     target = self.reachable(node, other.peer_id)
                     if target is not None:
-                        self.do(
-                            node,
-                            node.gossip.contacted(target.peer_id, contact.addresses, self.now),
-                        )
+                        self.do(node, node.gossip.contacted(target.peer_id, contact.addresses, self.now))
                         self.rest(node)
                         return
             node.gossip.contact_failed(contact.addresses, self.now)

@@ -35,10 +35,7 @@ from p2pstore.wire import (
 SMALL, LARGE, HUGE, ALSO_HUGE, LONG = (bytes([name]) * 16 for name in b"slhaL")
 READER = b"reader"
 NOT_NOW = b"n" * 16
-VALUES = {
-    SMALL: b"small value",
-    LARGE: bytes(range(256)) * 4 * KIB,
-}
+VALUES = {SMALL: b"small value", LARGE: bytes(range(256)) * 4 * KIB}
 HUGE_VALUE = memoryview(bytearray(64 * MIB))
 LONG_VALUE = memoryview(bytearray(66 * MIB))
 
@@ -65,9 +62,7 @@ class Source:
         wanted = [digests[at : at + 16] for at in range(0, len(digests), 16)]
         if NOT_NOW in wanted:
             return None
-        there = [
-            digest for digest in wanted if 0 < len(VALUES.get(digest, b"")) <= asked.most_bytes
-        ]
+        there = [digest for digest in wanted if 0 < len(VALUES.get(digest, b"")) <= asked.most_bytes]
         slots = b"".join((digest * 4 if digest in there else bytes(64)) for digest in wanted)
         values = [memoryview(VALUES[digest]) for digest in there]
         self.lent.append((READER, len(there)))

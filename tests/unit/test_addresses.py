@@ -89,8 +89,7 @@ def test_several_addresses_must_be_told_apart(own: set[str]) -> None:
         route_source([], "data_advertise")
     own.update({"10.0.0.7", "192.168.0.7"})
     with pytest.raises(
-        ConfigError,
-        match=r"data_advertise: .*--advertise HOST.*\(candidates: 10.0.0.7, 192.168.0.7\)",
+        ConfigError, match=r"data_advertise: .*--advertise HOST.*\(candidates: 10.0.0.7, 192.168.0.7\)"
     ):
         route_source([], "data_advertise")
 
@@ -190,10 +189,7 @@ def test_an_interface_beside_an_address_has_to_exist() -> None:
 def test_an_interface_is_where_a_peer_listens_and_what_it_tells() -> None:
     config = PeerConfig(interface="eth0", insecure=True)
     assert control_listen_address(config)[0] == "10.0.0.7"
-    assert advertised([("0.0.0.0", 5), ("::1", 6)], [], config, "advertise") == [
-        "10.0.0.7:5",
-        "[::1]:6",
-    ]
+    assert advertised([("0.0.0.0", 5), ("::1", 6)], [], config, "advertise") == ["10.0.0.7:5", "[::1]:6"]
     with pytest.raises(ConfigError, match=r"interface: 10\.0\.0\.7 is reachable by others.*keygen"):
         control_listen_address(PeerConfig(interface="eth0"))
     assert control_listen_address(PeerConfig(interface="lo"))[0] == "127.0.0.1"

@@ -106,9 +106,7 @@ def test_what_a_member_said_directly_counts_as_its_record_does() -> None:
     agreements.announced[ONE] = 50
     assert (agreements.with_me(ONE), agreements.with_all(ONE, 40)) == (50, 40)
     agreements.agrees(ONE, 50)
-    assert (agreements.with_me(ONE), agreements.with_all(ONE, 40)) == (50, 40), (
-        "its record is right"
-    )
+    assert (agreements.with_me(ONE), agreements.with_all(ONE, 40)) == (50, 40), "its record is right"
     agreements.agrees(ONE, 60)
     assert (agreements.with_me(ONE), agreements.with_all(ONE, 1)) == (60, 60)
     agreements.agrees(ONE, 30)
@@ -167,9 +165,7 @@ def test_ends_that_are_not_crowded_any_more_are_not_waited_for() -> None:
 @pytest.mark.parametrize(("living", "interval"), [(5, 5.0), (25, 5.0), (100, 20.0)])
 def test_all_together_do_not_ask_a_member_too_often(living: int, interval: float) -> None:
     agreements = Agreements()
-    asked = [
-        now / 4 for now in range(400) if agreements.take_to_ask([ONE], living, now / 4) == [ONE]
-    ]
+    asked = [now / 4 for now in range(400) if agreements.take_to_ask([ONE], living, now / 4) == [ONE]]
     assert asked[0] == 0.0
     assert {later - sooner for sooner, later in pairwise(asked)} == {interval}
     assert agreements.take_to_ask([ONE, OTHER], living, asked[-1]) == [OTHER]

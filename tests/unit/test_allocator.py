@@ -151,11 +151,7 @@ def test_an_area_of_nothing_has_room_for_nothing() -> None:
     allocator = ExtentAllocator(0, GRANULE)
     assert allocator.allocate(GRANULE) is None
     assert not run_through(allocator.find_windows(GRANULE, [], lambda _: 1.0))
-    assert (allocator.free_bytes, allocator.largest_free_bytes, allocator.free_extents()) == (
-        0,
-        0,
-        [],
-    )
+    assert (allocator.free_bytes, allocator.largest_free_bytes, allocator.free_extents()) == (0, 0, [])
 
 
 def test_an_extent_does_not_grow() -> None:
@@ -167,11 +163,7 @@ def test_an_extent_does_not_grow() -> None:
 
 
 def window(
-    sizes: list[int],
-    needed: int,
-    candidates: list[int],
-    costs: dict[int, float],
-    count: int = 1,
+    sizes: list[int], needed: int, candidates: list[int], costs: dict[int, float], count: int = 1
 ) -> object:
     """Windows in a full area of extents of `sizes` granules; extents are named by their number."""
     allocator = ExtentAllocator(sum(sizes) * GRANULE, GRANULE)

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from p2pstore.integrations.block_events import BlockEvents
 
 KEYS = [b"a", b"b", b"c", b"d", b"e"]
-STEP = st.tuples(
-    st.sampled_from(["store", "evict", "check", "take"]), st.sets(st.sampled_from(KEYS))
-)
+STEP = st.tuples(st.sampled_from(["store", "evict", "check", "take"]), st.sets(st.sampled_from(KEYS)))
 
 
 def take_into(counted: Counter[bytes], events: BlockEvents) -> None:

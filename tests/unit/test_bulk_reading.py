@@ -53,9 +53,7 @@ def test_a_file_is_read_whole_and_fills_the_page_cache_only_if_it_may(
     assert read(reader, cold, start, 999) == CONTENT[start : start + 999]
 
 
-def test_what_the_page_cache_has_is_taken_from_it(
-    cold: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_page_cache_has_is_taken_from_it(cold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     os.pread(cold, BLOCK_BYTES, BLOCK_BYTES)
     past: list[int] = []
     read_past = bulk_reading._read_past

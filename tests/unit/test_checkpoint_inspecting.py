@@ -52,11 +52,7 @@ def test_what_belongs_to_a_download_is_left_out_and_said(tmp_path: Path) -> None
     }
     # A pattern that names it includes it.
     wanted = SourceDirectory(tmp_path, ["*.lock", ".git/*", "*.safetensors"])
-    assert [file.path for file in wanted.files] == [
-        ".git/HEAD",
-        "a.safetensors",
-        "config.json.lock",
-    ]
+    assert [file.path for file in wanted.files] == [".git/HEAD", "a.safetensors", "config.json.lock"]
     assert len(SourceDirectory(tmp_path, ["*"]).files) == 3
     (tmp_path / "only" / ".git").mkdir(parents=True)
     with pytest.raises(CheckpointRefused, match=r"no file to publish \(left out: .git/\)"):
@@ -79,9 +75,7 @@ def test_bookkeeping(path: str, mark: str) -> None:
     assert bookkeeping_in(path) == mark
 
 
-def test_an_index_that_names_an_absent_file_is_refused_with_its_likely_cause(
-    tmp_path: Path,
-) -> None:
+def test_an_index_that_names_an_absent_file_is_refused_with_its_likely_cause(tmp_path: Path) -> None:
     write(tmp_path, {"model.safetensors.index.json": INDEX, "a.safetensors": GOOD})
     with pytest.raises(
         CheckpointRefused,

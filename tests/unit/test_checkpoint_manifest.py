@@ -54,9 +54,7 @@ def manifest_of(files: dict[str, bytes], name: str = "model") -> Manifest:
     paths = sorted(files)
     layout = PieceLayout([len(files[path]) for path in paths], PIECE)
     hashes = b"".join(
-        hash_of(
-            b"".join(files[paths[file]][at : at + size] for file, at, size in layout.extents(piece))
-        )
+        hash_of(b"".join(files[paths[file]][at : at + size] for file, at, size in layout.extents(piece)))
         for piece in range(layout.count)
     )
     return make_manifest(name, [entry(path, files[path]) for path in paths], PIECE, hashes)
@@ -150,9 +148,7 @@ def test_a_tebibyte_in_a_hundred_files_has_a_manifest_under_8_mib() -> None:
 
 
 def test_as_many_tensors_as_models_have_fit_in_a_manifest() -> None:
-    names = sorted(
-        f"model.layers.{number % 61}.mlp.experts.{number}.weight" for number in range(92_000)
-    )
+    names = sorted(f"model.layers.{number % 61}.mlp.experts.{number}.weight" for number in range(92_000))
     sizes = [7 * 2**20] * len(names)
     piece_bytes = choose_piece_bytes(sizes)
     files = [
@@ -239,9 +235,7 @@ def test_a_signature_of_another_kind_of_thing_is_no_signature() -> None:
     body = encode_body(SMALL)
     signed = SignedManifest(body, PUBLISHER.peer_id, PUBLISHER.sign(hash_of(body)))
     with pytest.raises(CheckpointRefused, match="did not sign"):
-        open_manifest(
-            signed, version=version_of(body), publisher=PUBLISHER.peer_id, verifier=VERIFIER
-        )
+        open_manifest(signed, version=version_of(body), publisher=PUBLISHER.peer_id, verifier=VERIFIER)
 
 
 def test_fields_that_a_newer_version_appends_are_passed_over() -> None:
@@ -367,9 +361,7 @@ def test_a_spoilt_manifest_is_refused_or_still_safe(data: st.DataObject) -> None
         if data.draw(st.booleans()):
             body[position] = data.draw(st.integers(0, 255))
         else:
-            body[position : position + data.draw(st.integers(0, 3))] = data.draw(
-                st.binary(max_size=4)
-            )
+            body[position : position + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
     try:
         manifest = read_manifest(bytes(body))
     except CheckpointRefused:

@@ -82,10 +82,7 @@ def test_memory_is_held_while_a_client_uses_it_and_no_more_than_allowed() -> Non
     assert memories.use(bytes(16), 2) is None
     rest = MIB - target.layout.total_bytes
     with memories.room_for(b"other", rest - 10):
-        with (
-            pytest.raises(CapacityExceeded, match="--checkpoint-memory"),
-            memories.room_for(b"", 11),
-        ):
+        with pytest.raises(CapacityExceeded, match="--checkpoint-memory"), memories.room_for(b"", 11):
             raise AssertionError("there is no room for both")
         with memories.room_for(b"third", 10):
             assert memories.used_bytes == MIB

@@ -16,13 +16,7 @@ from p2pstore.checkpoint.peer.piece_flow import (
 )
 from p2pstore.checkpoint.peer.surroundings import Surroundings
 from p2pstore.checkpoint.peer.swarm_links import SwarmLinks, _Link
-from p2pstore.checkpoint.swarm.swarm_messages import (
-    MAX_INTRODUCED,
-    Grant,
-    Members,
-    NewPieces,
-    kind_of,
-)
+from p2pstore.checkpoint.swarm.swarm_messages import MAX_INTRODUCED, Grant, Members, NewPieces, kind_of
 from p2pstore.transfer.data_frames import FrameLink
 from p2pstore.wire import ONE_WAY, encode_frame
 

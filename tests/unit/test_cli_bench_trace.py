@@ -60,9 +60,7 @@ def test_sizes_may_be_bytes(trace: str, capsys: pytest.CaptureFixture[str]) -> N
     assert sized[read]["value"] * 160 == blocks[read]["value"]
 
 
-def test_policy_and_routing_make_a_difference(
-    trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_policy_and_routing_make_a_difference(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     usual = replayed(capsys, trace, *SMALL)
     other = replayed(capsys, trace, *SMALL, "--policy", "s3-fifo")
     affine = replayed(capsys, trace, *SMALL, "--routing", "affine", "--load-bound", "1.1")
@@ -111,10 +109,7 @@ def test_only_what_was_asked_for_has_ssds() -> None:
 
 @pytest.mark.parametrize("simulate", [True, False])
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_replayed(
-    simulate: bool,
-    trace: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    simulate: bool, trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(bench_trace, "_read", lambda file: pytest.fail("the trace was read"))
@@ -129,10 +124,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_replayed(
         ([], "missing argument 'FILE'"),
         (["f", "--simulate", "--memory", "1KiB"], "--memory: '1KiB' is less"),
         (["f", "--simulate", "--ssd", "14blocks"], "--ssd: '14blocks' is less"),
-        (
-            ["f", "--simulate", "--load-bound", "0.5"],
-            "--load-bound: 0.5 is below",
-        ),
+        (["f", "--simulate", "--load-bound", "0.5"], "--load-bound: 0.5 is below"),
         (["f", "--simulate", "--token-bytes", "0"], "--token-bytes"),
         (["f", "--simulate", "--peers", "0"], "'--peers': must be at least 1"),
     ],

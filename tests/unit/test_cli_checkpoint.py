@@ -60,8 +60,6 @@ def test_help_of_a_word_that_is_no_command_lists_what_may_follow(
         (["publish", "m", ".", "--piece-size", "x"], "--piece-size"),
     ],
 )
-def test_wrong_arguments(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["checkpoint", *arguments]) == 2
     assert said in capsys.readouterr().err

@@ -110,11 +110,7 @@ class Lister:
             time.sleep(self.seconds)
         keys = self.here if local else self.here + self.elsewhere
         return KeyPage(
-            [
-                ListedKey(key, 1, 1, [], "none", False, None)
-                for key in keys
-                if key.startswith(prefix)
-            ],
+            [ListedKey(key, 1, 1, [], "none", False, None) for key in keys if key.startswith(prefix)],
             False,
         )
 

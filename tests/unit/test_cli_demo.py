@@ -54,9 +54,7 @@ def test_each_result_is_told_once_and_then_what_to_try(
     assert set(tried) <= set(COMMANDS)
 
 
-def test_with_json_nothing_else_is_told(
-    spun: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_json_nothing_else_is_told(spun: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", "--json"]) == 0
     assert capsys.readouterr().out.startswith('{"ok": true')
     assert spun == []

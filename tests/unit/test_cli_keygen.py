@@ -43,9 +43,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err.startswith("error: cannot write ")
 
 
-def test_a_key_is_replaced_in_three_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_is_replaced_in_three_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, link = tmp_path / "key", tmp_path / "link"
     assert run(["keygen", str(path)]) == 0
     link.symlink_to(path)
@@ -79,11 +77,7 @@ def ring(path: Path) -> KeyRing:
     ],
 )
 def test_a_step_that_cannot_be_taken_leaves_the_file(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    status: int,
-    words: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, words: str
 ) -> None:
     path = tmp_path / "key"
     assert run(["keygen", str(path)]) == 0

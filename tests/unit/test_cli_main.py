@@ -27,16 +27,7 @@ from mooncake_p2p.main import COMMANDS, MEANT, LazyCommands, function_name, run
 from p2pstore import errors
 from p2pstore.config import PeerConfig
 
-HEAVY = (
-    "pydantic",
-    "numpy",
-    "trio",
-    "libp2p",
-    "rich",
-    "msgspec",
-    "prometheus_client",
-    "p2pstore.peer",
-)
+HEAVY = ("pydantic", "numpy", "trio", "libp2p", "rich", "msgspec", "prometheus_client", "p2pstore.peer")
 
 
 def function_of(name: str) -> Any:
@@ -116,10 +107,7 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
     ("arguments", "complaint"),
     [
         (["putt"], "did you mean 'put'?"),
-        (
-            ["set", "k", "v"],
-            "no such command 'set', did you mean 'put'? (see `mooncake-p2p --help`)",
-        ),
+        (["set", "k", "v"], "no such command 'set', did you mean 'put'? (see `mooncake-p2p --help`)"),
         (["del", "k"], "did you mean 'rm'?"),
         (["exists", "k"], "did you mean 'locate'?"),
         (["info"], "did you mean 'stats'?"),
@@ -378,9 +366,7 @@ FAILING = {
 
 
 def test_failing_arguments_are_known_for_each_command_with_json() -> None:
-    with_json = {
-        name for name in COMMANDS if "json" in inspect.signature(function_of(name)).parameters
-    }
+    with_json = {name for name in COMMANDS if "json" in inspect.signature(function_of(name)).parameters}
     assert set(FAILING) == with_json
 
 
@@ -443,10 +429,7 @@ def test_the_error_stands_beside_what_was_done(capsys: pytest.CaptureFixture[str
     output.json_output.begin()
     output.print_json({"removed": ["a"]})
     output.json_output.end({"type": "NoSuchKey"})
-    assert json.loads(capsys.readouterr().out) == {
-        "removed": ["a"],
-        "error": {"type": "NoSuchKey"},
-    }
+    assert json.loads(capsys.readouterr().out) == {"removed": ["a"], "error": {"type": "NoSuchKey"}}
     output.json_output.begin()
     output.print_json_line([1])
     output.json_output.end({"type": "Interrupted"}, stopped=True)

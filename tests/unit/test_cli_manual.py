@@ -89,10 +89,7 @@ def test_help_shows_what_people_need_and_help_all_the_rest_in_groups(
     assert everyday < shown
     assert len(shown) <= 12
     assert "--help-all" in shown
-    assert (
-        run([*name.split(), "show", "--help-all"] if name == "config" else [name, "--help-all"])
-        == 0
-    )
+    assert run([*name.split(), "show", "--help-all"] if name == "config" else [name, "--help-all"]) == 0
     whole = capsys.readouterr().out
     assert max(map(len, whole.splitlines())) <= 80
     assert options <= set(re.findall(r"(?<![\w-])--[a-z-]+", whole.partition("\nOptions:")[2]))

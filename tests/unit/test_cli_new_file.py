@@ -157,9 +157,7 @@ def test_nothing_is_left_of_a_killed_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_process_left_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out"
     killed_writer(path, unnamed=False)
     assert [each.suffix for each in tmp_path.iterdir()] == [".part"]
@@ -172,9 +170,7 @@ def test_what_a_killed_process_left_is_replaced(
     assert path.read_bytes() == b"v"
 
 
-def test_two_writers_of_one_name_do_not_mix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_writers_of_one_name_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", without_unnamed_files)
     path = tmp_path / "out"
     first = NewFile(str(path))

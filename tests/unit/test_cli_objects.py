@@ -73,13 +73,7 @@ class MemoryStore:
         return PutResult(key, status, 1, options["replicas"], self.location, (1 << 16, 7))  # type: ignore[arg-type]
 
     def get_into(
-        self,
-        key: str,
-        buffer: memoryview,
-        *,
-        wait: float,
-        progress: None,
-        trace: FetchTrace | None,
+        self, key: str, buffer: memoryview, *, wait: float, progress: None, trace: FetchTrace | None
     ) -> int:
         self.waited = wait
         if trace is not None:
@@ -145,9 +139,7 @@ class MemoryStore:
 
     def locate(self, key: str) -> list[Location]:
         if key in self.elsewhere:
-            return [
-                Location("12D3KooWdef", "there", "dram", 1, (0, 7), *(False, "hard", False, True))
-            ]
+            return [Location("12D3KooWdef", "there", "dram", 1, (0, 7), *(False, "hard", False, True))]
         if key not in self.values:
             return []
         pin: Any = self.pins.get(key, ("soft",))[0]
@@ -203,10 +195,7 @@ def test_put_with_key_and_file_swapped_says_so(
 def test_put_passes_its_options_on(store: MemoryStore, file: Path) -> None:
     options = ["--replicas", "3", "--pin", "hard", "--ttl", "10m", "--overwrite", "--durable"]
     assert run(["put", "k", str(file), *options]) == 0
-    expected = {
-        **{"replicas": 3, "pin": "hard", "ttl": 600.0},
-        **{"overwrite": True, "durable": True},
-    }
+    expected = {**{"replicas": 3, "pin": "hard", "ttl": 600.0}, **{"overwrite": True, "durable": True}}
     assert store.put_options == expected
     assert run(["put", "k", str(file), "--on-conflict", "error"]) == 0
     assert not store.put_options["overwrite"]
@@ -252,9 +241,7 @@ def test_put_json(store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[
     }
 
 
-def test_get_into_a_file(
-    store: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_get_into_a_file(store: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     for value in (os.urandom(100_000), b""):
         store.values["k"] = value
@@ -268,9 +255,7 @@ def test_get_into_a_file(
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_get_explained(
-    store: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_get_explained(store: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store.values["k"] = b"value"
     out = str(tmp_path / "out")
     assert run(["get", "k", "-o", out, "--explain"]) == 0
@@ -420,11 +405,7 @@ def test_rm_by_prefix_takes_page_after_page(
         "failed": {},
         "silent_peers": [],
         "complete": True,
-        "error": {
-            "type": "NoSuchKey",
-            "message": "no key begins with 'a/'",
-            "status": 3,
-        },
+        "error": {"type": "NoSuchKey", "message": "no key begins with 'a/'", "status": 3},
     }
 
 
@@ -530,12 +511,7 @@ def test_pin_keeps_a_hard_pin_unless_told_otherwise(
     assert "b stays pinned hard (--pin soft makes it a soft pin)\n" in capsys.readouterr().err
     assert run(["pin", "b", "--json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {
-        "pinned": ["b"],
-        "failed": {},
-        "copies": {},
-        "kept_hard": ["b"],
-    }
+    assert json.loads(captured.out) == {"pinned": ["b"], "failed": {}, "copies": {}, "kept_hard": ["b"]}
     assert captured.err == ""
     assert run(["pin", "b", "--pin", "soft"]) == 0
     assert many.pins["b"] == ("soft", None)
@@ -550,18 +526,14 @@ def test_ls_of_what_is_pinned(many: MemoryStore, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.split()[:3] == ["KEY", "SIZE", "PINNED"]
 
 
-def test_get_that_waited_says_how_long(
-    store: MemoryStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_get_that_waited_says_how_long(store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["get", "none", "-o", "/dev/null", "--wait", "2"]) == 3
     assert "none came in the 2 s of --wait" in capsys.readouterr().err
     assert run(["get", "none", "-o", "/dev/null"]) == 3
     assert "--wait" not in capsys.readouterr().err
 
 
-def test_a_try_that_failed_is_told_in_short(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_try_that_failed_is_told_in_short(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "no route; add one with a very long command"
     trace = FetchTrace(tries=[TransportTry("p", "tcp", True, reason, 0.5)])
     assert "tried     p over tcp: no route after 500.0 ms" in explanation(trace)
@@ -592,11 +564,7 @@ def test_replicate_says_how_many_there_are(
     ],
 )
 def test_put_says_once_why_there_are_too_few_copies(
-    capacities: list[int],
-    said: str,
-    store: MemoryStore,
-    file: Path,
-    capsys: pytest.CaptureFixture[str],
+    capacities: list[int], said: str, store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.members = [member(str(number), each) for number, each in enumerate(capacities)]
     assert run(["put", "k", str(file), "--replicas", "9"]) == 0

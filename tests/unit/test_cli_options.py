@@ -141,9 +141,7 @@ def test_join_passes_every_option_on(started: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("option", ["--http", "--metrics"])
-def test_the_status_page_is_on_loopback_unless_a_host_is_given(
-    option: str, started: list[Any]
-) -> None:
+def test_the_status_page_is_on_loopback_unless_a_host_is_given(option: str, started: list[Any]) -> None:
     for address in ("9946", "0.0.0.0:9946"):
         assert run(["join", option, address]) == 0
     assert [each.metrics for each in started] == ["127.0.0.1:9946", "0.0.0.0:9946"]
@@ -163,11 +161,7 @@ READY = {
 
 @pytest.mark.parametrize(
     ("live", "choice"),
-    [
-        (["/tmp/a.sock"], ""),
-        (["/tmp/a.sock", "/tmp/b.sock"], " -p a"),
-        ([], " --socket /tmp/a.sock"),
-    ],
+    [(["/tmp/a.sock"], ""), (["/tmp/a.sock", "/tmp/b.sock"], " -p a"), ([], " --socket /tmp/a.sock")],
 )
 def test_a_terminal_is_told_where_the_peer_is_and_what_to_try(
     live: list[str], choice: str, monkeypatch: pytest.MonkeyPatch
@@ -215,11 +209,7 @@ def test_flag_over_environment_over_file(
     monkeypatch.setenv("MOONCAKE_P2P_CONFIG", str(file))
     assert run(["join", "--name", "flag"]) == 0
     assert started[0] == started[1]
-    assert (started[0].name, started[0].cluster, started[0].memory) == (
-        "flag",
-        "environment",
-        MIB,
-    )
+    assert (started[0].name, started[0].cluster, started[0].memory) == ("flag", "environment", MIB)
     assert started[0].bootstrap == ["b:1", "b:2"]
 
 
@@ -280,9 +270,7 @@ def test_an_invite_on_the_command_line_in_the_environment_and_on_stdin(
     assert started[0].cluster_key_file == str(tmp_path / "mooncake-p2p" / "n" / "cluster.key")
 
 
-def test_a_torn_invite_is_a_usage_error(
-    started: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torn_invite_is_a_usage_error(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     line = format_invite(Invite("blue", ("10.0.0.1:17946",)))
     assert run(["join", "--invite", line[:-3]]) == 2
     assert "torn or mistyped: ask for it again" in capsys.readouterr().err
@@ -296,16 +284,7 @@ def test_config_show_takes_what_join_takes(
     file.write_text('\nmemory = "2MiB"\n')
     key = b"k" * 32
     line = format_invite(Invite("blue", ("10.0.0.1:17946",), (key,)))
-    options = [
-        "--config",
-        str(file),
-        "--name",
-        "n",
-        "--invite",
-        line,
-        "--data-listen",
-        "10.0.0.2:1",
-    ]
+    options = ["--config", str(file), "--name", "n", "--invite", line, "--data-listen", "10.0.0.2:1"]
     assert run(["config", "show", "--json", *options]) == 0
     text = capsys.readouterr().out
     shown = {each["name"]: each for each in json.loads(text)}
@@ -337,8 +316,7 @@ def test_config_show_tells_of_variables_that_nobody_reads(
 
 def test_what_the_peer_finds_wrong_is_told_as_it_was_spelled() -> None:
     settings = Settings(
-        {"interface": "none0", "memory": 1},
-        {"interface": "MOONCAKE_P2P_INTERFACE", "name": "default"},
+        {"interface": "none0", "memory": 1}, {"interface": "MOONCAKE_P2P_INTERFACE", "name": "default"}
     )
     for said, shown in (
         ("interface: there is none", "MOONCAKE_P2P_INTERFACE: there is none"),

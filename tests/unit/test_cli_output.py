@@ -98,9 +98,7 @@ def test_progress_is_silent_into_a_pipe(
     assert capsys.readouterr().err == ""
 
 
-def shown_progress(
-    monkeypatch: pytest.MonkeyPatch, work: Callable[[output.ProgressBar], None]
-) -> str:
+def shown_progress(monkeypatch: pytest.MonkeyPatch, work: Callable[[output.ProgressBar], None]) -> str:
     """The text of a bar that is there from the beginning, while `work` goes on."""
     shown = threading.Event()
     show = output.ProgressBar.show
@@ -160,9 +158,7 @@ def test_nobody_is_asked_without_a_terminal() -> None:
     assert refused.value.code == ExitCode.USAGE
 
 
-@pytest.mark.parametrize(
-    ("typed", "agreed"), [("y", True), ("YES", True), ("", False), ("n", False)]
-)
+@pytest.mark.parametrize(("typed", "agreed"), [("y", True), ("YES", True), ("", False), ("n", False)])
 def test_a_terminal_is_asked(typed: str, agreed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     primary, secondary = os.openpty()
     os.write(primary, typed.encode() + b"\n")
@@ -189,8 +185,6 @@ def test_a_table_loses_nothing_on_a_terminal_that_is_far_too_narrow(
 ) -> None:
     headers = ("NAME", "STATUS", "HEARD", "CONTROL", "PEER ID")
     row = ("alpha", "alive", "0.1 s", "127.0.0.1:7001", "..AbGgYNyh")
-    shown = on_terminal(
-        monkeypatch, "stdout", lambda: output.print_table(headers, [row]), columns=20
-    )
+    shown = on_terminal(monkeypatch, "stdout", lambda: output.print_table(headers, [row]), columns=20)
     for text in (*headers, *row):
         assert text in shown

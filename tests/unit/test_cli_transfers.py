@@ -75,11 +75,7 @@ def test_a_value_outlives_an_error_that_still_looks_at_it(tmp_path: Path) -> Non
 def test_an_endless_pipe_is_refused_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "MAX_OBJECT_BYTES", 2 * MIB)
     monkeypatch.setattr("p2pstore.objects.MAX_OBJECT_BYTES", 2 * MIB)
-    with (
-        pipe_with(bytes(3 * MIB)) as source,
-        pytest.raises(ObjectTooLarge),
-        transfers.value_of(source),
-    ):
+    with pipe_with(bytes(3 * MIB)) as source, pytest.raises(ObjectTooLarge), transfers.value_of(source):
         pass
 
 

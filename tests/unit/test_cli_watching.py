@@ -26,11 +26,7 @@ def test_what_does_not_fit_is_counted(picture: _Picture) -> None:
     assert len(picture.fitted(60, 24)) == 24
     assert "enlarge" not in "".join(picture.fitted(60, 24))
     shown = picture.fitted(60, 15)
-    assert shown[-3:] == [
-        "member 2",
-        "(2 of 5 members: enlarge the terminal)",
-        "every 1 s; Ctrl-C ends",
-    ]
+    assert shown[-3:] == ["member 2", "(2 of 5 members: enlarge the terminal)", "every 1 s; Ctrl-C ends"]
     shown = picture.fitted(60, 8)
     assert shown[-2] == "(9 more lines, all 5 members among them: enlarge the terminal)"[:60] or (
         shown[-2].endswith("~")
@@ -50,9 +46,7 @@ def test_a_peer_that_is_gone_is_said_whole(picture: _Picture) -> None:
         assert text.endswith("end")
 
 
-def test_lines_that_are_cut_are_pointed_out(
-    picture: _Picture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_that_are_cut_are_pointed_out(picture: _Picture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cut" not in picture.fitted(60, 24)[-1]
     monkeypatch.setattr(picture, "lines", lambda columns: ["name and memor~"])
     assert picture.fitted(60, 24)[-1].endswith("~: cut, widen the terminal")

@@ -17,12 +17,7 @@ from p2pstore.gossip.floors.cluster_records import (
     read_cells,
     records_for,
 )
-from p2pstore.gossip.records import (
-    ClusterRecord,
-    ClusterRecordKind,
-    SignedRecord,
-    read_cluster_record,
-)
+from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, SignedRecord, read_cluster_record
 from p2pstore.wire import encode_body
 from tests.unit.gossip_network import digest_of, peer_id_of
 
@@ -103,9 +98,7 @@ def test_an_older_peer_is_sent_some_at_random() -> None:
     assert one != other
 
 
-@pytest.mark.parametrize(
-    "packed", [b"x", bytes(512), bytes(514), bytes(5 * 513), b"\x40" + bytes(512)]
-)
+@pytest.mark.parametrize("packed", [b"x", bytes(512), bytes(514), bytes(5 * 513), b"\x40" + bytes(512)])
 def test_cells_that_make_no_sense(packed: bytes) -> None:
     with pytest.raises(ProtocolError):
         read_cells(packed)

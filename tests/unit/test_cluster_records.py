@@ -32,12 +32,7 @@ SIGNER = FakeSigner(peer_id_of(1))
 
 
 def floor(
-    key: int,
-    clock: int,
-    writer: int = 1,
-    scope: int = 0,
-    body: bytes = b"",
-    signer: FakeSigner = SIGNER,
+    key: int, clock: int, writer: int = 1, scope: int = 0, body: bytes = b"", signer: FakeSigner = SIGNER
 ) -> tuple[ClusterRecord, SignedRecord]:
     record = ClusterRecord(
         1, int(ClusterRecordKind.FLOOR), digest_of(key), clock, writer, signer.peer_id, scope, body
@@ -118,8 +113,7 @@ def test_one_record_forbids_many_keys() -> None:
     assert records.offer(record, sign_cluster_record(record, SIGNER))
     assert (len(records), records.floors.count) == (1, 64)
     assert all(
-        records.floors.forbids(digest_of(key), None, Version(9, 1)) is (key < 64)
-        for key in range(70)
+        records.floors.forbids(digest_of(key), None, Version(9, 1)) is (key < 64) for key in range(70)
     )
     records.offer(*floor(7, 20))
     records.floors.raise_horizon({ME: 9})

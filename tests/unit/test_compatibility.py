@@ -66,13 +66,7 @@ from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer import data_messages as data
 from p2pstore.transfer import peer_messages
-from p2pstore.transfer.read_tickets import (
-    Scope,
-    TicketClaims,
-    issue_ticket,
-    open_ticket,
-    ticket_secret,
-)
+from p2pstore.transfer.read_tickets import Scope, TicketClaims, issue_ticket, open_ticket, ticket_secret
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server as data_server_module
 from p2pstore.wire import (
@@ -233,12 +227,8 @@ def test_a_copy_from_an_older_holder_fits_though_its_trailer_grows() -> None:
     world = Harness(others=1)
     for length, letters in product(range(4000, 4096, 8), range(1, 9)):  # to the end of a granule
         remote = remote_object("k" * letters, bytes(length))
-        grows_by = len(encode_body(remote.trailer)) - len(
-            msgspec.msgpack.encode(older(remote.trailer))
-        )
-        slot = msgspec.structs.replace(
-            remote.slot, trailer_length=remote.slot.trailer_length - grows_by
-        )
+        grows_by = len(encode_body(remote.trailer)) - len(msgspec.msgpack.encode(older(remote.trailer)))
+        slot = msgspec.structs.replace(remote.slot, trailer_length=remote.slot.trailer_length - grows_by)
         operation = world.core.operations.fetch(slot.digest, world.now)
         destination = world.core.operations.copy_destination(operation.number, world.now)
         destination.prepare(slot, remote.trailer)[:] = bytes(length)
@@ -449,9 +439,7 @@ def receive_local(sock: socket.socket) -> tuple[int, int, int, bytes]:
 
 
 def local_hello(minimum: int = 1, maximum: int = 1) -> bytes:
-    hello = local_protocol.Hello(
-        minimum, maximum, "default", local_protocol.Access.READ, os.getpid()
-    )
+    hello = local_protocol.Hello(minimum, maximum, "default", local_protocol.Access.READ, os.getpid())
     return PREFACE_LOCAL + encode_frame(local_protocol.LocalKind.HELLO, 0, hello)
 
 
@@ -574,9 +562,7 @@ def test_a_version_that_was_not_offered_is_refused(tmp_path: Path) -> None:
         welcome = peer.backend.welcome
         peer.backend.welcome = lambda client, version: welcome(client, 2)  # type: ignore[method-assign]
         opening = LocalConnection.open(
-            BlockingDriver(),
-            str(tmp_path / "s"),
-            Opening("default", local_protocol.Access.READ),
+            BlockingDriver(), str(tmp_path / "s"), Opening("default", local_protocol.Access.READ)
         )
         with pytest.raises(ProtocolMismatch, match="the other side 2 to 2"):
             run_blocking(opening)
@@ -602,9 +588,7 @@ async def test_a_data_server_that_picks_another_version_is_refused(
         ("floors.bin", b"P2PSFLR\0\x02\0\0\0what follows"),
     ],
 )
-def test_files_of_a_newer_format_are_refused_and_kept(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_files_of_a_newer_format_are_refused_and_kept(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     (tmp_path / name).chmod(0o600)
 

@@ -85,10 +85,7 @@ def test_defaults_serve_this_machine_alone() -> None:
             "quota: 8.0 MiB together are more than the memory, 7.0 MiB; give less to some",
         ),
         ({"memory_path": "/f", "huge_pages": "require"}, "huge_pages: the pages of a file"),
-        (
-            {"eviction_policy": "fifo"},
-            "eviction_policy: 'fifo' is not one of prefix, lru, s3-fifo",
-        ),
+        ({"eviction_policy": "fifo"}, "eviction_policy: 'fifo' is not one of prefix, lru, s3-fifo"),
         ({"huge_pages": "yes"}, "huge_pages: 'yes' is not one of auto, never, require"),
         ({"numa_node": -1}, "numa_node: -1 is no NUMA node"),
         ({"max_objects": 0}, "max_objects: 0 must be at least 1"),
@@ -145,17 +142,13 @@ def test_addresses_are_split_and_joined(address: str, host: str, port: int) -> N
     assert join_address(host, port) == address
 
 
-@pytest.mark.parametrize(
-    "address", ["", ":1", "a:", "a:-1", "a:65536", "a:²", "a:1_0", "[::1]", "a"]
-)
+@pytest.mark.parametrize("address", ["", ":1", "a:", "a:-1", "a:65536", "a:²", "a:1_0", "[::1]", "a"])
 def test_malformed_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="listen: "):
         split_address(address, "listen")
 
 
-@pytest.mark.parametrize(
-    ("address", "host"), [("a", "a"), ("[::1]", "::1"), ("10.0.0.1", "10.0.0.1")]
-)
+@pytest.mark.parametrize(("address", "host"), [("a", "a"), ("[::1]", "::1"), ("10.0.0.1", "10.0.0.1")])
 def test_a_port_may_be_left_out_where_there_is_a_default(address: str, host: str) -> None:
     assert split_address(address, "advertise", default_port=7) == (host, 7)
 

@@ -14,13 +14,7 @@ def use(used_at: float, *, kept: bool = False, opened_here: bool = True, busy: b
 
 
 def test_only_who_opened_an_idle_connection_closes_it() -> None:
-    uses = [
-        use(0.0),
-        use(0.1),
-        use(0.0, kept=True),
-        use(0.0, opened_here=False),
-        use(0.0, busy=True),
-    ]
+    uses = [use(0.0), use(0.1), use(0.0, kept=True), use(0.0, opened_here=False), use(0.0, busy=True)]
     assert idle(uses, 99.9, LIMITS) == []
     assert idle(uses, 100.0, LIMITS) == [0]
     assert idle(uses, 1e9, LIMITS) == [0, 1]

@@ -149,12 +149,7 @@ def test_no_peer_takes_the_place_of_another_publisher(world: Harness) -> None:
         hear(world, good, nonsense, clock=3)
     assert world.core.checkpoints.find(NAMESPACE, "model").version == V1
     assert len(records) == 1
-    hear(
-        world,
-        good,
-        SwitchBody(NAMESPACE, "model", V1),
-        kind=ClusterRecordKind.CHECKPOINT_SWITCH,
-    )
+    hear(world, good, SwitchBody(NAMESPACE, "model", V1), kind=ClusterRecordKind.CHECKPOINT_SWITCH)
     assert len(records) == 2
 
 
@@ -165,9 +160,7 @@ def test_of_several_publishers_none_is_guessed(world: Harness) -> None:
     one, two, _ = world.others
     checkpoints = world.core.checkpoints
     hear(world, one, head())
-    assert list(map(checkpoints.trusts, checkpoints.heads())) == [True], (
-        "no other publisher to choose"
-    )
+    assert list(map(checkpoints.trusts, checkpoints.heads())) == [True], "no other publisher to choose"
     hear(world, two, head(V2))
     assert list(map(checkpoints.trusts, checkpoints.heads())) == [False, False]
     with pytest.raises(ValueError, match=r"2 publishers: .*\(peer-\d\), .*\(peer-\d\); choose"):

@@ -118,9 +118,7 @@ def test_what_the_ssd_does_not_take_is_lost_when_it_is_evicted() -> None:
         world.write(accept=False)
     assert world.find("k") is None
     assert world.announced("k") is None
-    assert (
-        world.core.counters["last_copies_dropped"] == world.core.counters["objects_withdrawn"] > 0
-    )
+    assert world.core.counters["last_copies_dropped"] == world.core.counters["objects_withdrawn"] > 0
 
 
 def test_what_others_have_and_what_the_ssd_took_are_no_last_copies() -> None:
@@ -202,9 +200,7 @@ def test_a_load_that_fails_goes_on_at_another_holder() -> None:
     world = ColdWorld(others=2)
     world.cool("k", VALUE)
     cold = world.store.objects[digest_of("k")]
-    thing = world.hold(
-        world.others[0], "k", VALUE, cold.entry.version.clock, cold.entry.version.writer
-    )
+    thing = world.hold(world.others[0], "k", VALUE, cold.entry.version.clock, cold.entry.version.writer)
     operation = world.core.operations.fetch(digest_of("k"), world.now)
     world.load(fail=True)
     entry = world.deliver(world.pull_wanted(), thing)
@@ -385,11 +381,7 @@ def test_what_leaves_memory_is_kept_on_the_ssd_as_firmly_as_it_was_last() -> Non
     world = ColdWorld()
     world.cool("k", VALUE)
     world.store.set_care(
-        digest_of("k"),
-        world.store.objects[digest_of("k")].entry.version,
-        pin=1,
-        replicas=1,
-        soft=False,
+        digest_of("k"), world.store.objects[digest_of("k")].entry.version, pin=1, replicas=1, soft=False
     )
     world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
@@ -418,9 +410,7 @@ def test_the_same_bytes_come_back_to_memory_until_the_object_ends() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 500.0), (60.0, 500.0), (1000.0, 60.0)])
-def test_the_ttl_of_a_second_put_is_that_of_the_copy_on_the_ssd_too(
-    before: float, after: float
-) -> None:
+def test_the_ttl_of_a_second_put_is_that_of_the_copy_on_the_ssd_too(before: float, after: float) -> None:
     world = ColdWorld()
     world.cool("k", VALUE, ttl_seconds=before)
     put = world.put("k", VALUE, ttl_seconds=after)
@@ -497,9 +487,7 @@ def test_the_bytes_of_a_tensor_come_back_as_that_tensor(given: dict[str, Any], t
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("had", [{}, TENSOR])
-def test_the_same_bytes_in_another_shape_are_another_value(
-    had: dict[str, Any], overwrite: bool
-) -> None:
+def test_the_same_bytes_in_another_shape_are_another_value(had: dict[str, Any], overwrite: bool) -> None:
     world = ColdWorld()
     world.cool("k", VALUE, **had)
     put = world.put("k", VALUE, dtype="uint8", shape=(1, len(VALUE)), overwrite=overwrite)

@@ -278,9 +278,7 @@ def test_a_client_s_report_counts_like_a_failure_of_one_s_own() -> None:
 
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"value")
-    failure = PullFailure(
-        world.others[0].member, int(Code.NO_SUCH_KEY), "", OTHER_INCARNATION, 1000
-    )
+    failure = PullFailure(world.others[0].member, int(Code.NO_SUCH_KEY), "", OTHER_INCARNATION, 1000)
     world.core.holders.failed(digest_of("k"), failure, world.now)
     assert world.core.copies.known(digest_of("k"), world.now) == []
 

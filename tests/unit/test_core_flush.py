@@ -198,9 +198,7 @@ def filled(monkeypatch: pytest.MonkeyPatch, others: int = 1) -> Harness:
     return world
 
 
-def test_a_sweep_takes_steps_and_nobody_is_served_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sweep_takes_steps_and_nobody_is_served_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     world = filled(monkeypatch, others=0)
     operation = flush(world)
     assert world.segment.object_count == 5
@@ -307,10 +305,7 @@ def test_copies_that_may_have_been_removed_are_withdrawn() -> None:
     assert world.core.counters["horizons_missed"] == 1
     (note,) = world.core.floors.take_notes(world.now)
     assert "it discarded 1 copies of objects" in note
-    assert (
-        f"by the signed records of {world.gossip.membership.name_of(world.others[0].peer_id)}"
-        in note
-    )
+    assert f"by the signed records of {world.gossip.membership.name_of(world.others[0].peer_id)}" in note
     assert world.core.floors.take_notes(world.now) == []
     world.check_idle()
 
@@ -366,9 +361,7 @@ def cold(key: str, clock: int) -> ColdObject:
 def returned(world: Harness) -> tuple[set[bytes], set[bytes]]:
     world.pass_time(0.5)
     effects = world.effects(ColdSorted)
-    assert [effect.last for effect in effects] == [False] * (len(effects) - 1) + [True] * bool(
-        effects
-    )
+    assert [effect.last for effect in effects] == [False] * (len(effects) - 1) + [True] * bool(effects)
     good = {each.digest for effect in effects for each in effect.good}
     return good, {each.digest for effect in effects for each in effect.discarded}
 

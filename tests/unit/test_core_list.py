@@ -48,9 +48,7 @@ def test_paging_through_gives_every_key_once_with_the_holders_of_its_newest_vers
     peers = {b"peer %d" % number: keys for number, keys in enumerate(held)}
     listed, after, pages = [], "", 0
     while True:
-        answers = [
-            (peer_id, page_of(keys, prefix, after, limit)) for peer_id, keys in peers.items()
-        ]
+        answers = [(peer_id, page_of(keys, prefix, after, limit)) for peer_id, keys in peers.items()]
         page = run_through(merge_pages(limit, answers, [], name_of))
         listed += page.items
         assert len(page.items) <= limit
@@ -64,9 +62,7 @@ def test_paging_through_gives_every_key_once_with_the_holders_of_its_newest_vers
     assert [item.key for item in listed] == everything
     for item in listed:
         newest = max(keys[item.key] for keys in held if item.key in keys)
-        holders = [
-            name_of(peer_id) for peer_id, keys in peers.items() if keys.get(item.key) == newest
-        ]
+        holders = [name_of(peer_id) for peer_id, keys in peers.items() if keys.get(item.key) == newest]
         assert (item.clock, item.writer) == newest
         assert (item.copies, item.peers) == (len(holders), holders)
 

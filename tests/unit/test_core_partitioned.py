@@ -124,9 +124,7 @@ def test_a_home_that_denies_what_is_there_hides_nothing(lie: str) -> None:
 
 
 @pytest.mark.parametrize("wait_seconds", [0.0, 5.0])
-def test_what_a_home_claims_to_have_itself_and_does_not_prove_hides_nothing(
-    wait_seconds: float,
-) -> None:
+def test_what_a_home_claims_to_have_itself_and_does_not_prove_hides_nothing(wait_seconds: float) -> None:
     world = partitioned()
     key, holder = foreign_key(world), world.others[0]
     operation = look(world, key, wait_seconds=wait_seconds)
@@ -460,9 +458,7 @@ def test_a_lie_about_a_holder_does_not_hide_what_a_home_says_of_it() -> None:
     for clock in (clock_at(-200.0), clock_at(3600.0)):
         made_up = world.location(remote_object(key, b"2", clock=clock))
         forged = Locations([[Holding(holder.member, OTHER_INCARNATION, FAR, made_up)]])
-        world.core.copies.learn_locations(
-            world.others[1].peer_id, [digest_of(key)], forged, world.now
-        )
+        world.core.copies.learn_locations(world.others[1].peer_id, [digest_of(key)], forged, world.now)
     thing = remote_object(key, b"1", clock=clock_at(-50.0))
     truth = Locations([[told(holder, thing, world)]])
     world.core.copies.learn_locations(world.others[2].peer_id, [digest_of(key)], truth, world.now)

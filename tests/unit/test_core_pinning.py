@@ -106,9 +106,7 @@ def test_what_is_elsewhere_alone_is_looked_up_and_pinned_there() -> None:
         world.answer(ask, Locations([[]]))
     (ask,) = asks(world)
     version = thing.version
-    assert ask.request == SetPins(
-        [PinItem(digest_of("far"), version.clock, version.writer)], Pin.NONE
-    )
+    assert ask.request == SetPins([PinItem(digest_of("far"), version.clock, version.writer)], Pin.NONE)
     world.answer(ask, PinsSet(b"\1"))
     assert operation.result == [
         PinEnd(here=False, found=True, copies=1, known=1),

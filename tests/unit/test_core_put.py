@@ -61,20 +61,13 @@ def test_an_unknown_key_is_created_and_announced() -> None:
     version = Version(clock_at(0.0), world.writer, operation.facts.root)
     assert end_of(operation) == PutEnd(PutStatus.CREATED, 1, 1, version)
     entry = present(world.find("k"))
-    assert (entry.version, entry.soft, entry.dtype, entry.shape) == (
-        version,
-        False,
-        "float32",
-        (5,),
-    )
+    assert (entry.version, entry.soft, entry.dtype, entry.shape) == (version, False, "float32", (5,))
     assert world.value("k") == b"value"
     record = present(world.announced("k"))
     assert record.version == version
     assert world.finished() == {operation.number}
     world.core.flush_pushes(world.now)
-    assert {ask.peer_id for ask in world.asks(DataKind.PUSH)} == set(
-        world.core.homes(digest_of("k"))
-    )
+    assert {ask.peer_id for ask in world.asks(DataKind.PUSH)} == set(world.core.homes(digest_of("k")))
     world.check_idle()
 
 
@@ -485,9 +478,7 @@ def test_what_its_holder_does_not_give_is_created_anew() -> None:
     world.answer(ask, remote.reply)
     pull = world.pull_wanted()
     failure = PullFailure(world.others[0].member, int(Code.UNAVAILABLE), "")
-    world.core.operations.pulled(
-        pull.operation, PullOutcome(False, (failure,), None, 0, ""), world.now
-    )
+    world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,), None, 0, ""), world.now)
     assert end_of(operation).status == PutStatus.CREATED
     world.check_idle()
 
@@ -827,9 +818,7 @@ def test_a_put_after_a_flush_ignores_who_has_not_heard_of_it(value: bytes) -> No
     assert world.value("k") == value
 
 
-def test_a_put_during_a_sweep_does_not_rely_on_what_is_swept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_put_during_a_sweep_does_not_rely_on_what_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Harness()
     monkeypatch.setattr(sweeping, "WITHDRAWN_PER_STEP", 1)
     for key in ("a", "b", "c"):

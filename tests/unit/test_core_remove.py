@@ -9,12 +9,7 @@ from p2pstore.core.removals import remove as removing
 from p2pstore.core.removals.remove import RemoveOperation
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
-from p2pstore.gossip.records import (
-    SCOPE_NAMESPACE,
-    SignedRecord,
-    keys_of_floor,
-    open_cluster_record,
-)
+from p2pstore.gossip.records import SCOPE_NAMESPACE, SignedRecord, keys_of_floor, open_cluster_record
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
@@ -199,9 +194,7 @@ def test_the_result_tells_which_existed_and_what_did_not_gets_no_floor() -> None
     assert operation.result == [False, True, True, True]
     records = world.gossip.cluster_records
     assert not records.floors.floor_for(digest_of("absent")).clock
-    assert records.floors.floor_for(digest_of("held by the dead")).clock, (
-        "it must not come back with it"
-    )
+    assert records.floors.floor_for(digest_of("held by the dead")).clock, "it must not come back with it"
 
 
 def test_a_copy_that_only_a_home_knows_is_removed_too() -> None:
@@ -326,9 +319,7 @@ def test_a_floor_with_a_wrong_signature_is_refused() -> None:
     signed = world.floor_from(world.others[0], digest_of("k"), entry.version)
     with pytest.raises(ProtocolError, match="signature"):
         world.serve(
-            world.others[0],
-            DataKind.CLUSTER_RECORDS,
-            ClusterRecords([signed.body], [bytes(64)]),
+            world.others[0], DataKind.CLUSTER_RECORDS, ClusterRecords([signed.body], [bytes(64)])
         )
     assert world.find("k") is entry
 
@@ -365,10 +356,7 @@ def test_a_namespace_s_floor_drops_all_its_keys_and_no_others() -> None:
     floor = world.core.version_above(Version(0, 0), world.now)
     later = world.stored("later", b"value")
     world.learn_floor(world.others[0], namespace_digest(NAMESPACE), floor, SCOPE_NAMESPACE)
-    assert [entry.digest for entry in world.segment.entries()] == [
-        elsewhere.digest,
-        later.digest,
-    ]
+    assert [entry.digest for entry in world.segment.entries()] == [elsewhere.digest, later.digest]
     assert world.announced("a") is None
     world.check_idle()
 

@@ -42,9 +42,7 @@ def live(world: Harness, seconds: float) -> None:
         world.pass_time(min(0.2, until - world.now))
         for ask in world.effects(Ask):
             ping = ask.kind == ControlKind.PING
-            world.gossip.answered(
-                ask.token, Ack(OTHER_INCARNATION, []) if ping else None, world.now
-            )
+            world.gossip.answered(ask.token, Ack(OTHER_INCARNATION, []) if ping else None, world.now)
 
 
 def replications(world: Harness) -> list[AskPeer]:
@@ -268,9 +266,7 @@ def hand_over(world: Harness) -> HandOverOperation:
     return operation
 
 
-def test_whom_to_give_objects_to_is_looked_for_some_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whom_to_give_objects_to_is_looked_for_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Harness(others=2, memory_bytes=1 << 20)
     for number in range(30):
         world.stored(f"k{number}", b"v")

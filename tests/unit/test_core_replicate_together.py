@@ -65,9 +65,7 @@ def held(ask: AskPeer, *codes: int) -> ReplicatedMany:
 
 def copies(ends: Sequence[PutAmongMany]) -> list[int]:
     results = [end.result for end in ends]
-    assert all(
-        isinstance(result, PutEnd) and result.status is PutStatus.CREATED for result in results
-    )
+    assert all(isinstance(result, PutEnd) and result.status is PutStatus.CREATED for result in results)
     return [result.copies for result in results if isinstance(result, PutEnd)]
 
 
@@ -177,9 +175,7 @@ def test_a_target_without_memory_is_not_asked() -> None:
     assert ask.peer_id == world.others[1].peer_id
 
 
-@pytest.mark.parametrize(
-    "reply", [None, Failure(int(Code.UNAVAILABLE), "leaving"), Replicated(1, 1)]
-)
+@pytest.mark.parametrize("reply", [None, Failure(int(Code.UNAVAILABLE), "leaving"), Replicated(1, 1)])
 def test_a_target_that_fails_is_passed_over(reply: Any) -> None:
     world = world_of(2)
     ends = put(world, ["k"])

@@ -160,10 +160,7 @@ def test_a_replica_is_pulled_from_whoever_asks_and_is_firm() -> None:
     assert isinstance(operation, FetchOperation)
     pull = world.pull_wanted()
     (copy,) = pull.copies
-    assert (copy.peer_id, copy.record.version.clock) == (
-        world.others[0].peer_id,
-        thing.version.clock,
-    )
+    assert (copy.peer_id, copy.record.version.clock) == (world.others[0].peer_id, thing.version.clock)
     entry = present(world.deliver(pull, thing))
     assert not entry.soft
     reply = reply_of(operation)
@@ -261,12 +258,7 @@ def test_a_stranger_that_asks_for_a_replica_introduces_itself() -> None:
     stranger = Other(SimulatedSigner(55))
     signed = peer_record(stranger.signer)
     world.others.insert(0, stranger)
-    asked(
-        world,
-        remote_object("k", b"1"),
-        record_body=signed.body,
-        record_signature=signed.signature,
-    )
+    asked(world, remote_object("k", b"1"), record_body=signed.body, record_signature=signed.signature)
     assert stranger.peer_id in world.core.live_peers()
 
 
@@ -274,24 +266,14 @@ def test_a_forged_introduction_is_a_protocol_error() -> None:
     world = Harness(others=1)
     signed = peer_record(SimulatedSigner(55))
     with pytest.raises(ProtocolError):
-        asked(
-            world,
-            remote_object("k", b"1"),
-            record_body=signed.body,
-            record_signature=bytes(64),
-        )
+        asked(world, remote_object("k", b"1"), record_body=signed.body, record_signature=bytes(64))
     assert not world.core.operations_under_way
 
 
 def test_an_introduction_with_this_peer_s_own_identity_is_noticed() -> None:
     world = Harness(others=1)
     signed = peer_record(world.signer, incarnation=world.core.incarnation + 1)
-    asked(
-        world,
-        remote_object("k", b"1"),
-        record_body=signed.body,
-        record_signature=signed.signature,
-    )
+    asked(world, remote_object("k", b"1"), record_body=signed.body, record_signature=signed.signature)
     assert world.effects(Duplicate)
 
 

@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from p2pstore.core.operation import Operation
-from p2pstore.core.puts.placing import (
-    MAX_INCOMING,
-    Incoming,
-    IncomingStores,
-    digest_of,
-    stored_reply,
-)
+from p2pstore.core.puts.placing import MAX_INCOMING, Incoming, IncomingStores, digest_of, stored_reply
 from p2pstore.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -75,10 +69,7 @@ def test_a_new_value_is_created_and_its_location_told() -> None:
     assert entry.expires_unix_ms == int((world.core.unix(world.now) + 60) * 1000)
     record = decode_location(stored.record)
     assert (record.digest, record.version.clock) == (entry.digest, stored.clock)
-    assert (stored.incarnation, stored.sequence) == (
-        world.core.incarnation,
-        world.gossip.log.sequence,
-    )
+    assert (stored.incarnation, stored.sequence) == (world.core.incarnation, world.gossip.log.sequence)
     assert stores.count == 0
     world.check_idle()
 
@@ -251,9 +242,7 @@ def test_so_many_values_at_a_time() -> None:
 def test_a_value_larger_than_the_memory_is_refused_at_once() -> None:
     world = Harness(memory_bytes=256 * 1024)
     with pytest.raises(ObjectTooLarge):
-        run_through(
-            IncomingStores(world.core).open(request("k", bytes(300 * 1024)), MEMBER, world.now)
-        )
+        run_through(IncomingStores(world.core).open(request("k", bytes(300 * 1024)), MEMBER, world.now))
     world.check_idle()
 
 

@@ -24,9 +24,7 @@ def test_forms_of_addresses(address: str, expected: DataAddress) -> None:
     assert split_data_address(address) == expected
 
 
-@pytest.mark.parametrize(
-    "address", ["quic://a:1", "tls://", "tls://a", "tls://tls://a:1", "TLS://a:1"]
-)
+@pytest.mark.parametrize("address", ["quic://a:1", "tls://", "tls://a", "tls://tls://a:1", "TLS://a:1"])
 def test_a_form_that_is_not_known(address: str) -> None:
     with pytest.raises(ConfigError, match="data address: "):
         split_data_address(address)

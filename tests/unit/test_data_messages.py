@@ -68,10 +68,7 @@ def values_of(annotation: object) -> st.SearchStrategy[object]:
 
 def messages(message_type: type[Message]) -> st.SearchStrategy[Message]:
     hints = get_type_hints(message_type, include_extras=True)
-    return st.builds(
-        message_type,
-        *[values_of(hints[name]) for name in message_type.__struct_fields__],
-    )
+    return st.builds(message_type, *[values_of(hints[name]) for name in message_type.__struct_fields__])
 
 
 @pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
@@ -85,9 +82,7 @@ def test_round_trip(message_type: type[Message], data: st.DataObject) -> None:
 @pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
 @settings(max_examples=30)
 @given(data=st.data())
-def test_fields_of_a_newer_version_are_ignored(
-    message_type: type[Message], data: st.DataObject
-) -> None:
+def test_fields_of_a_newer_version_are_ignored(message_type: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages(message_type))
     fields = msgspec.msgpack.decode(encode_body(message))
     newer = msgspec.msgpack.encode([*fields, "new", {"and": 1}])
@@ -97,9 +92,7 @@ def test_fields_of_a_newer_version_are_ignored(
 @pytest.mark.parametrize("message_type", MESSAGE_TYPES, ids=lambda each: each.__name__)
 @settings(max_examples=50)
 @given(body=st.binary(max_size=200))
-def test_nonsense_is_a_protocol_error_or_a_message(
-    message_type: type[Message], body: bytes
-) -> None:
+def test_nonsense_is_a_protocol_error_or_a_message(message_type: type[Message], body: bytes) -> None:
     try:
         decoded = decode_body(message_type, body)
     except ProtocolError:
@@ -124,9 +117,7 @@ def test_every_kind_has_request_and_reply() -> None:
 def test_frames_come_out_however_they_were_cut(
     frames: list[tuple[int, int, bytes]], rng: object
 ) -> None:
-    stream = b"".join(
-        encode_frame(kind, request_id, GetItem(body)) for kind, request_id, body in frames
-    )
+    stream = b"".join(encode_frame(kind, request_id, GetItem(body)) for kind, request_id, body in frames)
     buffer = FrameBuffer(DATA_REQUEST_LIMITS)
     found = []
     position = 0

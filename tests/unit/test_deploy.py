@@ -120,10 +120,7 @@ def server() -> Iterator[http.server.HTTPServer]:
 
 @pytest.mark.parametrize(("status", "exit_status"), [(200, 0), (503, 1)])
 def test_the_health_check_asks_whether_the_peer_serves(
-    server: http.server.HTTPServer,
-    status: int,
-    exit_status: int,
-    monkeypatch: pytest.MonkeyPatch,
+    server: http.server.HTTPServer, status: int, exit_status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Ready, "status", status)
     for host in ("127.0.0.1", "0.0.0.0"):

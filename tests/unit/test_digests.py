@@ -32,12 +32,7 @@ rows = st.lists(st.tuples(u64, u64, st.integers(0, (1 << 32) - 1), u64), max_siz
 
 
 def rows_of(digest: Digest) -> list[tuple[int, int, int, int]]:
-    columns = (
-        digest.of.members,
-        digest.of.incarnations,
-        digest.record_sequences,
-        digest.log_sequences,
-    )
+    columns = (digest.of.members, digest.of.incarnations, digest.record_sequences, digest.log_sequences)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -63,9 +58,7 @@ def test_one_digest_along_the_members_of_another(
         assert bool(named[place]) == (member in table)
         found = tuple(int(column[place]) for column in columns)
         assert found == table.get(member, (0, 0, 0, 0))[1:]
-    assert sorted(theirs.beside(mine.of.members)) == sorted(
-        table.keys() - set(mine.of.members.tolist())
-    )
+    assert sorted(theirs.beside(mine.of.members)) == sorted(table.keys() - set(mine.of.members.tolist()))
 
 
 def test_the_hash_tells_members_and_incarnations_apart() -> None:

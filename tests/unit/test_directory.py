@@ -47,9 +47,7 @@ def reading(log: OwnLog, member: int = A, **config: float) -> Directory:
 
 def install(directory: Directory, log: OwnLog, member: int = A) -> bool:
     head, snapshot = log.head, check_snapshot(log.snapshot())
-    return directory.install_snapshot(
-        member, log.incarnation, head.sequence, head.set_hash, snapshot
-    )
+    return directory.install_snapshot(member, log.incarnation, head.sequence, head.set_hash, snapshot)
 
 
 def held(directory: Directory, number: int) -> list[int]:
@@ -57,9 +55,7 @@ def held(directory: Directory, number: int) -> list[int]:
 
 
 def records_in(packed: bytes) -> set[bytes]:
-    return {
-        packed[start : start + LOCATION_BYTES] for start in range(0, len(packed), LOCATION_BYTES)
-    }
+    return {packed[start : start + LOCATION_BYTES] for start in range(0, len(packed), LOCATION_BYTES)}
 
 
 def known_set(directory: Directory) -> tuple[int, int, int, set[bytes]]:
@@ -73,9 +69,7 @@ def test_operations_apply_once_in_order_and_not_across_a_gap() -> None:
     log = log_of(10)
     directory = Directory()
     operations = operations_after(log, 0)
-    assert directory.apply(A, 1, run_at(1, operations)) == Applied(
-        Outcome.GAP
-    )  # whose log is that?
+    assert directory.apply(A, 1, run_at(1, operations)) == Applied(Outcome.GAP)  # whose log is that?
     directory.observe_head(A, 1, LogHead())
     assert directory.apply(A, 1, run_at(4, operations)) == Applied(Outcome.GAP)
     assert directory.apply(A, 1, run_at(1, operations[: 4 * LOCATION_BYTES])) == Applied(
@@ -293,9 +287,7 @@ def test_lag_is_measured_against_the_signed_head() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 2)), max_size=40))
-def test_a_reader_by_steps_equals_a_reader_by_snapshot(
-    choices: list[tuple[bool, int, int]],
-) -> None:
+def test_a_reader_by_steps_equals_a_reader_by_snapshot(choices: list[tuple[bool, int, int]]) -> None:
     log = OwnLog(1)
     by_steps, by_snapshot = Directory(), Directory()
     by_steps.observe_head(A, 1, LogHead())
@@ -530,14 +522,10 @@ def random_directory(rng: Random, members: int) -> Directory:
         for _ in range(rng.randrange(4)):
             operation = location(rng.randrange(40), rng.randrange(1, 9))
             log.remove(operation.digest, Version(operation.version.clock, 1))
-            early = rng.choice(
-                [operation.encode(), operations_after(log, max(0, log.sequence - 1))]
-            )
+            early = rng.choice([operation.encode(), operations_after(log, max(0, log.sequence - 1))])
             if early:
                 directory.early(member, 1, [known + rng.randrange(5)], early, 0.0)
-            directory.mark_stale(
-                member, digest_of(rng.randrange(40)), 1, known + rng.randrange(-3, 3)
-            )
+            directory.mark_stale(member, digest_of(rng.randrange(40)), 1, known + rng.randrange(-3, 3))
         if rng.random() < 0.3:
             directory.hide(member)
     return directory

@@ -27,7 +27,7 @@ IDENTIFIER: Final = re.compile(r"^::: (\S+)$", re.MULTILINE)
 INLINE_COMMAND: Final = re.compile(r"`(mooncake-p2p [^`]+)`")
 INLINE_OPTION: Final = re.compile(r"(?<![\w-])(--[a-z][a-z-]+)")
 FOREIGN: Final = {
-    *("--device", "--cap-add", "--ulimit", "--ipc"),  # docker's
+    *("--device", "--cap-add", "--ulimit", "--ipc")  # docker's
 }
 METRIC: Final = re.compile(r"`(p2pstore_[a-z_]+)`")
 ALERT: Final = re.compile(r"`(P2PStore(?!Error)[A-Z]\w+)`")
@@ -75,9 +75,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert {str(page.relative_to(DOCS)) for page in pages()} == named
 
 
-def test_figures_are_those_of_the_measurements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_those_of_the_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     importlib.import_module("docs_figures").write(tmp_path)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
@@ -103,8 +101,7 @@ VAGUE: Final = re.compile(
 )
 
 HEADLESS: Final = re.compile(
-    r"(?:^|[.;:(\"]\s*)(?:Who|What|who|what) (?:[a-z]+s|is|was|are|had|has|came|can|may|wants?)\b",
-    re.M,
+    r"(?:^|[.;:(\"]\s*)(?:Who|What|who|what) (?:[a-z]+s|is|was|are|had|has|came|can|may|wants?)\b", re.M
 )
 
 
@@ -151,11 +148,7 @@ def test_every_folder_is_in_the_tree() -> None:
 
 def test_every_module_that_the_architecture_names_exists() -> None:
     """Paths below `p2pstore/` without that prefix, or from the root."""
-    for page in (
-        ROOT / "ARCHITECTURE.md",
-        ROOT / "CONTRIBUTING.md",
-        *(DOCS / "design").glob("*.md"),
-    ):
+    for page in (ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *(DOCS / "design").glob("*.md")):
         for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|json))`", page.read_text(encoding="utf-8")):
             assert (ROOT / name).is_file() or (ROOT / "p2pstore" / name).is_file(), (
                 f"{page.name}: {name}"
@@ -238,9 +231,7 @@ def test_every_option_within_the_text_exists() -> None:
 def test_every_script_exists() -> None:
     for page in documents():
         for name in re.findall(r"scripts/\w+", page.read_text(encoding="utf-8")):
-            assert (ROOT / name).is_file() or (ROOT / f"{name}.py").is_file(), (
-                f"{page.name}: {name}"
-            )
+            assert (ROOT / name).is_file() or (ROOT / f"{name}.py").is_file(), f"{page.name}: {name}"
 
 
 def test_every_setting_exists() -> None:
@@ -304,9 +295,7 @@ def test_all_public_names_are_in_the_reference() -> None:
     assert within <= named
     for name in set(p2pstore.__all__) - {"__version__", "aio", "blocking"}:
         found = getattr(p2pstore, name)
-        assert found.__module__ in within or f"{found.__module__}.{found.__qualname__}" in named, (
-            name
-        )
+        assert found.__module__ in within or f"{found.__module__}.{found.__qualname__}" in named, name
 
 
 # --- what the program says -----------------------------------------------------------------------

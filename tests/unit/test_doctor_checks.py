@@ -48,10 +48,7 @@ def test_what_cannot_be_read_is_skipped_and_a_fault_of_the_check_is_told() -> No
         raise KeyError("MemTotal")
 
     (skipped,) = run_check(Check("a", unreadable))
-    assert (skipped.status, skipped.cause) == (
-        Status.SKIPPED,
-        "/sys/secret: Permission denied",
-    )
+    assert (skipped.status, skipped.cause) == (Status.SKIPPED, "/sys/secret: Permission denied")
     (told,) = run_check(Check("b", refused))
     assert (told.status, told.cause) == (Status.BROKEN, "no such socket")
     (fault,) = run_check(Check("c", faulty))

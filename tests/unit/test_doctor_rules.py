@@ -154,10 +154,7 @@ def check_words(finding: Finding) -> None:
 
 @pytest.mark.parametrize(("judge", "arguments", "options", "status"), MACHINE)
 def test_judgements_of_the_machine(
-    judge: Callable[..., Finding],
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-    status: Status,
+    judge: Callable[..., Finding], arguments: tuple[Any, ...], options: dict[str, Any], status: Status
 ) -> None:
     finding = judge(*arguments, **options)
     assert finding.status is status

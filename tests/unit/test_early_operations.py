@@ -53,9 +53,7 @@ def test_who_pushes_much_pushes_out_nothing_of_others() -> None:
         noted(early, number, number + 1, 1.0)
     assert len(early) == 10
     assert early.digests == {digest_of(number) for number in (*range(4), *range(194, 200))}
-    for number in range(
-        4, 40
-    ):  # the other one's turn: it goes on to half of what there is room for
+    for number in range(4, 40):  # the other one's turn: it goes on to half of what there is room for
         noted(early, number, number + 1, 2.0, member=B)
     assert sum(B in early.of(digest_of(number)) for number in range(40)) == 5
     early.expire(62.0)

@@ -27,11 +27,7 @@ def numbers(order: EvictionOrder) -> list[int]:
 
 
 def admit(
-    order: EvictionOrder,
-    number: int,
-    now: float,
-    follows: ObjectEntry | None = None,
-    bytes_: int = 4096,
+    order: EvictionOrder, number: int, now: float, follows: ObjectEntry | None = None, bytes_: int = 4096
 ) -> ObjectEntry:
     made = entry(number, now=now, bytes_=bytes_)
     order.admit(made, now, follows)
@@ -69,9 +65,7 @@ def test_ranks_go_before_policies(policy: PolicyName) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_held_keeps_its_place_and_what_is_leased_comes_back_last(
-    policy: PolicyName,
-) -> None:
+def test_what_is_held_keeps_its_place_and_what_is_leased_comes_back_last(policy: PolicyName) -> None:
     order = EvictionOrder(make_policy(policy))
     held, leased, _ = (admit(order, number, now=number) for number in range(3))
     order.hold(held)

@@ -25,14 +25,8 @@ def copy_of(member: int) -> RemoteCopy:
 
 
 def test_the_next_transport_to_a_holder_is_a_fallback_and_the_next_holder_is_not() -> None:
-    attempts = PullAttempts(
-        [copy_of(1), copy_of(2)], [FakeTransport("tcp", 1), FakeTransport("shm", 0)]
-    )
-    for code, retriable in (
-        (Code.UNAVAILABLE, True),
-        (Code.UNAVAILABLE, True),
-        (Code.STALE, False),
-    ):
+    attempts = PullAttempts([copy_of(1), copy_of(2)], [FakeTransport("tcp", 1), FakeTransport("shm", 0)])
+    for code, retriable in ((Code.UNAVAILABLE, True), (Code.UNAVAILABLE, True), (Code.STALE, False)):
         assert attempts.next() is not None
         attempts.failed(PullFailed(code, "refused", retriable=retriable))
     assert [(each.member, each.transport) for each in attempts.fallbacks] == [(1, "shm")]

@@ -128,9 +128,7 @@ sys.stdin.read()
     with other:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
-        with pytest.raises(
-            ConfigError, match=rf"in use by process {other.pid} \(.*python"
-        ) as caught:
+        with pytest.raises(ConfigError, match=rf"in use by process {other.pid} \(.*python") as caught:
             open_disk(tmp_path, SIZE)
         assert "directory of its own" in str(caught.value)
         other.communicate()
@@ -430,9 +428,7 @@ def test_what_fails_while_it_gives_up_does_not_hide_why(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_system_in_memory_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_in_memory_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shared = Path("/dev/shm")
     if file_system(shared.stat().st_dev) != "tmpfs":
         pytest.skip("no file system in memory here")

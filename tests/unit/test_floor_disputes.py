@@ -43,9 +43,7 @@ class Talking(Cluster):
                 self.shown[side] = side.announce(now)
             self.shown[self.liar] = self.lie(self.shown[self.liar])
             for side in self.honest:
-                side.tick(
-                    now, members=[self.shown[other] for other in self.sides if other is not side]
-                )
+                side.tick(now, members=[self.shown[other] for other in self.sides if other is not side])
                 for member in side.sync.take_to_ask(now):
                     self.answered(side, sides[member], now)
 

@@ -102,9 +102,7 @@ def away(side: Side, *others: Side, now: float) -> None:
 
 def meet(side: Side, *others: Side, now: float) -> None:
     """The peer sees what the others' records say."""
-    side.tick(
-        now, members=[Shown(other.member, other.records.floors.horizon_hash) for other in others]
-    )
+    side.tick(now, members=[Shown(other.member, other.records.floors.horizon_hash) for other in others])
 
 
 def pair(now: float) -> tuple[Side, Side]:

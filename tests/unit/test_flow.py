@@ -38,14 +38,7 @@ def seconds_until_too_slow(
 
 @pytest.mark.parametrize(
     ("patience_seconds", "count", "every_seconds"),
-    [
-        (1.5, 1, 0.5),
-        (1.5, 1460, 0.5),
-        (1.5, 1, 1.4),
-        (5.0, 1, 0.5),
-        (5.0, 1, 4.0),
-        (5.0, 1460, 0.5),
-    ],
+    [(1.5, 1, 0.5), (1.5, 1460, 0.5), (1.5, 1, 1.4), (5.0, 1, 0.5), (5.0, 1, 4.0), (5.0, 1460, 0.5)],
 )
 def test_a_byte_now_and_then_is_no_progress(
     patience_seconds: float, count: int, every_seconds: float

@@ -14,14 +14,7 @@ from p2pstore.gossip.locations.log import OwnLog, Position
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, Member, SignedRecord, member_of
-from tests.unit.gossip_network import (
-    bury,
-    location,
-    operations_after,
-    peer_id_of,
-    peer_record,
-    run_at,
-)
+from tests.unit.gossip_network import bury, location, operations_after, peer_id_of, peer_record, run_at
 
 PEERS = range(1, 6)
 

@@ -125,9 +125,7 @@ def test_true_runs_count_only_at_their_place_of_their_log() -> None:
     world.check()
     assert len(world.net.refused) == 1
     for incarnation in (log.incarnation - 1, log.incarnation + 1):
-        world.forge(
-            world.chunk(first.operations, first.signature, first=1, incarnation=incarnation)
-        )
+        world.forge(world.chunk(first.operations, first.signature, first=1, incarnation=incarnation))
         world.check()
 
 
@@ -300,9 +298,7 @@ def test_what_a_home_says_of_another_member_shows_where_to_look_and_nothing_else
     assert gossip.locations.held(digests, lambda _: range(100), now) == {digest_of(1)}
     (hint,) = gossip.holders(digest_of(9), now, hearsay=True)
     assert (hint.member, hint.hearsay) == (member, True)
-    assert [each.record for each in gossip.holders(digest_of(1), now, hearsay=True)] == [
-        location(1)
-    ]
+    assert [each.record for each in gossip.holders(digest_of(1), now, hearsay=True)] == [location(1)]
     # The owner denies it, at the place where its log is: that ends the hint, whatever place it claimed.
     place = world.owner.gossip.incarnation, world.owner.gossip.log.sequence
     gossip.locations.mark_stale(member, digest_of(9), *place)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from p2pstore.gossip.exchange.delta_checks import MAX_FLOORS, FutureRecords
-from p2pstore.gossip.records import (
-    SCOPE_KEY,
-    SCOPE_NAMESPACE,
-    ClusterRecord,
-    ClusterRecordKind,
-)
+from p2pstore.gossip.records import SCOPE_KEY, SCOPE_NAMESPACE, ClusterRecord, ClusterRecordKind
 
 
 def record(

@@ -97,9 +97,7 @@ def test_the_record_of_pieces_on_a_disk(tmp_path: Path) -> None:
     for piece in (0, 9, 11):
         record.add(piece)
     record.close()
-    golden = (
-        b"P2PSPCS\0" + bytes.fromhex("010000000c000000") + bytes(range(16)) + boot + b"\x01\x0a"
-    )
+    golden = b"P2PSPCS\0" + bytes.fromhex("010000000c000000") + bytes(range(16)) + boot + b"\x01\x0a"
     assert path.read_bytes() == golden
     again = PieceRecord(path, bytes(range(16)), 12, boot)
     assert again.have == 0b1010_0000_0001

@@ -72,13 +72,7 @@ from p2pstore.transfer.peer_messages import (
     SetExpiry,
     SetPins,
 )
-from p2pstore.transfer.read_tickets import (
-    Scope,
-    TicketClaims,
-    issue_ticket,
-    prove,
-    ticket_secret,
-)
+from p2pstore.transfer.read_tickets import Scope, TicketClaims, issue_ticket, prove, ticket_secret
 from p2pstore.transfer.tls.tls_certificates import bound_secret, make_certificate
 from p2pstore.wire import (
     ERROR,
@@ -255,8 +249,7 @@ GOLDEN: dict[str, str] = {
     ),
     "replicated many": "290001000e000000050000000000000091c402000b",
     "replicate": (
-        "13000000040000001f000000000000009ac410dccec363d9fb256bb2d52a0704475a0005060cc3c4"
-        "00c4000300c400"
+        "13000000040000001f000000000000009ac410dccec363d9fb256bb2d52a0704475a0005060cc3c400c4000300c400"
     ),
     "store": (
         "19000000060000002b000000000000009ca764656661756c74a36b65790cc4086c003da7fbd52c30"

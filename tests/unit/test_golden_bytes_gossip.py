@@ -20,15 +20,7 @@ from p2pstore.gossip.exchange.digests import (
 )
 from p2pstore.gossip.floors.cluster_records import ClusterRecords, pack_cells, read_cells
 from p2pstore.gossip.floors.floor_stamps import hash_stamps, pack_stamps
-from p2pstore.gossip.gossip_messages import (
-    Ack,
-    Claim,
-    Delta,
-    Exchange,
-    ExchangeReply,
-    LogChunk,
-    Status,
-)
+from p2pstore.gossip.gossip_messages import Ack, Claim, Delta, Exchange, ExchangeReply, LogChunk, Status
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.locations.log import SignedRun
 from p2pstore.gossip.records import (
@@ -227,16 +219,13 @@ def test_checkpoint_head_and_switch() -> None:
         "99a57370616365a46e616d65c4107676767676767676767676767676767601020304c41070707070"
         "707070707070707070707070c3"
     )
-    assert encode_body(switch).hex() == (
-        "93a57370616365a46e616d65c41076767676767676767676767676767676"
-    )
+    assert encode_body(switch).hex() == ("93a57370616365a46e616d65c41076767676767676767676767676767676")
     assert checkpoint_digest("space", "name", PEER).hex() == "ad67362e6d9e130e1ccf852bda174eb4"
 
 
 def test_exchange() -> None:
     exchange = Exchange(
-        *(b"digest", 5, b"buckets", [], 1 << 56, 6, 7, b"positions", b"cells", b"hot"),
-        1_795_399_088_000,
+        *(b"digest", 5, b"buckets", [], 1 << 56, 6, 7, b"positions", b"cells", b"hot"), 1_795_399_088_000
     )
     fields = (
         "c40664696765737405c4076275636b65747390cf01000000000000000607c409706f736974696f6e73c40563656c6c73"
@@ -247,9 +236,7 @@ def test_exchange() -> None:
     before_unix_ms = bytes.fromhex("9a" + fields)
     assert decode_body(Exchange, before_unix_ms) == replace(exchange, unix_ms=0)
     before_positions = bytes.fromhex("96c40664696765737405c4076275636b65747390cf010000000000000006")
-    assert decode_body(Exchange, before_positions) == Exchange(
-        b"digest", 5, b"buckets", [], 1 << 56, 6
-    )
+    assert decode_body(Exchange, before_positions) == Exchange(b"digest", 5, b"buckets", [], 1 << 56, 6)
     earlier = bytes.fromhex("94c40664696765737405c4076275636b65747390")
     assert decode_body(Exchange, earlier) == Exchange(b"digest", 5, b"buckets", [])
 

@@ -13,9 +13,7 @@ from p2pstore.put_facts import PutFacts
 from p2pstore.wire import ONE_WAY, PREFACE_LOCAL, REPLY, Message, decode_body, encode_frame
 
 DIGEST = bytes(range(16))
-HOLDER = local.Holder(
-    *(1, b"\x01\x02", "n", ["h:1"], "/s", True, 2, 3, 4, 5, 0, b"c", b"s", b"k", 0, 6)
-)
+HOLDER = local.Holder(*(1, b"\x01\x02", "n", ["h:1"], "/s", True, 2, 3, 4, 5, 0, b"c", b"s", b"k", 0, 6))
 ITEM = PutFacts(7, "k", 3, b"\x01" * 8, 9, 2, 1, 60_000, True, False, "float32", (3,), DIGEST)
 COMMIT_BEFORE_CHAINS = (
     "94a764656661756c74919c07a16b03c4080101010101010101090201cdea60c3c2a7666c6f617433329103"
@@ -36,8 +34,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         LocalKind.HELLO,
         REPLY,
         local_protocol.HelloReply(
-            *(1, b"\x01", "n", 5, [local_protocol.SegmentInfo(DIGEST, 4096)], 6, "v", 4096),
-            hazards=True,
+            *(1, b"\x01", "n", 5, [local_protocol.SegmentInfo(DIGEST, 4096)], 6, "v", 4096), hazards=True
         ),
         (
             "01000100040302012a000000000000009c01c40101a16e059193c410000102030405060708090a0b"
@@ -111,25 +108,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint fetch": (
         LocalKind.CHECKPOINT_FETCH,
         0,
-        checkpoints.Fetch(
-            "n",
-            "m",
-            "ab",
-            b"p",
-            True,
-            2,
-            7,
-            True,
-            9,
-            "/d",
-            False,
-            ["i"],
-            ["e"],
-            b"\x05",
-        ),
-        (
-            "31000000040302011d000000000000009ea16ea16da26162c40170c30207c309a22f64c291a16991a165c40105"
-        ),
+        checkpoints.Fetch("n", "m", "ab", b"p", True, 2, 7, True, 9, "/d", False, ["i"], ["e"], b"\x05"),
+        ("31000000040302011d000000000000009ea16ea16da26162c40170c30207c309a22f64c291a16991a165c40105"),
     ),
     "checkpoint fetched": (
         LocalKind.CHECKPOINT_FETCH,
@@ -177,17 +157,9 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         LocalKind.CHECKPOINT_UPDATE,
         REPLY,
         checkpoints.Updated(
-            b"v",
-            True,
-            False,
-            3,
-            2,
-            1,
-            [checkpoints.FollowerEntry(b"p", "pn", "failed", 4, "w", True)],
+            b"v", True, False, 3, 2, 1, [checkpoints.FollowerEntry(b"p", "pn", "failed", 4, "w", True)]
         ),
-        (
-            "3a000100040302011c0000000000000097c40176c3c20302019196c40170a2706ea66661696c656404a177c3"
-        ),
+        ("3a000100040302011c0000000000000097c40176c3c20302019196c40170a2706ea66661696c656404a177c3"),
     ),
     "checkpoint update news": (
         LocalKind.CHECKPOINT_UPDATE_NEWS,
@@ -245,12 +217,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         local.Flushed(2, ["p"]),
         ("20000100040302010500000000000000920291a170"),
     ),
-    "abort": (
-        LocalKind.ABORT,
-        ONE_WAY,
-        local.Abort([7]),
-        ("12000400040302010300000000000000919107"),
-    ),
+    "abort": (LocalKind.ABORT, ONE_WAY, local.Abort([7]), ("12000400040302010300000000000000919107")),
     "lease": (
         LocalKind.LEASE,
         0,
@@ -279,10 +246,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         LocalKind.PLAN,
         0,
         local.Plan(DIGEST, 0, 4500, [1], b"", "k"),
-        (
-            "15000000040302011d0000000000000096c410000102030405060708090a0b0c0d0e0f00cd119491"
-            "01c400a16b"
-        ),
+        ("15000000040302011d0000000000000096c410000102030405060708090a0b0c0d0e0f00cd11949101c400a16b"),
     ),
     "planned": (
         LocalKind.PLAN,
@@ -340,13 +304,10 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     ),
 }
 REPORT_BEFORE_PULLS = (
-    "929193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
-    "01070203"
+    "929193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f01070203"
 )
 HELLO_BEFORE_HAZARDS = "990101a764656661756c7401cd1092a474657374c3c2c400"
-REPLY_BEFORE_HAZARDS = (
-    "9a01c40101a16e059193c410000102030405060708090a0b0c0d0e0fcd10009006a176cd10000000"
-)
+REPLY_BEFORE_HAZARDS = "9a01c40101a16e059193c410000102030405060708090a0b0c0d0e0fcd10009006a176cd10000000"
 HELLO_BEFORE_DIRECTORIES = "970101a764656661756c7401cd1092a474657374c3"
 REPORT_BEFORE_FALLBACKS = (
     "949193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"

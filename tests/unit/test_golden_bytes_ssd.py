@@ -27,11 +27,7 @@ from p2pstore.ssd_tier.log_layout import (
     encode_segment_start,
     encode_superblock,
 )
-from p2pstore.ssd_tier.record_format import (
-    RecordHeader,
-    decode_record_header,
-    encode_record_header,
-)
+from p2pstore.ssd_tier.record_format import RecordHeader, decode_record_header, encode_record_header
 
 STORE_ID = bytes(range(16))
 STORE = "000102030405060708090a0b0c0d0e0f"
@@ -112,9 +108,7 @@ def test_superblock() -> None:
     assert encode_superblock(superblock) == page(SUPERBLOCK_BYTES)
     assert decode_superblock(page(SUPERBLOCK_BYTES)) == superblock
     assert cluster_mark("golden") == 0x7125F1CD
-    assert (
-        encode_superblock(replace(superblock, cluster_mark=0x01020304))[12:16].hex() == "04030201"
-    )
+    assert encode_superblock(replace(superblock, cluster_mark=0x01020304))[12:16].hex() == "04030201"
 
 
 def test_start_of_a_segment() -> None:
@@ -130,8 +124,7 @@ def test_dead_marks() -> None:
     marks.mark(4033)  # the second bit of the second sector
     bits = [b"\x01", b"\x02", *[b""] * 6]
     expected = b"".join(
-        each.ljust(504, b"\0") + checksum
-        for each, checksum in zip(bits, SECTOR_CHECKSUMS, strict=True)
+        each.ljust(504, b"\0") + checksum for each, checksum in zip(bits, SECTOR_CHECKSUMS, strict=True)
     )
     assert marks.encode() == expected
     again = DeadMarks.decode(expected, STORE_ID, 3, GENERATION)

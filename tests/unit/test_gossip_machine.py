@@ -76,9 +76,7 @@ def status(node: Node, other: Node) -> Status:
 
 
 def floor(signer: FakeSigner, key: int, clock: int) -> tuple[ClusterRecord, SignedRecord]:
-    record = ClusterRecord(
-        1, int(ClusterRecordKind.FLOOR), digest_of(key), clock, 1, signer.peer_id
-    )
+    record = ClusterRecord(1, int(ClusterRecordKind.FLOOR), digest_of(key), clock, 1, signer.peer_id)
     return record, sign_cluster_record(record, signer)
 
 
@@ -388,10 +386,7 @@ def test_a_snapshot_with_a_wrong_hash_is_refused_and_fetched_again() -> None:
     while fetch is None:
         net.now += 0.3
         reader.serve(
-            nodes[0].peer_id,
-            ControlKind.DELTA,
-            Delta([record.record(net.now)], [], [], []),
-            net.now,
+            nodes[0].peer_id, ControlKind.DELTA, Delta([record.record(net.now)], [], [], []), net.now
         )
         for effect in reader.tick(net.now):
             fetch = effect if isinstance(effect, FetchSnapshot) else fetch
@@ -483,9 +478,7 @@ def everything(node: Node) -> object:
 
 
 def forged(body: PeerRecord) -> SignedRecord:
-    return msgspec.structs.replace(
-        sign_peer_record(body, FakeSigner(body.peer_id)), signature=b"0" * 64
-    )
+    return msgspec.structs.replace(sign_peer_record(body, FakeSigner(body.peer_id)), signature=b"0" * 64)
 
 
 def own(**fields: object) -> SignedRecord:
@@ -518,10 +511,7 @@ NONSENSE: list[tuple[ControlKind, Message]] = [
     (ControlKind.DELTA, Delta([GOOD, own(incarnation=1 << 62)], [], [], [])),
     (ControlKind.DELTA, Delta([GOOD, own(incarnation=60_000, sequence=1 << 32)], [], [], [])),
     (ControlKind.DELTA, Delta([GOOD, own(incarnation=60_000, sequence=-1)], [], [], [])),
-    (
-        ControlKind.DELTA,
-        Delta([GOOD, own(incarnation=60_000, head=LogHead(-1, 0, 0))], [], [], []),
-    ),
+    (ControlKind.DELTA, Delta([GOOD, own(incarnation=60_000, head=LogHead(-1, 0, 0))], [], [], [])),
     (ControlKind.DELTA, Delta([GOOD, SignedRecord(b"\xc1", b"")], [], [], [])),
     (ControlKind.DELTA, Delta([GOOD, SignedRecord(b"\x90", b"")], [], [], [])),
     (ControlKind.DELTA, Delta([GOOD], [LogChunk(1, 1, 1, b"x" * 33)], [], [])),
@@ -550,9 +540,7 @@ def test_nonsense_is_refused_and_changes_nothing(kind: ControlKind, request_: Me
 
 
 @pytest.mark.parametrize("kind_and_request", [p for p in NONSENSE if p[0] == ControlKind.DELTA])
-def test_nonsense_in_a_reply_is_refused_too(
-    kind_and_request: tuple[ControlKind, Message],
-) -> None:
+def test_nonsense_in_a_reply_is_refused_too(kind_and_request: tuple[ControlKind, Message]) -> None:
     net, nodes = joined(2)
     delta = kind_and_request[1]
     assert isinstance(delta, Delta)
@@ -651,13 +639,8 @@ def single_writer(net: Network) -> None:
         for other in net.nodes.values():
             if node is not other:
                 incarnation, sequence = node.gossip.directory.position(other.gossip.member)
-                assert (incarnation, sequence) <= (
-                    other.gossip.incarnation,
-                    other.gossip.log.sequence,
-                )
-                if sequence == other.gossip.log.sequence and (
-                    incarnation == other.gossip.incarnation
-                ):
+                assert (incarnation, sequence) <= (other.gossip.incarnation, other.gossip.log.sequence)
+                if sequence == other.gossip.log.sequence and (incarnation == other.gossip.incarnation):
                     assert node.knows(other)
 
 

@@ -298,9 +298,7 @@ def test_two_views_of_one_object_are_two_leases() -> None:
 
 @given(words=st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 9), max_size=MAX_HAZARDS + 1))
 @settings(deadline=None)
-def test_whatever_a_client_writes_to_its_page_it_only_keeps_objects_in_place(
-    words: list[int],
-) -> None:
+def test_whatever_a_client_writes_to_its_page_it_only_keeps_objects_in_place(words: list[int]) -> None:
     segment, _ = new_segment(6)
     page = bytearray(HAZARD_PAGE_BYTES)
     segment.views.watch_hazards("stranger", memoryview(page))

@@ -34,18 +34,11 @@ OWNER, HOME, OTHER = 11, 22, 33
 class Owner:
     """An owner with its log, as far as homes are concerned."""
 
-    def __init__(
-        self, members: list[int], keeps: bool = True, config: PartitionConfig = CONFIG
-    ) -> None:
+    def __init__(self, members: list[int], keeps: bool = True, config: PartitionConfig = CONFIG) -> None:
         self.log = OwnLog(5)
         self.keeps = keeps
         self.pushes = HomePushes(
-            OWNER,
-            self.log,
-            config,
-            Random(1),
-            lambda member: peer_id_of(member),
-            lambda _: self.keeps,
+            OWNER, self.log, config, Random(1), lambda member: peer_id_of(member), lambda _: self.keeps
         )
         self.pushes.homes_changed(table_of(members), 0.0)
         self.pushes.keepers(len(members) - 1 if keeps else 0, 0.0)
@@ -85,9 +78,7 @@ def take(home: HomeViews, push: Push, now: float = 0.0) -> list[int]:
 
 def packed_view(home: HomeViews, numbers: range) -> set[bytes]:
     """All that the home would say of these keys."""
-    return {
-        found.record.encode() for number in numbers for found in home.holders(digest_of(number))
-    }
+    return {found.record.encode() for number in numbers for found in home.holders(digest_of(number))}
 
 
 # --- the owner -------------------------------------------------------------------------------
@@ -99,19 +90,14 @@ def test_a_new_home_is_sent_its_partitions_whole_then_operations_by_number() -> 
         owner.hold(number)
     first, *rest = owner.bring_up(1.0)
     assert not first.sequences, "all of it is in the whole partitions"
-    assert (
-        sum(len(each.records) for push in (first, *rest) for each in push.sets)
-        == 20 * LOCATION_BYTES
-    )
+    assert sum(len(each.records) for push in (first, *rest) for each in push.sets) == 20 * LOCATION_BYTES
     assert len(first.sets) == 1024, "empty ones, too"
     assert owner.pushes.lacking() == 0
     owner.hold(3, clock=2)
     (push,) = owner.take(10.0)
     assert (push.peer_id, push.incarnation, push.sets) == (peer_id_of(HOME), 5, [])
     assert push.operations == location(3, 2).encode()
-    assert int.from_bytes(push.numbers, "little") == owner.pushes.sets.number(
-        partition_of(digest_of(3))
-    )
+    assert int.from_bytes(push.numbers, "little") == owner.pushes.sets.number(partition_of(digest_of(3)))
     assert push.sequences == [21]
 
 
@@ -329,10 +315,7 @@ def test_audits_go_round_and_name_what_a_home_should_have() -> None:
                 assert entries[partition] == (1, location_hash(location(1).encode()))
                 assert push.audit_seconds == 10
             owner.pushes.answered(push.token, [], now)
-    assert sorted(map(audited.count, {peer_id_of(HOME), peer_id_of(OTHER)})) in (
-        [3, 3],
-        [4, 4],
-    )
+    assert sorted(map(audited.count, {peer_id_of(HOME), peer_id_of(OTHER)})) in ([3, 3], [4, 4])
 
 
 def test_what_waits_for_one_home_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,9 +391,7 @@ def whole_of(*records: LocationRecord, number: int = 7, sequence: int = 90) -> P
     total = 0
     for record in records:
         total ^= location_hash(record.encode())
-    return update(
-        sets=[PartitionSet(partition_of(packed), number, total, packed)], sequence=sequence
-    )
+    return update(sets=[PartitionSet(partition_of(packed), number, total, packed)], sequence=sequence)
 
 
 def test_a_gap_is_seen_and_only_a_whole_partition_mends_it() -> None:
@@ -461,9 +442,7 @@ def test_a_partition_is_vouched_for_when_all_owners_told_of_it_lately() -> None:
     assert not vouches(0.0)
     take(home, whole_of(location(1)))
     assert not vouches(1.0)
-    home.take(
-        OTHER, check_update(update(incarnation=6, sets=[PartitionSet(partition, 0, 0, b"")])), 1.0
-    )
+    home.take(OTHER, check_update(update(incarnation=6, sets=[PartitionSet(partition, 0, 0, b"")])), 1.0)
     assert vouches(1.0)
     assert not home.complete(partition, 2, [(OWNER, 6), (OTHER, 6)], 1.0), "it began anew"
     take(home, run_of((99, location(1).encode())))
@@ -563,9 +542,7 @@ events = st.one_of(
 
 @given(st.lists(events, max_size=60))
 @settings(max_examples=60, deadline=None)
-def test_a_home_never_vouches_for_less_than_the_owner_confirmed(
-    history: list[tuple[str, int]],
-) -> None:
+def test_a_home_never_vouches_for_less_than_the_owner_confirmed(history: list[tuple[str, int]]) -> None:
     """Whatever is lost or late, what a home vouches for is the owner's set after some operation, and once
     everything arrives it is what the owner holds."""
     owner, home = Owner([OWNER, HOME]), views()

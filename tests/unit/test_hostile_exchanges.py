@@ -11,15 +11,7 @@ from p2pstore.gossip.gossip_effects import Ask
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, LogChunk
 from p2pstore.gossip.locations.log import SignedRun, sign_run
 from p2pstore.gossip.records import sign_peer_record
-from tests.unit.gossip_network import (
-    FakeSigner,
-    Network,
-    Node,
-    bury,
-    location,
-    peer_id_of,
-    peer_record,
-)
+from tests.unit.gossip_network import FakeSigner, Network, Node, bury, location, peer_id_of, peer_record
 
 
 def formed(count: int) -> Network:

@@ -34,9 +34,7 @@ LENGTH = 4 * MIB
 MEMORY = KEPT_SHARE * LENGTH
 
 
-def read(
-    hot: HotObjects, reader: int, keeps: Keeps = Keeps.BY_PEER, now: float = 0.0
-) -> SentOn | None:
+def read(hot: HotObjects, reader: int, keeps: Keeps = Keeps.BY_PEER, now: float = 0.0) -> SentOn | None:
     return hot.read(KEY, LENGTH, reader, MEMORY, keeps, now)
 
 
@@ -225,10 +223,7 @@ def fetching(world: Harness) -> tuple[FetchOperation, RemoteObject]:
 def sent_on(world: Harness, pull: PullObject, *keepers: Other) -> None:
     """The holder that was asked names these."""
     failure = PullFailure(
-        pull.copies[0].member,
-        int(Code.BUSY),
-        keep=True,
-        others=tuple(each.member for each in keepers),
+        pull.copies[0].member, int(Code.BUSY), keep=True, others=tuple(each.member for each in keepers)
     )
     world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
 

@@ -69,9 +69,7 @@ def test_modules_classes_and_functions_are_of_a_size_to_read() -> None:
     for path, node in nodes():
         match node:
             case ast.ClassDef():
-                methods = [
-                    x for x in node.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)
-                ]
+                methods = [x for x in node.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
                 if len(methods) > MOST_METHODS:
                     broken.append(f"{place(path, node)}: {len(methods)} methods")
             case ast.FunctionDef() | ast.AsyncFunctionDef():

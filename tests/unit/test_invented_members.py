@@ -52,9 +52,7 @@ def invent(net: Network, *, same_for_all: bool, dead_before: bool = False) -> No
         for node in list(net.nodes.values()):
             if node is liar:
                 continue
-            claims = [
-                Claim(peer_id_of(each), 1, int(Status.DEAD), 7) for each in told if dead_before
-            ]
+            claims = [Claim(peer_id_of(each), 1, int(Status.DEAD), 7) for each in told if dead_before]
             records = [signed(each) for each in told]
             net.serve(liar, node, ControlKind.DELTA, Delta([], [], [], claims))
             net.serve(liar, node, ControlKind.DELTA, Delta(records, [], [], []))

@@ -78,9 +78,7 @@ def test_fields_of_a_later_version_are_passed_over() -> None:
         (packed(encode_body(Invite("c", ("a:1",), (KEYLESS,)))), "no cluster key"),
         (packed(encode_body(Invite("c", ("a:1",), (b"1" * 32,) * 2))), "no cluster key"),
         (
-            packed(
-                encode_body(Invite("c", ("a:1",), tuple(bytes([n]) * 32 for n in range(1, 18))))
-            ),
+            packed(encode_body(Invite("c", ("a:1",), tuple(bytes([n]) * 32 for n in range(1, 18))))),
             f"17 keys; at most {MAX_KEYS}",
         ),
     ],

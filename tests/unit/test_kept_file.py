@@ -17,12 +17,7 @@ import pytest
 
 from p2pstore.errors import ConfigError
 from p2pstore.memory.kept_memory import Expected, checksum_of
-from p2pstore.memory.mapped.kept_file import (
-    KeptMemory,
-    boot_id,
-    create_file_memory,
-    open_kept_memory,
-)
+from p2pstore.memory.mapped.kept_file import KeptMemory, boot_id, create_file_memory, open_kept_memory
 from p2pstore.memory.mapped.mapped_memory import map_read_only
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import plan_geometry
@@ -96,9 +91,7 @@ def test_what_is_not_kept_any_more_is_removed_at_the_end(path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_peer_lived_meanwhile_without_the_file(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_lived_meanwhile_without_the_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one_life(path, b"", FIRST, "a")
     with path.open("rb") as old:
         before = old.read()
@@ -109,9 +102,7 @@ def test_a_peer_lived_meanwhile_without_the_file(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "hole", "header", "empty"])
-def test_a_damaged_file_is_replaced(
-    path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_replaced(path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     one_life(path, b"", FIRST, "a")
     size = path.stat().st_size
     if damage == "truncated":
@@ -226,9 +217,7 @@ def test_without_clients_nothing_is_kept_in_place(path: Path) -> None:
     memory.close()
 
 
-def test_a_file_system_without_such_locks_is_told(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_such_locks_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = fcntl.fcntl
 
     def refuse(descriptor: int, command: int, argument: bytes | int = 0) -> bytes | int:

@@ -122,9 +122,7 @@ class Lives:
 
 def publish_all(segment: Segment, now: float = 100.0) -> list[str]:
     """The keys of what came back."""
-    return [
-        entry.key for entry in segment.returned.entries() if segment.returned.publish(entry, now)
-    ]
+    return [entry.key for entry in segment.returned.entries() if segment.returned.publish(entry, now)]
 
 
 def is_whole(segment: Segment, entry: ObjectEntry) -> bool:
@@ -157,9 +155,7 @@ class KeptSegmentAgainstDictionary(SegmentAgainstDictionary):
     @rule(clients_stay=st.booleans())
     def restart(self, clients_stay: bool) -> None:
         if clients_stay:
-            self.earlier_views += [
-                (entry.offset, value) for _, entry, value in self.leases.values()
-            ]
+            self.earlier_views += [(entry.offset, value) for _, entry, value in self.leases.values()]
             self.earlier_views += [(entry.offset, value) for entry, value in self.sending]
             own = [each for each in self.kept_reservations() if each.holder != EARLIER_CLIENTS]
             self.earlier_rooms += [(each.offset, each.capacity) for each in own]

@@ -18,13 +18,7 @@ from p2pstore.ssd_tier import kernel_aio
 from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
-from p2pstore.ssd_tier.kernel_aio import (
-    MAX_BUFFERS,
-    MAX_READ_BYTES,
-    MAX_READS,
-    KernelAio,
-    command_bytes,
-)
+from p2pstore.ssd_tier.kernel_aio import MAX_BUFFERS, MAX_READ_BYTES, MAX_READS, KernelAio, command_bytes
 from tests.contract.disks import KIB, MIB, opened
 from tests.present import present
 
@@ -48,9 +42,7 @@ def by_threads(disk: FileDisk, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
     read = disk._threads.read
 
-    async def counting(
-        pieces: list[Callable[[], object]], last: Callable[[], object] | None
-    ) -> None:
+    async def counting(pieces: list[Callable[[], object]], last: Callable[[], object] | None) -> None:
         counted.append(len(pieces))
         await read(pieces, last)
 
@@ -64,9 +56,7 @@ def intercept(
     """Have `answer` stand in for all system calls: told the number, the real call, and its arguments."""
     real = kernel_aio._syscall
     monkeypatch.setattr(
-        kernel_aio,
-        "_syscall",
-        lambda number, *arguments: answer(number, real, (number, *arguments)),
+        kernel_aio, "_syscall", lambda number, *arguments: answer(number, real, (number, *arguments))
     )
 
 
@@ -129,11 +119,7 @@ async def test_more_at_a_time_than_the_kernel_was_asked_for(disk: FileDisk) -> N
 
 @pytest.mark.parametrize(("error", "tries"), [(errno.EAGAIN, 2), (errno.EOPNOTSUPP, 1)])
 async def test_what_the_kernel_does_not_take_goes_to_threads(
-    disk: FileDisk,
-    by_threads: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    error: int,
-    tries: int,
+    disk: FileDisk, by_threads: list[int], monkeypatch: pytest.MonkeyPatch, error: int, tries: int
 ) -> None:
     """For now, when it has too much to do; for good, when the file system cannot do it."""
     assert disk._small_reads is not None
@@ -162,9 +148,7 @@ async def test_what_could_not_begin_at_once_goes_to_threads(
 
     for result in (-errno.EAGAIN, -errno.EIO, PAGE, 0):
 
-        def spoil(
-            number: int, real: System, arguments: tuple[int, ...], result: int = result
-        ) -> int:
+        def spoil(number: int, real: System, arguments: tuple[int, ...], result: int = result) -> int:
             ended = real(*arguments)
             if number == aio._get_events:
                 for at in range(0, ended * kernel_aio._EVENT.size, kernel_aio._EVENT.size):
@@ -196,9 +180,7 @@ class HeldEvents:
         os.eventfd_write(self._aio._eventfd, 1)
 
 
-async def test_cancelling_waits_for_the_kernel(
-    disk: FileDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelling_waits_for_the_kernel(disk: FileDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     held, ended = HeldEvents(disk, monkeypatch), False
 
     async def read() -> None:
@@ -259,9 +241,7 @@ async def test_closing_an_idle_disk_leaves_nothing_open(tmp_path: Path) -> None:
             await trio.sleep(0.001)
 
 
-async def test_ctrl_c_does_not_come_in_between(
-    disk: FileDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_ctrl_c_does_not_come_in_between(disk: FileDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between handing over memory and waiting for it."""
     protected: list[bool] = []
 
@@ -295,8 +275,7 @@ async def test_reads_that_never_end_are_waited_for_no_more_once_abandoned(
 ) -> None:
     aio = present(disk._small_reads)
     intercept(
-        monkeypatch,
-        lambda number, real, arguments: 0 if number == aio._get_events else real(*arguments),
+        monkeypatch, lambda number, real, arguments: 0 if number == aio._get_events else real(*arguments)
     )
     told: list[StoreClosed] = []
 

@@ -14,9 +14,7 @@ SIMILAR = st.binary(min_size=16, max_size=16) | st.sampled_from(
     [bytes(16), bytes(15) + b"\1", b"\1" * 16, b"\1" + bytes(15), b"\1\0" * 8, b"\0\1" * 8]
 )
 """Found within each other's entries as well."""
-VERSIONS = st.builds(
-    Version, st.sampled_from([0, 1, 2, 257, 1 << 63]), st.integers(0, 257), st.just(0)
-)
+VERSIONS = st.builds(Version, st.sampled_from([0, 1, 2, 257, 1 << 63]), st.integers(0, 257), st.just(0))
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +27,7 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
     st.lists(SIMILAR),
 )
 @settings(deadline=None)
-def test_as_a_dictionary(
-    changes: list[tuple[bool, list[bytes], Version]], asked: list[bytes]
-) -> None:
+def test_as_a_dictionary(changes: list[tuple[bool, list[bytes], Version]], asked: list[bytes]) -> None:
     versions, model = KeyVersions(), dict[bytes, Version]()
     for raises, digests, version in changes:
         if raises:

@@ -60,9 +60,7 @@ def copy(member: int) -> KnownRecord:
 
 
 def holder(member: int, *, same_host: bool = False) -> Holder:
-    return Holder(
-        member, b"id", "name", ["127.0.0.1:1"], "", same_host, 9, 9, 9, 9, 1, b"c", b"s", b"k"
-    )
+    return Holder(member, b"id", "name", ["127.0.0.1:1"], "", same_host, 9, 9, 9, 9, 1, b"c", b"s", b"k")
 
 
 def known(*records: KnownRecord, named: int = 20) -> KnownHolders:
@@ -183,9 +181,7 @@ def test_who_did_not_deliver_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> 
     holders.forget([1])
     holders.note([PlanItem([holder(1)])])
     assert planned(holders) is None
-    monkeypatch.setattr(
-        "p2pstore.client.known_holders.time.monotonic", lambda: now + ASKED_SECONDS + 1
-    )
+    monkeypatch.setattr("p2pstore.client.known_holders.time.monotonic", lambda: now + ASKED_SECONDS + 1)
     assert planned(holders) == [1]
     holders.forget([2])
     assert list(holders._asked_until) == [2]

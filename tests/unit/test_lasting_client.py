@@ -105,7 +105,4 @@ def test_touched_objects_are_reported_as_read_zero_times() -> None:
     ledger.touched([b"read", b"touched"])
     assert stirs
     report = ledger.take()
-    assert [(each.digest, each.count) for each in report.accesses] == [
-        (b"read", 1),
-        (b"touched", 0),
-    ]
+    assert [(each.digest, each.count) for each in report.accesses] == [(b"read", 1), (b"touched", 0)]

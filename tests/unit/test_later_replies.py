@@ -15,9 +15,7 @@ async def waiting(replies: LaterReplies, got: list[Message], token: int, seconds
     got.append(await replies.wait(Later(token, seconds)))
 
 
-async def test_each_answer_goes_to_whom_it_is_for(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
+async def test_each_answer_goes_to_whom_it_is_for(autojump_clock: trio.testing.MockClock) -> None:
     replies, got = LaterReplies(), list[Message]()
     async with trio.open_nursery() as nursery:
         for token in (1, 2):

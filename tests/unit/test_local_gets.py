@@ -29,20 +29,13 @@ def gets_of(world: Harness) -> LocalGets:
         return operation.result
 
     node: Any = SimpleNamespace(
-        core=world.core,
-        now=world.now,
-        complete=complete,
-        routes=SimpleNamespace(reading_order=list),
+        core=world.core, now=world.now, complete=complete, routes=SimpleNamespace(reading_order=list)
     )
     return LocalGets(node, office=None, max_leased_bytes=0)  # type: ignore[arg-type]  # no ticket is asked for
 
 
-@pytest.mark.parametrize(
-    ("homes_answer", "code"), [(False, Code.UNAVAILABLE), (True, Code.NO_SUCH_KEY)]
-)
-async def test_a_plan_for_a_key_of_which_nobody_can_tell_says_so(
-    homes_answer: bool, code: Code
-) -> None:
+@pytest.mark.parametrize(("homes_answer", "code"), [(False, Code.UNAVAILABLE), (True, Code.NO_SUCH_KEY)])
+async def test_a_plan_for_a_key_of_which_nobody_can_tell_says_so(homes_answer: bool, code: Code) -> None:
     world = partitioned()
     digest = key_digest(foreign_key(world), NAMESPACE)
     planning = gets_of(world).plan(CLIENT, local.Plan(digest))

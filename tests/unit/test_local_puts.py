@@ -34,9 +34,7 @@ class Loop:
 
     def put(self, key: str, again: local.ReserveItem | None = ROOM) -> local.Committed:
         sums = chunk_sums(VALUE)
-        item = PutFacts(
-            self._room.reservation, key, len(VALUE), sums, root_checksum(len(VALUE), sums)
-        )
+        item = PutFacts(self._room.reservation, key, len(VALUE), sums, root_checksum(len(VALUE), sums))
         room = self._room
         segment = self.puts._segment
         segment.reservation_view(room.reservation, holder=CLIENT.holder)[: len(VALUE)] = VALUE

@@ -92,9 +92,7 @@ class Model:
     def operation(self, held: LocationSet, adds: float) -> bytes:
         rng, key = self.rng, self.rng.choice(self.keys)
         if rng.random() < adds:
-            return (
-                key + bytes([rng.randrange(2)]) * (LOCATION_BYTES - 17) + bytes([rng.randrange(3)])
-            )
+            return key + bytes([rng.randrange(2)]) * (LOCATION_BYTES - 17) + bytes([rng.randrange(3)])
         record = held.records.get(key)
         if record is None or rng.random() < 0.2:  # a version that is not held
             record = key + bytes([rng.randrange(2)]) * (LOCATION_BYTES - 17) + b"\0"
@@ -295,9 +293,7 @@ def test_very_many_slots_may_hold_next_to_nothing() -> None:
     slots = {index.open(): random_records(rng, 1 + number % 2) for number in range(2_000)}
     for _ in range(3):  # freed rows are used again
         for slot, records in slots.items():
-            index.apply(
-                slot, records
-            )  # a block of 32 rows for each would be ten times what there is
+            index.apply(slot, records)  # a block of 32 rows for each would be ten times what there is
         assert all(sorted(split(index.pack(s))) == sorted(split(r)) for s, r in slots.items())
         for slot, records in slots.items():
             index.apply(slot, b"".join(map(withdrawn, split(records))))
@@ -333,10 +329,7 @@ def test_a_snapshot_is_checked_whole(others: int) -> None:
     packed, record = random_records(rng, others), location(1).encode()
     twin = record[:8] + rng.randbytes(LOCATION_BYTES - 9) + b"\0"  # half a digest in common
     checked = check_snapshot(packed + record + twin)
-    assert (checked.count, checked.set_hash) == (
-        others + 2,
-        LocationSet(packed + record + twin).hash,
-    )
+    assert (checked.count, checked.set_hash) == (others + 2, LocationSet(packed + record + twin).hash)
     newer = record[:20] + b"\7" + record[21:]
     for wrong in (record + packed + newer, record + packed + twin[:-1], packed + withdrawn(record)):
         with pytest.raises(ProtocolError):

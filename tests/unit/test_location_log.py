@@ -15,10 +15,7 @@ from p2pstore.objects import Version
 from tests.unit.gossip_network import digest_of, location, operations_after
 from tests.unit.location_set import LocationSet
 
-steps = st.lists(
-    st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 3)),
-    max_size=60,
-)
+steps = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 3)), max_size=60)
 
 
 def play(log: OwnLog, choices: list[tuple[bool, int, int]]) -> None:
@@ -30,9 +27,7 @@ def play(log: OwnLog, choices: list[tuple[bool, int, int]]) -> None:
 
 
 @given(steps)
-def test_operations_are_contiguous_and_add_up_to_the_head(
-    choices: list[tuple[bool, int, int]],
-) -> None:
+def test_operations_are_contiguous_and_add_up_to_the_head(choices: list[tuple[bool, int, int]]) -> None:
     log = OwnLog(1)
     play(log, choices)
     operations = operations_after(log, 0)
@@ -104,8 +99,7 @@ def test_runs_are_told_whole_and_signed(
     ring, written = OperationRing(limit), b""
     for extended, signed in steps:
         operations = b"".join(
-            (ring.last + number + 1).to_bytes(LOCATION_BYTES, "little")
-            for number in range(extended)
+            (ring.last + number + 1).to_bytes(LOCATION_BYTES, "little") for number in range(extended)
         )
         ring.extend(operations)
         written += operations
@@ -113,14 +107,7 @@ def test_runs_are_told_whole_and_signed(
         if count:
             ring.sign(count, ring.signed.to_bytes(64, "little"))
         assert ring.first - 1 <= ring.signed <= ring.last
-        for known in {
-            0,
-            ring.first - 2,
-            ring.first - 1,
-            ring.first,
-            ring.signed - 1,
-            ring.last + 1,
-        }:
+        for known in {0, ring.first - 2, ring.first - 1, ring.first, ring.signed - 1, ring.last + 1}:
             runs = ring.since(known, limit_bytes)
             assert sum(len(run.operations) for run in runs) <= limit_bytes
             sequence = known
@@ -179,12 +166,7 @@ def test_a_restarted_log_holds_the_same_from_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "packed",
-    [
-        location(1).encode()[:-1],
-        location(1).encode() * 2,
-        location(1).encode()[:-1] + b"\x80",
-    ],
+    "packed", [location(1).encode()[:-1], location(1).encode() * 2, location(1).encode()[:-1] + b"\x80"]
 )
 def test_a_malformed_set_is_refused(packed: bytes) -> None:
     with pytest.raises(ProtocolError):

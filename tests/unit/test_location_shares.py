@@ -54,9 +54,7 @@ TOO_MANY = LogHead(sequence=5_000_000, count=MAX_OWN_RECORDS + 1, set_hash=1)
         "nobody goes in vain",
     ],
 )
-def test_who_makes_room(
-    counts: dict[int, int], wanted: int, missing: int, dropped: list[int]
-) -> None:
+def test_who_makes_room(counts: dict[int, int], wanted: int, missing: int, dropped: list[int]) -> None:
     assert who_makes_room(counts, A, wanted, missing) == dropped
 
 
@@ -261,9 +259,7 @@ def test_who_makes_room_is_gone_from_the_partition_that_it_makes_room_in() -> No
         greedy += 1
     assert greedy > 50
     mine = keys(9_000, 50)
-    whole = Push(
-        OTHER_INCARNATION, [], b"", sets=[PartitionSet(0, 1, hash_of(mine), b"".join(mine))]
-    )
+    whole = Push(OTHER_INCARNATION, [], b"", sets=[PartitionSet(0, 1, hash_of(mine), b"".join(mine))])
     for _ in range(50):
         behind = home.take(B, check_update(whole), 0.0)
         if not behind:

@@ -23,9 +23,7 @@ def change(log: OwnLog, rng: Random, keys: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_copy_is_what_the_log_held_at_its_head(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_a_copy_is_what_the_log_held_at_its_head(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(log_copy, "STEP_RECORDS", 16)
     rng, log = Random(seed), OwnLog(5)
     for _ in range(300):

@@ -58,9 +58,7 @@ def test_json(logger: logging.Logger, tmp_path: Path) -> None:
     }
 
 
-def test_an_event_has_a_name_that_programs_can_rely_on(
-    logger: logging.Logger, tmp_path: Path
-) -> None:
+def test_an_event_has_a_name_that_programs_can_rely_on(logger: logging.Logger, tmp_path: Path) -> None:
     file = tmp_path / "log"
     for style in ("json", "text"):
         configure_logs(PeerConfig(log_file=str(file), log_format=style))
@@ -126,9 +124,7 @@ def test_a_rotated_file_is_opened_anew(logger: logging.Logger, tmp_path: Path) -
     assert [line.split()[-1] for line in file.read_text().splitlines()] == ["three"]
 
 
-def test_a_file_that_cannot_be_opened_anew_is_written_on(
-    logger: logging.Logger, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_opened_anew_is_written_on(logger: logging.Logger, tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     configure_logs(PeerConfig(log_file=str(folder / "log")))

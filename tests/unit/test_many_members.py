@@ -34,14 +34,7 @@ from p2pstore.gossip.records import (
     sign_peer_record,
 )
 from p2pstore.wire import decode_body, encode_body
-from tests.unit.gossip_network import (
-    FakeSigner,
-    Network,
-    bury,
-    inform_of_death,
-    peer_id_of,
-    peer_record,
-)
+from tests.unit.gossip_network import FakeSigner, Network, bury, inform_of_death, peer_id_of, peer_record
 
 MEMBERS = 1000
 LIVING_BYTES = 2000
@@ -74,9 +67,7 @@ class Observer:
     def __init__(self) -> None:
         self.now = 1.0
         self.gossip = Network(1, GossipConfig(forget_seconds=1.0)).start(0, None).gossip
-        self.gossip.membership._met = (
-            MEMBERS  # others' word for those that it has not met is enough
-        )
+        self.gossip.membership._met = MEMBERS  # others' word for those that it has not met is enough
         self.gossip.tick(self.now)
         self.turn_after_each = True
 

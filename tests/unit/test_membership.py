@@ -59,12 +59,7 @@ def status_of(made: Membership, number: int) -> tuple[Status, int]:
     return state.status, state.incarnation
 
 
-claims = st.builds(
-    claim,
-    st.integers(1, 2),
-    st.sampled_from(list(Status)),
-    st.integers(0, 4),
-)
+claims = st.builds(claim, st.integers(1, 2), st.sampled_from(list(Status)), st.integers(0, 4))
 
 
 @given(st.lists(claims, max_size=12), st.randoms(use_true_random=False))
@@ -451,8 +446,7 @@ def test_a_delta_with_one_member_too_many_is_taken_in_but_for_that() -> None:
     gossip.membership._met = 100
     gossip.tick(0.0)
     signed = [
-        sign_peer_record(record, FakeSigner(record.peer_id))
-        for record in map(peer_record, (1, 2, 3))
+        sign_peer_record(record, FakeSigner(record.peer_id)) for record in map(peer_record, (1, 2, 3))
     ]
     delta = Delta([*signed[:1], signed[2], signed[1]], [], [], [claim(1, Status.SUSPECT)])
     gossip.serve(peer_id_of(1), ControlKind.DELTA, delta, 1.0)
@@ -487,9 +481,7 @@ def test_an_accusation_so_high_that_it_leaves_no_room_to_refute_is_passed_over()
     made = Membership(peer_id_of(0), year_ms, MembershipConfig(), lambda now: year_ms + 1000 * now)
     made.observe_record(peer_record(1, incarnation=year_ms), SIGNED, 0.0)
     highest = year_ms + MAX_AHEAD_MS
-    made.observe_claims(
-        [claim(1, Status.DEAD, highest + 1), claim(0, Status.DEAD, highest + 1)], 0.0
-    )
+    made.observe_claims([claim(1, Status.DEAD, highest + 1), claim(0, Status.DEAD, highest + 1)], 0.0)
     assert made.own.incarnation == year_ms
     other = present(made.get(peer_id_of(1)))
     assert (other.status, other.incarnation) == (Status.ALIVE, year_ms)
@@ -500,9 +492,7 @@ def test_an_accusation_so_high_that_it_leaves_no_room_to_refute_is_passed_over()
 
 
 @pytest.mark.parametrize("wrong_by_days", [365, -365])
-def test_whoever_started_with_a_wrong_clock_can_be_accused_and_can_refute(
-    wrong_by_days: int,
-) -> None:
+def test_whoever_started_with_a_wrong_clock_can_be_accused_and_can_refute(wrong_by_days: int) -> None:
     """Their own records count as well: incarnations never fall, and a clock may be set right, or wrong,
     later on."""
     day_ms = 86_400_000

@@ -42,8 +42,7 @@ def believes(peer: GossipPeer, other: GossipPeer) -> Status:
 def all_see(cluster: GossipCluster) -> Callable[[], bool]:
     ids = {peer.peer_id for peer in cluster.running}
     return lambda: all(
-        {state.peer_id for state in peer.gossip.membership.live()} == ids
-        for peer in cluster.running
+        {state.peer_id for state in peer.gossip.membership.live()} == ids for peer in cluster.running
     )
 
 
@@ -60,13 +59,10 @@ def test_nobody_helps_a_peer_that_nobody_reaches() -> None:
     seen = watch(cluster)
     cluster.network.partition({0}, {1, 2, 3, 4})
     assert cluster.run_until(
-        lambda: all(believes(peer, cluster.peers[0]) is Status.DEAD for peer in cluster.peers[1:]),
-        12.0,
+        lambda: all(believes(peer, cluster.peers[0]) is Status.DEAD for peer in cluster.peers[1:]), 12.0
     )
     # The one that is alone cannot tell whether it is the others: it takes its time.
-    assert all(
-        peer is not cluster.peers[0] or change.new is Status.SUSPECT for peer, change in seen
-    )
+    assert all(peer is not cluster.peers[0] or change.new is Status.SUSPECT for peer, change in seen)
     assert cluster.peers[0].gossip.membership.health.score >= 6
 
 

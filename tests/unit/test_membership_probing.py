@@ -14,11 +14,7 @@ from p2pstore.gossip.gossip_effects import Answer, Ask, Later
 from p2pstore.gossip.gossip_messages import Ack, Claim, ControlKind, Ping, PingRequest, Status
 from p2pstore.gossip.members.member_table import MemberChange, MembershipConfig
 from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.members.probing import (
-    LOOKED_AT_FOR_HELP,
-    MAX_RELAYED,
-    Probing,
-)
+from p2pstore.gossip.members.probing import LOOKED_AT_FOR_HELP, MAX_RELAYED, Probing
 from p2pstore.gossip.members.suspicion import (
     LocalHealth,
     expected_confirmations,
@@ -235,9 +231,7 @@ def test_the_accused_hears_the_accusation_with_the_ping() -> None:
 
 
 def relayed(prober: Prober, timeout_ms: int = 400) -> Ask:
-    later, (ping,) = prober.probing.relay(
-        peer_id_of(2), PingRequest(peer_id_of(1), timeout_ms), 0.0
-    )
+    later, (ping,) = prober.probing.relay(peer_id_of(2), PingRequest(peer_id_of(1), timeout_ms), 0.0)
     assert later == Later(ping.token, timeout_ms / 1000)
     assert (ping.kind, ping.peer_id) == (ControlKind.PING, peer_id_of(1))
     assert ping.timeout_seconds == timeout_ms / 1000
@@ -377,11 +371,7 @@ def test_as_many_confirmations_are_expected_as_there_may_be(
 
 
 def test_the_presets_are_those_of_memberlist() -> None:
-    wanted = {
-        "lan": (1.0, 0.5, 3, 4.0, 4),
-        "wan": (5.0, 3.0, 3, 6.0, 4),
-        "local": (1.0, 0.2, 1, 3.0, 2),
-    }
+    wanted = {"lan": (1.0, 0.5, 3, 4.0, 4), "wan": (5.0, 3.0, 3, 6.0, 4), "local": (1.0, 0.2, 1, 3.0, 2)}
     for network, values in wanted.items():
         members = preset(network).membership  # type: ignore[arg-type]  # one of three
         assert values == (

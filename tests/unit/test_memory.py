@@ -123,9 +123,7 @@ def test_a_file_that_others_can_shrink_is_not_mapped(tmp_path: Path) -> None:
                 map_read_only(file.fileno(), MIB)
 
 
-def test_a_file_of_another_user_is_not_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_another_user_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(MIB))
     if os.geteuid() == 0:
@@ -180,9 +178,7 @@ def kernel_collapses() -> bool:
     return kernel >= (6, 1) and SHMEM_ENABLED.exists() and "[deny]" not in SHMEM_ENABLED.read_text()
 
 
-@pytest.mark.skipif(
-    not kernel_collapses(), reason="the kernel makes no huge pages of what is there"
-)
+@pytest.mark.skipif(not kernel_collapses(), reason="the kernel makes no huge pages of what is there")
 def test_prefault_with_huge_pages_changes_nothing_and_all_have_them() -> None:
     assert makes_huge_pages()
     memory = create_memory(10 * MIB + 5, "p2pstore-huge")

@@ -183,9 +183,7 @@ def test_who_takes_the_new_file_for_a_left_over_gets_it(
     os.close(thief)
 
 
-def test_two_that_start_at_once_never_share_a_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_that_start_at_once_never_share_a_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one takes the new file for a left-over, removes it and has its own there before the lock."""
     others: list[int] = []
     real_lock = fcntl.flock

@@ -67,9 +67,7 @@ def test_what_others_send_takes_two_thirds_at_most() -> None:
     assert begun == pytest.approx(10 * 90.0 / 2, rel=0.1)
 
 
-def test_one_sender_is_answered_as_often_as_it_may_ask_and_others_are_answered_all_the_same() -> (
-    None
-):
+def test_one_sender_is_answered_as_often_as_it_may_ask_and_others_are_answered_all_the_same() -> None:
     budget = SharedBudget(100.0, 40.0)
     for second in range(3):
         now = 5.0 + second

@@ -76,11 +76,7 @@ async def test_an_unknown_page_is_refused(request_line: bytes, status: bytes) ->
         *((b"localhost:9946", 200), (b"LOCALHOST", 200), (b"a.localhost:1", 200)),
         *((b"127.0.0.1:9946", 200), (b"[::1]:9946", 200), (b"10.1.2.3", 200), (b"", 421)),
         (socket.gethostname().encode() + b":9946", 200),
-        *(
-            (b"evil.example:9946", 421),
-            (b"localhost.evil.example", 421),
-            (b"127.0.0.1.nip.io", 421),
-        ),
+        *((b"evil.example:9946", 421), (b"localhost.evil.example", 421), (b"127.0.0.1.nip.io", 421)),
         *((b"localhost\r\nHost: evil.example", 421), (b"xlocalhost", 421)),
     ],
 )
@@ -251,9 +247,7 @@ async def test_a_client_that_waits_to_send_a_body_is_told_to() -> None:
         await ours.aclose()
 
 
-async def test_a_slow_body_is_cut_and_an_idle_connection_later(
-    autojump_clock: trio.abc.Clock,
-) -> None:
+async def test_a_slow_body_is_cut_and_an_idle_connection_later(autojump_clock: trio.abc.Clock) -> None:
     ours, theirs = trio.testing.memory_stream_pair()
     await ours.send_all(query(b"b", length=2))
     began = trio.current_time()

@@ -31,14 +31,7 @@ from tests.ports import free_port
     ("text", "size"),
     [
         *[(5, 5), ("16MB", 2**24), ("4gb", 2**32), ("1.5 KiB", 1536), ("1024", 1024), ("3B", 3)],
-        *[
-            ("1e6", 10**6),
-            (1e9, 10**9),
-            ("1.5E3", 1500),
-            ("2e3 k", 2000 * 1024),
-            ("1.0", 1),
-            (0, 0),
-        ],
+        *[("1e6", 10**6), (1e9, 10**9), ("1.5E3", 1500), ("2e3 k", 2000 * 1024), ("1.0", 1), (0, 0)],
     ],
 )
 def test_sizes(text: Any, size: int) -> None:
@@ -51,19 +44,7 @@ def test_sizes(text: Any, size: int) -> None:
     "text",
     [
         *["50%", "", "-1", -1, True, None, "16 MBit", 1.5, "1.5", "1e", "e6", "1e-3", "1e400"],
-        *[
-            "nan",
-            "inf",
-            float("nan"),
-            float("inf"),
-            "1,000",
-            "0x10",
-            b"1",
-            [],
-            {},
-            "9999999 TB",
-            2**61,
-        ],
+        *["nan", "inf", float("nan"), float("inf"), "1,000", "0x10", b"1", [], {}, "9999999 TB", 2**61],
     ],
 )
 def test_what_is_no_size(text: Any) -> None:
@@ -73,23 +54,8 @@ def test_what_is_no_size(text: Any) -> None:
 
 MALFORMED = [
     *("::1:21311", "host", "host:99999", "host:", ":50051", "host:port", "host:-1", "host:0"),
-    *(
-        "10.0.0.1:1,10.0.0.2:1",
-        "10.0.0.1:1;10.0.0.2:1",
-        "tcp://10.0.0.1:50051",
-        "rdma://h:1",
-        "h:1/x",
-    ),
-    *(
-        "etcd:10.0.0.1:1",
-        "a b:1",
-        "10.0.0.300:1",
-        "10.0.0:1",
-        "[host]:1",
-        "[::1]",
-        "[::1:1",
-        "::1]:1",
-    ),
+    *("10.0.0.1:1,10.0.0.2:1", "10.0.0.1:1;10.0.0.2:1", "tcp://10.0.0.1:50051", "rdma://h:1", "h:1/x"),
+    *("etcd:10.0.0.1:1", "a b:1", "10.0.0.300:1", "10.0.0:1", "[host]:1", "[::1]", "[::1:1", "::1]:1"),
     *("0.0.0.0:1", "[::]:1", "[fe80::1]:1", "a..b:1", f"{'h' * 64}:1", "user@host:1", "*:1", " "),
     *("host:1\n2", "ho\0st:1", "host:\uff11", 5, ["h:1"], b"h:1", True),
     *("-h:1", "h-:1", "a.-b:1", "[::1%a b]:1", "[::1%\n]:1"),
@@ -113,17 +79,7 @@ def test_a_master_is_a_peer_and_no_server_of_metadata() -> None:
 
 
 WRONG: dict[str, list[Any]] = {
-    "local_hostname": [
-        "-h",
-        "::1%a b",
-        "a b",
-        "host:99999",
-        "tcp://h",
-        "::1:99999",
-        5,
-        "a,b",
-        "[::1",
-    ],
+    "local_hostname": ["-h", "::1%a b", "a b", "host:99999", "tcp://h", "::1:99999", 5, "a,b", "[::1"],
     "rdma_devices": ["mlx5_0,,mlx5_1", "mlx5_0;mlx5_1", '{"0": "x"}', ",", 5, ["x"]],
     "device_name": ["mlx5_0 mlx5_1"],
     "protocol": ["tpc", 5, ["tcp"]],
@@ -157,13 +113,7 @@ def test_what_changes_nothing_is_named() -> None:
     assert sum("there is no setting" in each for each in settings.unused) == 4
     settings = from_arguments(values, {})
     unused = "\n".join(settings.unused)
-    for text in (
-        "engine",
-        "'efa'",
-        "RDMA devices",
-        "did you mean 'global_segment_size'",
-        "ipc_socket",
-    ):
+    for text in ("engine", "'efa'", "RDMA devices", "did you mean 'global_segment_size'", "ipc_socket"):
         assert text in unused
     assert settings.for_own_peer == ("master_server_addr", "rdma_devices")
     plain = from_arguments({"protocol": "RDMA", "device_name": "mlx5_0", "local_hostname": ""}, {})
@@ -180,11 +130,7 @@ def test_servers_that_are_nobodys_peers_are_ignored_and_others_are_bootstrap_pee
     for server in ("P2PHANDSHAKE", "etcd://h:2379", "http://h:8080/metadata", "redis://h:6379"):
         settings = from_arguments({"metadata_server": server, "master_server_addr": "h:50051"}, {})
         assert (settings.bootstrap, settings.ignored) == (("h:50051",), (server,))
-    same = {
-        "metadata_server": "h:1",
-        "master_server_addr": "h:1",
-        "master_server_address": "[::1]:2",
-    }
+    same = {"metadata_server": "h:1", "master_server_addr": "h:1", "master_server_address": "[::1]:2"}
     assert from_arguments(same, {}).bootstrap == ("h:1", "[::1]:2")
     assert from_arguments({}, {}).bootstrap == ()
 
@@ -204,8 +150,7 @@ def test_what_counts_instead_of_a_setting_is_named() -> None:
     settings = from_arguments({"tenant_id": "t", "master_server_addr": "other:1"}, environment)
     assert ["'env'" in settings.unused[0], "other:1" in settings.unused[1]] == [True, True]
     assert (
-        from_arguments({"tenant_id": "env", "metadata_server": "P2PHANDSHAKE"}, environment).unused
-        == ()
+        from_arguments({"tenant_id": "env", "metadata_server": "P2PHANDSHAKE"}, environment).unused == ()
     )
 
 
@@ -234,10 +179,7 @@ def test_other_options_of_a_peer() -> None:
     assert settings.http_port == 9400
     with_folder = " ".join(peer_options(settings, {}, ssd_path="/x/store-1", http_port=9401))
     assert "--ssd /x/store-1 --metrics 127.0.0.1:9401" in with_folder
-    assert (
-        from_arguments({"enable_ssd_offload": "true", "ssd_offload_path": "/x"}, {}).ssd_path
-        == "/x"
-    )
+    assert from_arguments({"enable_ssd_offload": "true", "ssd_offload_path": "/x"}, {}).ssd_path == "/x"
     assert not from_arguments({"enable_ssd_offload": False, "ssd_offload_path": "/x"}, {}).ssd_path
     assert "--name node7:5" in options({"local_hostname": "node7:5"})
     assert "--name" not in options({"local_hostname": "node7"}, NAME="other")

@@ -130,9 +130,7 @@ def test_views_that_are_where_their_heads_are_cost_nothing_to_watch() -> None:
     log, directory = OwnLog(1), CountingDirectory()
     log.add(location(1))
     operations = operations_after(log, 0, LOCATION_BYTES)
-    owners = [
-        MemberState(peer_id_of(number), number, Status.ALIVE, 1, 0.0) for number in range(1, 301)
-    ]
+    owners = [MemberState(peer_id_of(number), number, Status.ALIVE, 1, 0.0) for number in range(1, 301)]
     for owner in owners:
         directory.observe_head(owner.member, 1, log.head)
         directory.apply(owner.member, 1, run_at(1, operations))

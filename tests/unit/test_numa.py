@@ -73,8 +73,7 @@ def test_a_kernel_without_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"),
-    [("", []), ("0\n", [0]), ("0-3", [0, 1, 2, 3]), ("0,2-3,9\n", [0, 2, 3, 9])],
+    ("text", "numbers"), [("", []), ("0\n", [0]), ("0-3", [0, 1, 2, 3]), ("0,2-3,9\n", [0, 2, 3, 9])]
 )
 def test_lists(text: str, numbers: list[int]) -> None:
     assert numa.parse_list(text) == numbers
@@ -102,9 +101,7 @@ def test_what_the_kernel_is_asked(node: int) -> None:
 
 
 def test_a_kernel_that_refuses_is_told_of() -> None:
-    with pytest.raises(
-        ConfigError, match=r"numa_node: .* node 1 \(Operation not permitted\): a con"
-    ):
+    with pytest.raises(ConfigError, match=r"numa_node: .* node 1 \(Operation not permitted\): a con"):
         numa.bind(4096, 4096, 1, lambda *arguments: errno.EPERM)
 
 

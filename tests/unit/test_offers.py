@@ -41,9 +41,7 @@ rooms = st.lists(
     ),
     max_size=8,
 )
-objects = st.lists(
-    st.tuples(st.integers(1, 8 * MIB), st.floats(0.0, NOW), st.booleans()), max_size=100
-)
+objects = st.lists(st.tuples(st.integers(1, 8 * MIB), st.floats(0.0, NOW), st.booleans()), max_size=100)
 
 
 @given(rooms, objects, st.integers(0, 64 * MIB), st.integers(0, 99))
@@ -68,9 +66,7 @@ def test_offers_keep_to_what_the_rooms_have(
     assert len(entries) <= MOST_OFFERED
     assert sum(entry.extent_bytes for entry in entries[1:]) <= MOST_OFFERED_BYTES
     before = (
-        sum(entry.extent_bytes for entry in coldest[: coldest.index(entries[-1])])
-        if entries
-        else -1
+        sum(entry.extent_bytes for entry in coldest[: coldest.index(entries[-1])]) if entries else -1
     )
     assert before < short_bytes, "what would not go is not offered"
     for number, room in enumerate(told):

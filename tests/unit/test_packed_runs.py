@@ -22,9 +22,7 @@ from tests.unit.gossip_network import location
 
 RUNS = st.one_of(
     st.lists(st.binary(min_size=LOCATION_BYTES, max_size=LOCATION_BYTES), max_size=9),
-    st.lists(
-        st.integers(1, 1 << 40).map(lambda n: location(n, n).encode()), min_size=1, max_size=40
-    ),
+    st.lists(st.integers(1, 1 << 40).map(lambda n: location(n, n).encode()), min_size=1, max_size=40),
 ).map(b"".join)
 
 

@@ -55,11 +55,7 @@ def test_these_homes_never_change() -> None:
     """Peers of different versions must agree on them."""
     assert weight(1, 0) == 0xE4D971771B652C20
     table = table_of([1, 2, 3, 4, 5])
-    assert [table.homes[partition] for partition in (0, 1, 1023)] == [
-        (1, 4, 2),
-        (3, 4, 5),
-        (2, 1, 3),
-    ]
+    assert [table.homes[partition] for partition in (0, 1, 1023)] == [(1, 4, 2), (3, 4, 5), (2, 1, 3)]
     assert [partition_of(bytes.fromhex(text) + bytes(14)) for text in ("0000", "0040", "ffff")] == [
         0,
         1,

@@ -46,9 +46,7 @@ def view(clocks: PeerClocks, offset: float = OFFSET, now: float = 100.0) -> Cloc
         ([-9.0, -11.0, -9.0], 10.0, False, False),
     ],
 )
-def test_who_may_write(
-    aheads: list[float], lead: float, is_behind: bool, may_be_behind: bool
-) -> None:
+def test_who_may_write(aheads: list[float], lead: float, is_behind: bool, may_be_behind: bool) -> None:
     found = judge(aheads, None, alone=False)
     assert (found.lead, found.is_behind, found.may_be_behind) == (lead, is_behind, may_be_behind)
 

@@ -165,10 +165,7 @@ def test_an_invite_that_admits_no_peer_is_forgotten(home: Path, before: Invite |
 
 def test_a_running_peer_keeps_its_key(home: Path) -> None:
     keep_joined(INVITE, str(home / "n"))
-    with (
-        StateDirectory.open(home / "n"),
-        pytest.raises(StateDirectoryInUse, match="in use by process"),
-    ):
+    with StateDirectory.open(home / "n"), pytest.raises(StateDirectoryInUse, match="in use by process"):
         keep_joined(Invite("green", ("10.0.0.2:1",), (b"2" * 32,)), str(home / "n"))
     assert KEY.hex() in (home / "n" / "cluster.key").read_text()
 
@@ -187,9 +184,7 @@ def test_a_kept_invite_that_is_damaged_or_open_to_others(home: Path) -> None:
     with pytest.raises(ConfigError, match="torn"):
         settle(said(name="n"))
     file.chmod(0o644)
-    with pytest.raises(
-        ConfigError, match=r"invite is how this peer joined, but others may read it"
-    ):
+    with pytest.raises(ConfigError, match=r"invite is how this peer joined, but others may read it"):
         settle(said(name="n"))
 
 

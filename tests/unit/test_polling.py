@@ -106,9 +106,7 @@ def test_it_polls_longer_while_the_other_side_takes_in_what_was_sent(line: Line)
     assert line.ask(some, long) == "polled"
     some.sent(1.0)
     assert line.ask(some, long) == "polled"
-    assert line.ask(some, POLL_SECONDS + 2 * MOST_BUSY_SECONDS) == "polled in vain", (
-        "not for a second"
-    )
+    assert line.ask(some, POLL_SECONDS + 2 * MOST_BUSY_SECONDS) == "polled in vain", "not for a second"
     line.ask(some, POLL_SECONDS / 2)
     some.sent(0.0)
     assert line.ask(some, long) == "polled in vain"
@@ -156,9 +154,7 @@ def test_nobody_polls_where_several_threads_receive_in_turns(line: Line) -> None
     assert line.ask(some, POLL_SECONDS / 2) == "polled", "a thread may have many connections"
 
 
-def test_nothing_is_left_of_who_was_interrupted(
-    line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_of_who_was_interrupted(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     some = Polling()
     line.ask(some, POLL_SECONDS / 2)
 

@@ -22,9 +22,7 @@ def known_one_by_one(world: Harness, digests: list[bytes]) -> set[bytes]:
     }
 
 
-def check_matches(
-    world: Harness, digests: list[bytes], name: bytes = namespace_digest("other")
-) -> None:
+def check_matches(world: Harness, digests: list[bytes], name: bytes = namespace_digest("other")) -> None:
     """A chain that begins at any of these matches as the copies of each key say."""
     copies = [world.core.copies.known(digest, world.now, name) for digest in digests]
     for begin in range(0, len(digests), 5):
@@ -77,9 +75,7 @@ def test_what_a_holder_denied_does_not_count() -> None:
     world.hold(world.others[0], "k", b"1")
     member = world.others[0].member
     incarnation, sequence = world.core.gossip.directory.position(member)
-    world.core.gossip.directory.mark_stale(
-        member, digest_of("k"), max(incarnation, 7), sequence + 9
-    )
+    world.core.gossip.directory.mark_stale(member, digest_of("k"), max(incarnation, 7), sequence + 9)
     assert known(world, "k") == [False]
 
 

@@ -241,9 +241,7 @@ def asks(client: KnownElsewhere, digest: bytes) -> bool:
         lambda _, directory: directory.early(2, 1, [9], location(0).encode(), 0.0),
     ],
 )
-def test_what_is_not_plain_is_asked(
-    unclear: Callable[[PublishedLocations, Directory], None],
-) -> None:
+def test_what_is_not_plain_is_asked(unclear: Callable[[PublishedLocations, Directory], None]) -> None:
     published, directory, client = known_table()
     assert not asks(client, KEYS[0])
     unclear(published, directory)

@@ -155,9 +155,7 @@ def test_a_batch_ends_as_its_values_do_one_by_one(
             world.stored(key, b"x")
         for key in elsewhere:
             world.hold(world.others[0], key, b"y")
-        return world, [
-            world.facts(key, value, overwrite=overwrite) for key, value, overwrite in batch
-        ]
+        return world, [world.facts(key, value, overwrite=overwrite) for key, value, overwrite in batch]
 
     def put_alone(world: Harness, facts: PutFacts) -> PutStatus | None:
         operation = world.operation(facts)
@@ -172,9 +170,7 @@ def test_a_batch_ends_as_its_values_do_one_by_one(
     ]
     alone, items = prepared()
     expected = [put_alone(alone, facts) for facts in items]
-    if len({key for key, _, _ in batch}) == len(
-        batch
-    ):  # else the order of those decided alone counts
+    if len({key for key, _, _ in batch}) == len(batch):  # else the order of those decided alone counts
         assert statuses == expected
         assert together.segment.object_count == alone.segment.object_count
     check_segment(together.segment)

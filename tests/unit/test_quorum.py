@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.gossip.floors.quorum import (
-    GONE_SECONDS,
-    MARGIN_SECONDS,
-    TIE_SECONDS,
-    Quorum,
-    Showing,
-)
+from p2pstore.gossip.floors.quorum import GONE_SECONDS, MARGIN_SECONDS, TIE_SECONDS, Quorum, Showing
 
 WALL = 1_800_000_000.0
 
@@ -51,8 +45,7 @@ class World:
 
 
 @pytest.mark.parametrize(
-    ("members", "gone", "may"),
-    [(4, 2, True), (4, 3, False), (3, 2, True), (1, 1, True), (2, 2, False)],
+    ("members", "gone", "may"), [(4, 2, True), (4, 3, False), (3, 2, True), (1, 1, True), (2, 2, False)]
 )
 def test_a_side_compacts_when_it_has_half_of_all(members: int, gone: int, may: bool) -> None:
     """`members` besides this one."""
@@ -146,9 +139,7 @@ def test_a_short_restart_misses_nothing_and_a_long_one_may() -> None:
 
 @pytest.mark.parametrize("says_apart", [False, True])
 @pytest.mark.parametrize("others", [2, 3, 4])
-def test_one_member_is_not_followed_where_all_have_just_started(
-    others: int, says_apart: bool
-) -> None:
+def test_one_member_is_not_followed_where_all_have_just_started(others: int, says_apart: bool) -> None:
     quorum = Quorum()
     quorum.start((), 0.0, 0.0)
     for member in range(others):

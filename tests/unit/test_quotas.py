@@ -16,13 +16,7 @@ from p2pstore.memory.areas import MAX_QUOTAS, NO_CAPS, Areas, Place
 from p2pstore.memory.entries import ObjectEntry, Written
 from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import (
-    GRANULE_BYTES,
-    Pin,
-    TrailerBody,
-    encode_trailer,
-    plan_geometry,
-)
+from p2pstore.memory.segment_layout import GRANULE_BYTES, Pin, TrailerBody, encode_trailer, plan_geometry
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from simulation.segment_checks import check_segment
 
@@ -65,9 +59,7 @@ def put(
     key = f"key {number}"
     value = bytes([number % 256]) * length
     trailer = TrailerBody(namespace, key, chunk_sums(value), pin=pin)
-    made = segment.reserve(
-        length, len(encode_trailer(trailer)), holder=ME, now=now, namespace=namespace
-    )
+    made = segment.reserve(length, len(encode_trailer(trailer)), holder=ME, now=now, namespace=namespace)
     segment.reservation_view(made.number, ME)[:] = value
     return segment.commit(
         Written(
@@ -226,9 +218,7 @@ def test_a_whole_memory_of_quotas_has_nothing_for_others_in_the_end() -> None:
 
 def test_quotas_are_no_more_than_there_is() -> None:
     with pytest.raises(ValueError, match="2 quotas"):
-        Areas(
-            8 * GRANULE_BYTES, GRANULE_BYTES, {"a": 4 * GRANULE_BYTES, "b": 4 * GRANULE_BYTES + 1}
-        )
+        Areas(8 * GRANULE_BYTES, GRANULE_BYTES, {"a": 4 * GRANULE_BYTES, "b": 4 * GRANULE_BYTES + 1})
     with pytest.raises(ValueError, match="quotas"):
         many = {str(number): 1 for number in range(MAX_QUOTAS + 1)}
         Areas(1024 * GRANULE_BYTES, GRANULE_BYTES, many)
@@ -258,9 +248,7 @@ class QuotasAgainstModel(RuleBasedStateMachine):
     """The model knows only which namespace asked, and what was there before it did."""
 
     @initialize(
-        quotas=st.dictionaries(
-            st.sampled_from(["first", "second"]), st.integers(1, 10), min_size=1
-        ),
+        quotas=st.dictionaries(st.sampled_from(["first", "second"]), st.integers(1, 10), min_size=1),
         shared=st.integers(0, 12),
         slots=st.integers(6, 40),
         policy=st.sampled_from(get_args(PolicyName)),
@@ -337,9 +325,7 @@ class QuotasAgainstModel(RuleBasedStateMachine):
         stays = 0
         for entry in {id(each): each for each in before + self.held}.values():
             offset = entry.offset - self.segment.geometry.data_offset
-            movable = (
-                entry.namespace != namespace and not entry.references and entry.pin != Pin.HARD
-            )
+            movable = entry.namespace != namespace and not entry.references and entry.pin != Pin.HARD
             if begin <= offset < end and not movable:
                 stays += entry.extent_bytes
         return stays < end - begin

@@ -32,12 +32,7 @@ def test_a_device_that_is_not_there() -> None:
 
 @pytest.mark.parametrize(
     ("text", "bytes_per_second"),
-    [
-        ("100 Gb/sec (4X EDR)\n", 12.5e9),
-        ("2.5 Gb/sec (1X SDR)\n", 0.3125e9),
-        ("", 0.0),
-        ("fast\n", 0.0),
-    ],
+    [("100 Gb/sec (4X EDR)\n", 12.5e9), ("2.5 Gb/sec (1X SDR)\n", 0.3125e9), ("", 0.0), ("fast\n", 0.0)],
 )
 def test_what_a_link_carries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, bytes_per_second: float

@@ -140,9 +140,7 @@ def taken_in_after(first_bytes: int, length_bytes: int, link_bytes_per_second: f
 def test_a_payload_is_parted_where_it_is_taken_in_soonest(length: int, rate: float) -> None:
     first = first_of_two(length, rate)
     assert 0 < first < length
-    soonest = min(
-        taken_in_after(other, length, rate) for other in range(0, length, PARTED_AT_BYTES)
-    )
+    soonest = min(taken_in_after(other, length, rate) for other in range(0, length, PARTED_AT_BYTES))
     page = taken_in_after(0, PARTED_AT_BYTES, rate)
     assert taken_in_after(first, length, rate) <= soonest + page
 

@@ -14,13 +14,7 @@ from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import MIB
 from p2pstore.runtime import streams
 from p2pstore.runtime.streams import BytesLike
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    Get,
-    GetItem,
-    Ping,
-    SmallObjects,
-)
+from p2pstore.transfer.data_messages import DataKind, Get, GetItem, Ping, SmallObjects
 from p2pstore.transfer.serving import read_thread
 from p2pstore.transfer.serving.read_answers import COUNTED_READS, MAX_TALLY, ReadTally
 from p2pstore.transfer.serving.read_thread import BRISK_READS, BRISK_SECONDS, Briskness
@@ -90,10 +84,7 @@ def test_when_all_places_are_taken_the_event_loop_refuses_larger_ones() -> None:
         serving.uploads.end(0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("item", "is_small"),
-    [(GetItem(SMALL), True), (GetItem(LARGE), False)],
-)
+@pytest.mark.parametrize(("item", "is_small"), [(GetItem(SMALL), True), (GetItem(LARGE), False)])
 def test_larger_reads_do_not_count_as_small_ones(item: GetItem, is_small: bool) -> None:
     with served() as serving:
         serving.far.sendall(get(1, item))

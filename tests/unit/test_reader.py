@@ -78,9 +78,7 @@ def empty(length: int) -> memoryview:
 # --- one reader, nothing else happening ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "length", [0, 1, 4096, 65536, 65537, CHUNK_BYTES, CHUNK_BYTES + 1, 9 * MIB + 3]
-)
+@pytest.mark.parametrize("length", [0, 1, 4096, 65536, 65537, CHUNK_BYTES, CHUNK_BYTES + 1, 9 * MIB + 3])
 def test_a_copy_is_what_was_put(length: int) -> None:
     segment, view = new_segment(16 * MIB)
     value = random.Random(length).randbytes(length)
@@ -263,9 +261,7 @@ def test_what_changes_between_pieces_counts_only_while_it_is_not_copied() -> Non
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_each_piece_is_verified_whoever_copies_it(
-    monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
+def test_each_piece_is_verified_whoever_copies_it(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     with_threads(monkeypatch, threads)
     length = 13 * PIECE_BYTES + 5
     segment, view = new_segment(64 * MIB)

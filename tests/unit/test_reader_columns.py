@@ -30,18 +30,12 @@ from tests.unit.test_reader import empty, new_segment
 
 ENTRIES = 64
 DIGESTS = [
-    *(
-        bytes([home]) + bytes(7) + bytes([number]) * 8
-        for home in (0, 1, 62, 63)
-        for number in (1, 2, 3)
-    ),
+    *(bytes([home]) + bytes(7) + bytes([number]) * 8 for home in (0, 1, 62, 63) for number in (1, 2, 3)),
     *(bytes([number]) * 16 for number in range(100, 120)),
 ]
 
 
-def put(
-    segment: Segment, key: str, value: bytes, *, expires_unix_ms: int = 0, clock: int = 1
-) -> bytes:
+def put(segment: Segment, key: str, value: bytes, *, expires_unix_ms: int = 0, clock: int = 1) -> bytes:
     trailer = TrailerBody("default", key, chunk_sums(value), expires_unix_ms)
     reservation = segment.reserve(len(value), len(encode_trailer(trailer)), holder=0, now=1.0)
     segment.reservation_view(reservation.number, 0)[:] = value
@@ -157,9 +151,7 @@ def test_an_owner_of_an_earlier_version_says_nothing_of_times_to_live(
         assert copy_one(reader, digest, empty(5)) == there
 
 
-def test_only_what_was_announced_is_there(
-    held: tuple[Segment, SegmentReader, memoryview],
-) -> None:
+def test_only_what_was_announced_is_there(held: tuple[Segment, SegmentReader, memoryview]) -> None:
     segment, reader, _ = held
     digests = [put(segment, f"k{number}", b"value", clock=5) for number in range(FEW_DIGESTS + 2)]
     entry = present(segment.find(digests[0], 1.0))

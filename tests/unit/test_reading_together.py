@@ -294,9 +294,7 @@ async def test_a_connection_that_breaks_fails_only_who_was_read_there(readers: R
     await readers.begin(20, 21)
     await readers.answer(1, (5, broken))
     failed = range(MOST_ALONE + 5, 20)
-    assert {each: readers.ends.pop(each) for each in failed} == dict.fromkeys(
-        failed, Code.UNAVAILABLE
-    )
+    assert {each: readers.ends.pop(each) for each in failed} == dict.fromkeys(failed, Code.UNAVAILABLE)
     await readers.answer()
     assert readers.ended(*range(MOST_ALONE + 5), 20, 21)
 

@@ -47,8 +47,7 @@ def test_what_looks_like_a_secret_is_gone(secret: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["secret=abc", '"api_key": "abc def"', "PASSWORD: abc", "x_token='abc'"],
+    "text", ["secret=abc", '"api_key": "abc def"', "PASSWORD: abc", "x_token='abc'"]
 )
 def test_what_is_called_a_secret_is_gone(text: str) -> None:
     cleaned = Redactor().clean(f"{{{text}, 1}}")

@@ -255,9 +255,7 @@ MIXED = {
 }
 
 
-def test_one_broken_file_or_unknown_dtype_harms_only_itself(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_one_broken_file_or_unknown_dtype_harms_only_itself(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = tensors_of(MIXED)
     assert set(found) == {"good", "layers.0.q_proj", "scales", "blocks", "later"}
@@ -327,9 +325,7 @@ def test_an_index_may_name_tensors_that_its_files_lack() -> None:
         **{"layers.0": "pointer.safetensors", "layers.1": "./a.safetensors"},
     }
     files = {
-        "sub/a.safetensors": file_with(
-            {"w": entry(), "layers.1": entry(data_offsets=[16, 32])}, 32
-        ),
+        "sub/a.safetensors": file_with({"w": entry(), "layers.1": entry(data_offsets=[16, 32])}, 32),
         "sub/pointer.safetensors": POINTER,
         "sub/m.safetensors.index.json": json.dumps({"weight_map": weight_map}).encode(),
     }
@@ -345,18 +341,12 @@ def test_an_index_may_name_tensors_that_its_files_lack() -> None:
 
 
 def test_names_may_have_brackets() -> None:
-    files = {
-        "m.safetensors": file_with({"h[0].w": entry(), "h0.w": entry(data_offsets=[16, 32])}, 32)
-    }
+    files = {"m.safetensors": file_with({"h[0].w": entry(), "h0.w": entry(data_offsets=[16, 32])}, 32)}
     assert set(tensors_of(files, ["h[0].w"])) == {"h[0].w", "h0.w"}
-    assert set(tensors_of({"m.safetensors": file_with({"h[0].w": entry()})}, ["h[0].w"])) == {
-        "h[0].w"
-    }
+    assert set(tensors_of({"m.safetensors": file_with({"h[0].w": entry()})}, ["h[0].w"])) == {"h[0].w"}
 
 
-@pytest.mark.parametrize(
-    "dtype", ["U4", "U1", "S4", "V8", "M8", "f4", "O", "T", "i4,i4", "float99"]
-)
+@pytest.mark.parametrize("dtype", ["U4", "U1", "S4", "V8", "M8", "f4", "O", "T", "i4,i4", "float99"])
 def test_a_dtype_is_none_that_numpy_or_torch_only_happen_to_call_so(dtype: str) -> None:
     found = tensors_of({"m.safetensors": file_with({"w": entry(dtype=dtype)})})
     assert found.raw("w").nbytes == 16

@@ -48,9 +48,7 @@ async def test_floors_that_come_while_all_are_written_anew_are_in_the_file(tmp_p
 
         async def hear() -> None:
             for number in range(300, 320):
-                late.append(
-                    world.core.floors.write(digest_of(f"k{number}"), Version(1, 1), world.now)
-                )
+                late.append(world.core.floors.write(digest_of(f"k{number}"), Version(1, 1), world.now))
                 saver.add(late[-1])
                 await trio.lowlevel.checkpoint()
 

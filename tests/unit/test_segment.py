@@ -265,9 +265,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         value = value[: len(value) - int(shorter * len(value))]
         expires = int((self.now + ttl) * 1000) if ttl else 0
         trailer = trailer_for(value, key, pin, expires)
-        version = Version(
-            1 if old else next(self.clocks), 1, root_checksum(len(value), trailer.sums)
-        )
+        version = Version(1 if old else next(self.clocks), 1, root_checksum(len(value), trailer.sums))
         before = self.model.get(key)
         try:
             entry = self.segment.commit(
@@ -506,9 +504,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
 
 
 TestSegmentAgainstDictionary = SegmentAgainstDictionary.TestCase
-TestSegmentAgainstDictionary.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None
-)
+TestSegmentAgainstDictionary.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 # --- what other threads send ---------------------------------------------------------------
@@ -743,9 +739,7 @@ def test_reservations_of_one_holder_are_limited() -> None:
 # --- listing ---------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["put", "remove", "list"])), min_size=15)
-)
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["put", "remove", "list"])), min_size=15))
 def test_listings_follow_every_change(steps: list[tuple[int, str]]) -> None:
     listing = KeyListing()
     segment, _ = new_segment(4)
@@ -811,11 +805,7 @@ def test_a_newer_version_under_another_key_text_replaces_the_listing() -> None:
     trailer = trailer_for(b"other", "renamed")
     new = segment.commit(
         Written(
-            reservation.number,
-            old.digest,
-            Version(2, 1, root_checksum(5, trailer.sums)),
-            trailer,
-            5,
+            reservation.number, old.digest, Version(2, 1, root_checksum(5, trailer.sums)), trailer, 5
         ),
         holder=ME,
         soft=False,
@@ -959,9 +949,7 @@ def test_what_clients_write_where_only_the_owner_may_is_restored(data: st.DataOb
         place = data.draw(st.sampled_from(owned))
         at = data.draw(st.sampled_from(place))
         length = data.draw(st.integers(min_value=1, max_value=min(200, place.stop - at)))
-        buffer[at : at + length] = (
-            bytes([data.draw(st.integers(min_value=0, max_value=255))]) * length
-        )
+        buffer[at : at + length] = bytes([data.draw(st.integers(min_value=0, max_value=255))]) * length
     segment.restoring.header()
     SegmentReader(memoryview(buffer))
     for _ in range(8):

@@ -134,9 +134,7 @@ def test_a_request_is_what_its_frame_says(kind: DataKind, message: Message) -> N
         (DataKind.STORE_PART, StorePart(0), "no STORE"),
     ],
 )
-def test_a_malformed_request_ends_the_connection(
-    kind: DataKind, message: Message, text: str
-) -> None:
+def test_a_malformed_request_ends_the_connection(kind: DataKind, message: Message, text: str) -> None:
     with pytest.raises(Refused, match=text) as refused:
         decode(kind, message)
     header = decode_header(refused.value.frame, DATA_REPLY_LIMITS)

@@ -151,9 +151,7 @@ def test_every_setting_is_shown_with_its_origin(monkeypatch: pytest.MonkeyPatch)
         (256 * MIB, 64 * MIB, "default: at least 64.0 MiB"),
     ):
         for module in ("config", "settings"):
-            monkeypatch.setattr(
-                f"p2pstore.{module}.usable_memory_bytes", lambda usable=usable: usable
-            )
+            monkeypatch.setattr(f"p2pstore.{module}.usable_memory_bytes", lambda usable=usable: usable)
         shown = {each.name: each for each in shown_settings(Settings())}
         fields = {*PeerConfig.__struct_fields__} - {"metrics"} | {"http"}
         assert list(shown) == sorted(fields)

@@ -61,9 +61,7 @@ def test_results_come_in_order_and_errors_at_once(threads: int) -> None:
     assert threading.active_count() == before
 
 
-def test_where_there_may_be_no_more_threads_it_goes_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_there_may_be_no_more_threads_it_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the end of a program, or at a limit."""
 
     def refused(function: object, arguments: object) -> None:

@@ -52,8 +52,7 @@ def slander(
             if told is not None and node.number not in told:
                 continue
             claims = [
-                Claim(peer_id_of(v), incarnation_of(net, v), int(status), by(turns[0]))
-                for v in victims
+                Claim(peer_id_of(v), incarnation_of(net, v), int(status), by(turns[0])) for v in victims
             ]
             net.serve(liar, node, ControlKind.PING, Ping(0, claims))
         net.later(1 / SLANDERS_PER_SECOND, turn)
@@ -97,9 +96,7 @@ def test_slander_hides_nothing_that_the_living_hold(status: Status) -> None:
 
 
 @pytest.mark.parametrize("status", ACCUSATIONS)
-def test_the_slandered_neither_begin_their_logs_anew_nor_refute_all_the_time(
-    status: Status,
-) -> None:
+def test_the_slandered_neither_begin_their_logs_anew_nor_refute_all_the_time(status: Status) -> None:
     net = formed()
     victim = net.nodes[1].gossip
     log, before = victim.incarnation, victim.membership.own.incarnation

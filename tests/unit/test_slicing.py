@@ -203,9 +203,7 @@ SPEEDS = st.builds(
 )
 
 
-@given(
-    st.integers(1, 200), st.integers(1, 20), st.floats(0.001, 0.01), st.lists(SPEEDS, max_size=3)
-)
+@given(st.integers(1, 200), st.integers(1, 20), st.floats(0.001, 0.01), st.lists(SPEEDS, max_size=3))
 @example(19, 19, 0.0078125, [Speed(0.1875)])
 @example(16, 8, 0.0078125, [Speed(0.001, dies_after=8)])
 @example(17, 17, 0.002, [Speed(0.0034, dies_after=2), Speed(0.5, dies_after=0)])
@@ -226,9 +224,7 @@ def test_whatever_the_others_do_one_steady_reader_completes_it_soon(
 
 
 @given(st.integers(1, 100), st.lists(SPEEDS, min_size=1, max_size=4))
-def test_nothing_is_brought_twice_and_nothing_is_forgotten(
-    chunks: int, speeds: list[Speed]
-) -> None:
+def test_nothing_is_brought_twice_and_nothing_is_forgotten(chunks: int, speeds: list[Speed]) -> None:
     race = Race(Slices(chunks, 8), speeds)
     race.run()
     numbers = list(chain.from_iterable(race.brought))

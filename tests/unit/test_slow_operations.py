@@ -35,12 +35,9 @@ def end(slow: SlowOperations, watched: Watched, now: float, **changes: Any) -> S
 
 
 @pytest.mark.parametrize(
-    ("threshold", "seconds", "kept"),
-    [(0.1, 0.1, True), (0.1, 0.0999, False), (0.0, 60.0, False)],
+    ("threshold", "seconds", "kept"), [(0.1, 0.1, True), (0.1, 0.0999, False), (0.0, 60.0, False)]
 )
-def test_an_operation_at_the_threshold_is_slow(
-    threshold: float, seconds: float, kept: bool
-) -> None:
+def test_an_operation_at_the_threshold_is_slow(threshold: float, seconds: float, kept: bool) -> None:
     slow = SlowOperations(threshold)
     assert (end(slow, slow.begin([ONE], 0.0), seconds) is not None) is kept
     assert slow.total == kept

@@ -120,9 +120,7 @@ def test_a_directory_that_a_stranger_made_first_is_not_used(place: Path) -> None
         return "squatted"
 
     assert as_stranger(squat) == "squatted"
-    with pytest.raises(
-        ConfigError, match=r"belongs to another user.*belongs to another user.*--socket"
-    ):
+    with pytest.raises(ConfigError, match=r"belongs to another user.*belongs to another user.*--socket"):
         paths.default_socket_path("a")
 
 

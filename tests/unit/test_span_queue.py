@@ -9,13 +9,7 @@ from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import MIB, Version, chunk_sums, root_checksum
 from p2pstore.transfer.data_messages import GetItem
 from p2pstore.transfer.reading.arriving import ALONE, PART_CHUNKS, Arriving, resumable
-from p2pstore.transfer.reading.span_reads import (
-    BATCHES_AHEAD,
-    MIN_BATCH_ITEMS,
-    Span,
-    SpanQueue,
-    Wanted,
-)
+from p2pstore.transfer.reading.span_reads import BATCHES_AHEAD, MIN_BATCH_ITEMS, Span, SpanQueue, Wanted
 from p2pstore.transfer.transport import BufferDestination
 
 READER = 3

@@ -21,12 +21,7 @@ from p2pstore.ssd_tier.write_admission import (
 def decide(
     admission: Admission, length: int = MIB, *, now: float = 0.0, **changed: Any
 ) -> Refusal | None:
-    arguments: dict[str, Any] = {
-        "hits": 1,
-        "last_copy": False,
-        "queued_bytes": 0,
-        "read_only": False,
-    }
+    arguments: dict[str, Any] = {"hits": 1, "last_copy": False, "queued_bytes": 0, "read_only": False}
     return admission.decide(length, now=now, **{**arguments, **changed})
 
 
@@ -47,9 +42,7 @@ def test_what_was_read_once_is_written() -> None:
         (MIB, {"queued_bytes": 9 * MIB + 1}, Refusal.QUEUE_FULL),
     ],
 )
-def test_each_reason_is_given_and_counted(
-    length: int, changed: dict[str, Any], reason: Refusal
-) -> None:
+def test_each_reason_is_given_and_counted(length: int, changed: dict[str, Any], reason: Refusal) -> None:
     policy = AdmissionPolicy(max_bytes=8 * MIB, max_queued_bytes=10 * MIB)
     admission = Admission(policy, now=0)
     assert decide(admission, length, **changed) is reason

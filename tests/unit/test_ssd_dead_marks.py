@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.ssd_tier.log_layout import (
-    MAX_RECORDS_PER_SEGMENT,
-    PAGE_BYTES,
-    SECTOR_BYTES,
-    DeadMarks,
-)
+from p2pstore.ssd_tier.log_layout import MAX_RECORDS_PER_SEGMENT, PAGE_BYTES, SECTOR_BYTES, DeadMarks
 from tests.unit.cold_objects import STORE_ID
 
 RECORDS_PER_SECTOR = MAX_RECORDS_PER_SEGMENT * SECTOR_BYTES // PAGE_BYTES

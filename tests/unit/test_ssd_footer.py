@@ -53,9 +53,7 @@ def read(content: bytes) -> Footer:
     return decode_footer(tail, content[:-PAGE_BYTES])
 
 
-@given(
-    st.lists(st.tuples(st.text(min_size=1, max_size=40), st.sampled_from(["a", "b" * 255, "ü"])))
-)
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=40), st.sampled_from(["a", "b" * 255, "ü"]))))
 def test_a_footer_comes_back(keys: list[tuple[str, str]]) -> None:
     headers = [header(number, key, namespace) for number, (key, namespace) in enumerate(keys)]
     footer = footer_from_headers(headers)
@@ -108,9 +106,7 @@ def test_a_footer_counts_only_in_its_segment_and_generation() -> None:
     later = encode_footer(STORE_ID, 3, 10, footer_from_headers([header(1, "k")]))
     tail = decode_footer_tail(content[-PAGE_BYTES:], STORE_ID, 3, 9)
     assert later[:-PAGE_BYTES] == content[:-PAGE_BYTES]
-    assert (
-        decode_footer_tail(later[-PAGE_BYTES:], STORE_ID, 3, 10).body_checksum != tail.body_checksum
-    )
+    assert decode_footer_tail(later[-PAGE_BYTES:], STORE_ID, 3, 10).body_checksum != tail.body_checksum
 
 
 def test_rows_of_a_newer_version_are_longer() -> None:

@@ -18,13 +18,7 @@ from p2pstore.objects import PART_BYTES, Version, key_digest, namespace_digest
 from p2pstore.ssd_tier import index_walks
 from p2pstore.ssd_tier import index_walks as digest_walk
 from p2pstore.ssd_tier.index import MAX_HITS, NOT_FOUND, ColdIndex, DigestSlots
-from p2pstore.ssd_tier.log_layout import (
-    ColdFacts,
-    RecordPlace,
-    part_bytes,
-    part_count,
-    record_bytes,
-)
+from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, part_bytes, part_count, record_bytes
 from tests.present import present
 from tests.unit.cold_objects import facts_of
 
@@ -58,9 +52,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def places(self) -> dict[RecordPlace, tuple[ColdFacts, int]]:
         return {
-            place: (facts, part)
-            for facts, parts in self.alive.values()
-            for part, place in parts.items()
+            place: (facts, part) for facts, parts in self.alive.values() for part, place in parts.items()
         }
 
     def is_visible(self, digest: bytes) -> bool:
@@ -226,9 +218,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.objects == sum(
             len(parts) == part_count(facts.length) for facts, parts in self.alive.values()
         )
-        assert self.index.live_bytes == sum(
-            self.size(facts, [part]) for facts, part in alive.values()
-        )
+        assert self.index.live_bytes == sum(self.size(facts, [part]) for facts, part in alive.values())
         for segment in range(SEGMENTS):
             mine = [each for place, each in alive.items() if place.segment == segment]
             assert len(list(self.index.records_of(segment))) == len(mine)

@@ -67,20 +67,12 @@ def read(page: bytes, place: RecordPlace = PLACE, store_id: bytes = STORE_ID) ->
     key=st.text(min_size=1, max_size=300),
     namespace=st.text(min_size=1, max_size=60),
     rest=st.tuples(
-        st.integers(0, 2**63),
-        st.integers(1, 100),
-        st.integers(0, 2),
-        st.booleans(),
-        st.text(max_size=9),
+        st.integers(0, 2**63), st.integers(1, 100), st.integers(0, 2), st.booleans(), st.text(max_size=9)
     ),
     shape=st.lists(st.integers(0, 2**40), max_size=5),
 )
 def test_headers_of_all_parts_give_the_facts_back(
-    length: int,
-    key: str,
-    namespace: str,
-    rest: tuple[int, int, int, bool, str],
-    shape: list[int],
+    length: int, key: str, namespace: str, rest: tuple[int, int, int, bool, str], shape: list[int]
 ) -> None:
     expires, replicas, pin, soft, dtype = rest
     facts = replace(
@@ -96,11 +88,7 @@ def test_headers_of_all_parts_give_the_facts_back(
     for part in range(part_count(length)):
         size = part_bytes(length, part)
         headers.append(read(encode_record_header(STORE_ID, PLACE, facts, part, size)))
-        assert (headers[-1].part, headers[-1].stored_bytes, headers[-1].place) == (
-            part,
-            size,
-            PLACE,
-        )
+        assert (headers[-1].part, headers[-1].stored_bytes, headers[-1].place) == (part, size, PLACE)
     assert joined_facts(headers) == facts
 
 
@@ -126,12 +114,7 @@ def test_no_byte_of_a_header_can_change() -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
-    [
-        RecordPlace(4, 9, 70, 5, 0),
-        RecordPlace(3, 10, 70, 5, 0),
-        RecordPlace(3, 9, 71, 5, 0),
-    ],
+    "place", [RecordPlace(4, 9, 70, 5, 0), RecordPlace(3, 10, 70, 5, 0), RecordPlace(3, 9, 71, 5, 0)]
 )
 def test_a_header_counts_only_where_it_was_written(place: RecordPlace) -> None:
     page = encode_record_header(STORE_ID, PLACE, facts_of("k", 1), 0, 1)
@@ -240,9 +223,7 @@ def test_a_newer_format_is_kept_and_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_the_start_of_a_segment_comes_back_and_no_byte_of_its_header_can_change(
-    opened: bool,
-) -> None:
+def test_the_start_of_a_segment_comes_back_and_no_byte_of_its_header_can_change(opened: bool) -> None:
     start = encode_segment_start(STORE_ID, 3, 9, opened)
     assert len(start) == SEGMENT_START_BYTES
     page = start[:PAGE_BYTES]

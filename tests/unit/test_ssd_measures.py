@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 from p2pstore.ssd_tier.health import Bandwidth, LatencyHistogram, Measures
 
 
-@given(
-    st.lists(st.floats(2e-6, 1000), min_size=1, max_size=200),
-    st.sampled_from([0.5, 0.9, 0.99, 1.0]),
-)
+@given(st.lists(st.floats(2e-6, 1000), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
 def test_percentiles_are_right_to_within_a_bucket(durations: list[float], share: float) -> None:
     histogram = LatencyHistogram()
     for each in durations:

@@ -379,17 +379,15 @@ def test_a_start_or_a_footer_that_cannot_be_read() -> None:
     assert (start.state, start.generation) == (FoundState.DAMAGED, 1)
     assert start.unreadable_bytes > 0
     last = len(log.disk) - PAGE_BYTES
-    end = log.find(
-        lambda wanted: None if wanted.position + wanted.length > last else log.read(wanted)
-    )[0]
+    end = log.find(lambda wanted: None if wanted.position + wanted.length > last else log.read(wanted))[
+        0
+    ]
     assert (end.state, len(end.footer.rows)) == (FoundState.UNSEALED, 3)
 
 
 def test_an_index_that_was_filled_goes_on_like_any_other() -> None:
     log = Log(segments=2)
-    facts = [
-        facts_of(f"key {number}", 10, namespace=f"namespace {number % 3}") for number in range(30)
-    ]
+    facts = [facts_of(f"key {number}", 10, namespace=f"namespace {number % 3}") for number in range(30)]
     for each in facts[:20]:
         log.append(0, each)
     log.append(1, facts_of("key 7", 10, clock=2, namespace="namespace 1"))
@@ -422,9 +420,7 @@ def test_a_log_without_segments_worth_anything_gives_an_empty_index() -> None:
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_whatever_is_damaged_what_is_read_is_right_and_what_was_discarded_stays_away(
-    seed: int,
-) -> None:
+def test_whatever_is_damaged_what_is_read_is_right_and_what_was_discarded_stays_away(seed: int) -> None:
     """Rot, zeros, pages that went elsewhere, pages as they were before: anywhere in the log but its first page."""
     rng, log = Random(seed), Log(segments=3)
     values: dict[bytes, dict[int, bytes]] = {}
@@ -465,9 +461,7 @@ def test_whatever_is_damaged_what_is_read_is_right_and_what_was_discarded_stays_
 
 def _damage(log: Log, rng: Random, before: bytes) -> None:
     pages = range(MIB // PAGE_BYTES, len(log.disk) // PAGE_BYTES)
-    interesting = [
-        page for page in pages if any(log.disk[page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
-    ]
+    interesting = [page for page in pages if any(log.disk[page * PAGE_BYTES : (page + 1) * PAGE_BYTES])]
     for _ in range(rng.randrange(1, 12)):
         page = rng.choice(interesting) if rng.random() < 0.9 else rng.choice(pages)
         start = page * PAGE_BYTES

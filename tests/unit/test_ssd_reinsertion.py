@@ -36,9 +36,7 @@ def test_what_does_not_fit_is_skipped() -> None:
     assert names(choose_kept(offered, 1000)) == ["small"]
 
 
-@given(
-    st.lists(st.builds(candidate, st.text(), st.integers(1, 500), st.integers(0, 3), st.booleans()))
-)
+@given(st.lists(st.builds(candidate, st.text(), st.integers(1, 500), st.integers(0, 3), st.booleans())))
 def test_never_more_than_the_share(offered: list[Candidate[str]]) -> None:
     kept = choose_kept(offered, 1000)
     assert sum(each.bytes for each in kept) <= 1000 * KEPT_SHARE

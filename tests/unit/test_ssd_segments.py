@@ -13,12 +13,7 @@ from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
     RecordPlace,
 )
-from p2pstore.ssd_tier.log_segments import (
-    KEEP_FREE,
-    SegmentState,
-    SegmentTable,
-    Stream,
-)
+from p2pstore.ssd_tier.log_segments import KEEP_FREE, SegmentState, SegmentTable, Stream
 from tests.present import present
 
 MIB = 1024 * 1024
@@ -51,9 +46,7 @@ def seal_all(table: SegmentTable) -> None:
 def test_records_follow_each_other_and_are_numbered() -> None:
     table = table_of(4)
     first, second = table.place(3, 10), table.place(2, 10)
-    assert first == RecordPlace(
-        segment=0, generation=1, page=FIRST_RECORD_PAGE, number=0, sequence=1
-    )
+    assert first == RecordPlace(segment=0, generation=1, page=FIRST_RECORD_PAGE, number=0, sequence=1)
     assert second == RecordPlace(
         segment=0, generation=1, page=FIRST_RECORD_PAGE + 3, number=1, sequence=2
     )
@@ -235,9 +228,7 @@ class TableAgainstPages(RuleBasedStateMachine):
         self.generations: set[tuple[int, int]] = set()
         self.sequences = [0]
 
-    @rule(
-        pages=st.integers(1, PAGES), text=st.integers(0, 3000), stream=st.sampled_from(list(Stream))
-    )
+    @rule(pages=st.integers(1, PAGES), text=st.integers(0, 3000), stream=st.sampled_from(list(Stream)))
     def place(self, pages: int, text: int, stream: Stream) -> None:
         place = self.table.place(pages, text, stream)
         if place is None:

@@ -78,9 +78,7 @@ async def test_what_compresses_is_compressed(length: int, autojump_clock: object
 
 
 @pytest.mark.parametrize("compressible", [False, True])
-async def test_long_values_are_worked_on_in_threads(
-    compressible: bool, autojump_clock: object
-) -> None:
+async def test_long_values_are_worked_on_in_threads(compressible: bool, autojump_clock: object) -> None:
     value = value_of("a", 5, 3 * MIB + 5, compressible=compressible)
     disk = FaultyDisk(0, 33 * MIB, pause=trio.sleep)
     async with running(disk, segment_bytes=4 * MIB) as harness:
@@ -236,9 +234,7 @@ async def test_digests_of_all_and_of_a_namespace(autojump_clock: object) -> None
         assert not any(harness.tier.digests(namespace_digest("other")))
 
 
-async def test_what_is_discarded_while_it_is_stored_never_comes_back(
-    autojump_clock: object,
-) -> None:
+async def test_what_is_discarded_while_it_is_stored_never_comes_back(autojump_clock: object) -> None:
     """Its record reaches the disk, whole, after the discard was durable; then the machine crashes."""
     disk = simulated_disk()
     until = UntilCrash(disk)
@@ -276,9 +272,7 @@ async def test_an_object_past_its_time_is_a_miss(autojump_clock: object) -> None
         assert [entry.key for entry in harness.withdrawn] == ["a"]
 
 
-async def test_what_is_discarded_while_it_waits_for_room_is_not_written(
-    autojump_clock: object,
-) -> None:
+async def test_what_is_discarded_while_it_waits_for_room_is_not_written(autojump_clock: object) -> None:
     disk = simulated_disk()
     disk.faults.latency_seconds = 0.1
     until = UntilCrash(disk)
@@ -641,9 +635,7 @@ async def test_cancelled_at_every_checkpoint(
             assert harness.keys().items() <= before.items()
             assert before.keys() - harness.keys().keys() <= given_up
             for number in range(12):  # nothing is left that holds up a segment
-                assert await harness.store(
-                    f"{number}", milliseconds, value_of("n", number, 300_000)
-                )
+                assert await harness.store(f"{number}", milliseconds, value_of("n", number, 300_000))
             await trio.sleep(5)
             assert harness.tier.statistics()["segments"][SegmentState.DRAINING.value] == 0
             harness.discard("a", 9)
@@ -663,14 +655,10 @@ async def test_a_disk_that_nobody_will_find_again_is_only_read(autojump_clock: o
         assert (await harness.load("a"))[1] == VALUE
         disk.misplaced = ""
         await trio.sleep(10.0)
-        assert harness.tier.state is TierState.READ_ONLY, (
-            "what was not written meanwhile is not there"
-        )
+        assert harness.tier.state is TierState.READ_ONLY, "what was not written meanwhile is not there"
 
 
-async def test_nothing_is_called_durable_that_nobody_will_find_again(
-    autojump_clock: object,
-) -> None:
+async def test_nothing_is_called_durable_that_nobody_will_find_again(autojump_clock: object) -> None:
     disk = simulated_disk()
     async with running(disk) as harness:
         await trio.sleep(0.5)
@@ -758,9 +746,7 @@ async def test_a_slow_disk_is_waited_for(autojump_clock: object) -> None:
         assert told == []
 
 
-async def test_a_disk_that_keeps_hanging_is_off_and_discards_say_so(
-    autojump_clock: object,
-) -> None:
+async def test_a_disk_that_keeps_hanging_is_off_and_discards_say_so(autojump_clock: object) -> None:
     disk = hanging_disk()
     async with running(disk) as harness:
         assert await harness.store("a", 1, VALUE, durable=True)
@@ -817,9 +803,7 @@ async def test_a_log_belongs_to_the_first_cluster_that_opens_it(autojump_clock: 
         assert harness.keys() == {"k": 1}
 
 
-async def test_a_log_of_a_version_that_knew_no_clusters_is_taken_over(
-    autojump_clock: object,
-) -> None:
+async def test_a_log_of_a_version_that_knew_no_clusters_is_taken_over(autojump_clock: object) -> None:
     disk = simulated_disk()
     async with running(disk) as harness:
         assert await harness.store("k", 1, VALUE, durable=True)
@@ -849,9 +833,7 @@ async def test_what_reclaim_moved_while_it_could_not_be_read_is_read_where_it_is
         [record] = log.index.records_of(entry.places[0].segment)
         real, old, copied = disk.read_into, log.position(entry.places[0]), False
 
-        async def read_into(
-            position: int, buffers: Sequence[memoryview], check: Any = None
-        ) -> None:
+        async def read_into(position: int, buffers: Sequence[memoryview], check: Any = None) -> None:
             nonlocal copied
             if position == old and copied:
                 raise OSError(errno.EIO, "it rots there")

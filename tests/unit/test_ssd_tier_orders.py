@@ -84,9 +84,7 @@ async def test_what_is_unreadable_for_one_start_never_comes_back(
         assert not harness.holds("a")
 
 
-async def test_a_store_into_a_segment_that_is_retired_meanwhile_fails(
-    autojump_clock: object,
-) -> None:
+async def test_a_store_into_a_segment_that_is_retired_meanwhile_fails(autojump_clock: object) -> None:
     disk = simulated_disk()
     original, go_on = disk.write_from, trio.Event()
     results: list[bool] = []

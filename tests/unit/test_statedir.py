@@ -31,8 +31,7 @@ def mode(path: Path) -> int:
 
 def records(count: int) -> list[SignedRecord]:
     return [
-        SignedRecord(b"body %d" % number * number, bytes([number + 1]) * 64)
-        for number in range(count)
+        SignedRecord(b"body %d" % number * number, bytes([number + 1]) * 64) for number in range(count)
     ]
 
 
@@ -102,11 +101,7 @@ def test_up_to_where_floors_were_seen_and_dropped_comes_back(tmp_path: Path) -> 
 def test_a_state_file_of_an_earlier_version(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"format":1,"incarnation":3,"clock":4}\n')
     with StateDirectory.open(tmp_path) as state:
-        assert (state.record.clock, state.record.floors_seen, state.record.floors_horizon) == (
-            4,
-            {},
-            {},
-        )
+        assert (state.record.clock, state.record.floors_seen, state.record.floors_horizon) == (4, {}, {})
         assert state.record.next_incarnation(0) == 4
 
 
@@ -241,9 +236,7 @@ def test_a_torn_tail_costs_only_the_torn_record(data: st.DataObject) -> None:
         assert state.floors.load() == [*records(whole), records(4)[3]]
 
 
-def test_a_full_disk_is_said_and_harms_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with StateDirectory.open(tmp_path) as state:
         state.record.next_incarnation(10)
 
@@ -365,9 +358,7 @@ def test_links_among_the_files_are_not_followed_by_appending_or_locking(tmp_path
     assert victim.stat().st_size == 12
 
 
-def test_a_directory_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But root's, as in containers, and with a word about what to do."""
     own, owner = os.geteuid(), tmp_path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
@@ -475,15 +466,11 @@ def test_a_crash_while_floors_are_compacted_looks_like_no_damage(tmp_path: Path)
 def test_floors_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     """It says neither how much it wrote nor a sum."""
     whole = saved(tmp_path)
-    (tmp_path / "state.json").write_text(
-        '{"format":1,"incarnation":3,"clock":4,"floors_seen":{"1":7}}'
-    )
+    (tmp_path / "state.json").write_text('{"format":1,"incarnation":3,"clock":4,"floors_seen":{"1":7}}')
     with StateDirectory.open(tmp_path) as state:
         assert state.floors.load() == records(40)
         assert state.record.floors_seen == {1: 7}
-    (tmp_path / "state.json").write_text(
-        '{"format":1,"incarnation":3,"clock":4,"floors_seen":{"1":7}}'
-    )
+    (tmp_path / "state.json").write_text('{"format":1,"incarnation":3,"clock":4,"floors_seen":{"1":7}}')
     (tmp_path / "floors.bin").write_bytes(whole[:-3])
     with StateDirectory.open(tmp_path) as state:
         assert state.floors.load() == records(39)
@@ -539,9 +526,7 @@ def test_implausible_state_is_said_and_healed(
 
 
 @pytest.mark.parametrize(("field", "value"), [("floors_bytes", "many"), ("sum", 5), ("memory", 7)])
-def test_fields_that_guard_others_may_be_nonsense(
-    tmp_path: Path, field: str, value: object
-) -> None:
+def test_fields_that_guard_others_may_be_nonsense(tmp_path: Path, field: str, value: object) -> None:
     saved(tmp_path)
     edited = json.loads((tmp_path / "state.json").read_text()) | {field: value}
     (tmp_path / "state.json").write_text(json.dumps(edited))
@@ -565,9 +550,7 @@ def test_a_plausible_edit_is_not_believed_either(tmp_path: Path) -> None:
     with StateDirectory.open(tmp_path) as state:
         assert state.record.floors_seen == {}
         assert state.damage
-    (tmp_path / "state.json").write_text(
-        json.dumps(json.loads(text), indent=4)
-    )  # spelled anew only
+    (tmp_path / "state.json").write_text(json.dumps(json.loads(text), indent=4))  # spelled anew only
     with StateDirectory.open(tmp_path) as state:
         assert state.record.floors_seen == {1: 7}
         assert not state.damage

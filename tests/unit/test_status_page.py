@@ -35,9 +35,7 @@ from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
 HOSTILE = "<script>alert(1)</script>\u202e\n\x1b[2J"
 
 
-def member(
-    number: int, status: Status = Status.ALIVE, since: float = 0.0, **said: Any
-) -> MemberState:
+def member(number: int, status: Status = Status.ALIVE, since: float = 0.0, **said: Any) -> MemberState:
     fields = {"name": f"p{number:04}", "memory_capacity": GIB, "memory_used": GIB // 4, **said}
     record = peer_record(number, **fields)
     state = MemberState(record.peer_id, member_of(record.peer_id), status, 1, since)
@@ -92,10 +90,7 @@ def test_recent_counts_are_kept_for_a_while() -> None:
     assert recent.document(["gets"]) == {"seconds": [], "grown": {"gets": []}}
     for step in range(6):
         recent.sample({"gets": step * step}, now=10.0 * step)
-    assert recent.document(["gets"]) == {
-        "seconds": [10.0, 10.0, 10.0],
-        "grown": {"gets": [5, 7, 9]},
-    }
+    assert recent.document(["gets"]) == {"seconds": [10.0, 10.0, 10.0], "grown": {"gets": [5, 7, 9]}}
     seconds, grown = recent.since({"gets": 30, "puts": 2}, now=55.0)
     assert (seconds, grown) == (35.0, {"gets": 26, "puts": 2})
 
@@ -161,11 +156,7 @@ def test_slow_operations_without_their_keys() -> None:
     document = slow_document(slow, with_keys=False)
     assert "secret" not in json.dumps(document)
     assert [each["what"] for each in document["latest"]] == [f"get {n}" for n in (8, 7, 6, 5, 4)]
-    assert [each["what"] for each in document["latest"][0]["stages"]] == [
-        "pull 7",
-        "pull 6",
-        "pull 5",
-    ]
+    assert [each["what"] for each in document["latest"][0]["stages"]] == ["pull 7", "pull 6", "pull 5"]
     assert document["latest"][0]["failed"]
     assert "\x1b" not in document["latest"][0]["stages"][0]["peer"]
     assert slow_document(slow, with_keys=True)["latest"][0]["key"] == "a secret key"
@@ -182,9 +173,7 @@ class Counted(StatusSource):
 
 
 @pytest.mark.parametrize(("takes_seconds", "times"), [(0.002, 60), (0.04, 15)])
-def test_the_document_is_made_once_a_second_for_all_who_look(
-    takes_seconds: float, times: int
-) -> None:
+def test_the_document_is_made_once_a_second_for_all_who_look(takes_seconds: float, times: int) -> None:
     """Or less often, where it takes more than a hundredth of that time."""
     peer: Any = None
     clock, now = count(0, step=takes_seconds), 100.0

@@ -9,13 +9,7 @@ import pytest
 from p2pstore.objects import GIB
 from p2pstore.status.doctor.finding import MAX_TEXT_LETTERS, Finding, Status
 from p2pstore.status.doctor.network_rules import SsdReading
-from p2pstore.status.problems import (
-    Facts,
-    FailedCheckpoint,
-    TakenPlaces,
-    problem_document,
-    problems,
-)
+from p2pstore.status.problems import Facts, FailedCheckpoint, TakenPlaces, problem_document, problems
 
 
 def only(**facts: Any) -> Finding:

@@ -25,12 +25,7 @@ from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.cluster_records import PURGE_STEP
 from p2pstore.gossip.floors.cluster_records import ClusterRecords as KeptRecords
 from p2pstore.gossip.floors.floor_set import SLICE_BITS, FloorSet
-from p2pstore.gossip.records import (
-    SignedRecord,
-    floor_of_keys,
-    read_peer_record,
-    sign_cluster_record,
-)
+from p2pstore.gossip.records import SignedRecord, floor_of_keys, read_peer_record, sign_cluster_record
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
@@ -72,11 +67,7 @@ def new_world(granules: int, **facts: Any) -> Harness:
 
 
 def fill(
-    world: Harness,
-    count: int,
-    *,
-    pinned: Callable[[int], bool] = lambda number: False,
-    **options: Any,
+    world: Harness, count: int, *, pinned: Callable[[int], bool] = lambda number: False, **options: Any
 ) -> None:
     for number in range(count):
         pin = int(Pin.HARD) if pinned(number) else 0
@@ -140,9 +131,7 @@ def test_a_failed_search_for_room_is_made_once(monkeypatch: pytest.MonkeyPatch) 
     assert not any(looked[1:])
 
 
-def test_many_small_objects_go_for_a_large_one_some_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_small_objects_go_for_a_large_one_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world = new_world(1_024)
     fill(world, 1_024)
     segment = world.segment
@@ -464,10 +453,7 @@ def floors_of_a_second(count: int) -> tuple[KeptRecords, list[SignedRecord]]:
     kept = []
     for number in range(count):
         record = floor_of_keys(
-            [digest_of(f"k{number}")],
-            bytes(16),
-            Version(clock_at(0.0) + number, 9),
-            signer.peer_id,
+            [digest_of(f"k{number}")], bytes(16), Version(clock_at(0.0) + number, 9), signer.peer_id
         )
         signed = sign_cluster_record(record, signer)
         assert records.offer(record, signed)

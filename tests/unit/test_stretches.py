@@ -7,12 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from p2pstore.memory.extent_allocator import ExtentAllocator
 from p2pstore.memory.victims import LOOKED_AT_PER_STEP, StretchSearch
@@ -176,6 +171,5 @@ class SearchAgainstExtents(RuleBasedStateMachine):
 def test_a_search_against_all_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pstore.memory.victims.LOOKED_AT_PER_STEP", 3)
     run_state_machine_as_test(
-        SearchAgainstExtents,
-        settings=settings(max_examples=150, stateful_step_count=40, deadline=None),
+        SearchAgainstExtents, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
     )

@@ -192,8 +192,7 @@ def impure_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
             case ast.Call(func=ast.Name(id="open" | "input" | "print" as name)):
                 yield node.lineno, f"calls {name}()"
             case ast.Call(
-                func=ast.Attribute(value=ast.Name(id="random"), attr="Random")
-                | ast.Name(id="Random"),
+                func=ast.Attribute(value=ast.Name(id="random"), attr="Random") | ast.Name(id="Random"),
                 args=[],
             ):
                 yield node.lineno, "makes a random.Random() without a seed"
@@ -281,14 +280,11 @@ def check(sources: Mapping[str, str]) -> list[str]:
                 broken.append(f"{where}: pure, but imports {name}")
 
         if pure:
-            broken += [
-                f"{path}:{line}: pure, but {what}" for line, what in impure_uses(trees[path])
-            ]
+            broken += [f"{path}:{line}: pure, but {what}" for line, what in impure_uses(trees[path])]
             broken += [
                 f"{path}: pure, but loads {imported.module} through {via}:{imported.line}"
                 for via, imported in loads(path, with_parents=False)
-                if via not in (path, ANONYMOUS_MEMORY)
-                and within(imported.module, (*IMPURE, *LIBP2P))
+                if via not in (path, ANONYMOUS_MEMORY) and within(imported.module, (*IMPURE, *LIBP2P))
             ]
         if client_side:
             broken += [
@@ -374,17 +370,9 @@ def test_what_the_design_allows_passes() -> None:
         ("p2pstore/gossip/b/c.py", "from ...ssd_tier.log import x", "only the peer"),
         ("p2pstore/gossip/__init__.py", "from .. import transfer", "only the peer"),
         ("p2pstore/transfer/a.py", "def f():\n    from p2pstore import gossip", "only the peer"),
-        (
-            "p2pstore/ssd_tier/a.py",
-            "import importlib as i\ni.import_module('p2pstore.gossip')",
-            "peer",
-        ),
+        ("p2pstore/ssd_tier/a.py", "import importlib as i\ni.import_module('p2pstore.gossip')", "peer"),
         ("p2pstore/ssd_tier/a.py", "from p2pstore.core import placing", "the SSD tier knows"),
-        (
-            "p2pstore/checkpoint/swarm/a.py",
-            "from p2pstore.gossip import records",
-            "checkpoints know",
-        ),
+        ("p2pstore/checkpoint/swarm/a.py", "from p2pstore.gossip import records", "checkpoints know"),
         ("p2pstore/gossip/other.py", "import libp2p.peer.id", "may"),
         ("p2pstore/peer.py", "def f():\n    from multiaddr import Multiaddr", "may"),
         ("p2pstore/transfer/other.py", "def f():\n    import pyverbs", "rdma_verbs.py may"),
@@ -401,16 +389,8 @@ def test_what_the_design_allows_passes() -> None:
         ("p2pstore/core/deep/a.py", "import trio", "pure"),
         ("p2pstore/core/a.py", "from time import monotonic", "pure"),
         ("p2pstore/core/a.py", "def f():\n    import os.path", "pure"),
-        (
-            "p2pstore/core/a.py",
-            "from p2pstore.gossip.links.host import Host",
-            "pure, but loads trio",
-        ),
-        (
-            "p2pstore/gossip/locations/log.py",
-            "import random\nrandom.random()",
-            "uses random.random",
-        ),
+        ("p2pstore/core/a.py", "from p2pstore.gossip.links.host import Host", "pure, but loads trio"),
+        ("p2pstore/gossip/locations/log.py", "import random\nrandom.random()", "uses random.random"),
         ("p2pstore/gossip/locations/log.py", "from random import choice", "imports random.choice"),
         ("p2pstore/gossip/locations/log.py", "import random\nrandom.Random()", "without a seed"),
         ("p2pstore/objects.py", "def f(p):\n    return open(p)", "calls open()"),
@@ -423,12 +403,8 @@ def test_each_rule_can_be_broken(path: str, source: str, complaint: str) -> None
 
 
 def test_imports_for_type_checkers_do_not_run() -> None:
-    source = (
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\nelse:\n    import b\n"
-    )
-    found = {
-        each.module: each.runs_at_import for each in imports_of("p2pstore/x.py", ast.parse(source))
-    }
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\nelse:\n    import b\n"
+    found = {each.module: each.runs_at_import for each in imports_of("p2pstore/x.py", ast.parse(source))}
     assert found == {"typing.TYPE_CHECKING": True, "a": False, "b": True}
 
 

@@ -504,9 +504,7 @@ def test_slots_go_to_those_who_have_none_first() -> None:
     assert peer.granted() == [2]
 
 
-def test_who_refused_because_it_is_full_is_offered_a_slot_when_it_says_that_it_got_something() -> (
-    None
-):
+def test_who_refused_because_it_is_full_is_offered_a_slot_when_it_says_that_it_got_something() -> None:
     peer = Peer([0, 1, 2])
     peer.neighbour(1)
     assert peer.granted() == [1, 1]

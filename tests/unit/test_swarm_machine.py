@@ -195,9 +195,7 @@ class SwarmPeer(RuleBasedStateMachine):
         )
         assert set(machine.state.neighbours) == self.linked
         assert not self.linked & self.banned
-        assert (
-            set(machine.state.uploads._usual) | set(machine.state.downloads._usual) <= self.linked
-        )
+        assert set(machine.state.uploads._usual) | set(machine.state.downloads._usual) <= self.linked
         network = [flight for _, flight in flights if not flight.same_host]
         assert flights.over_network == len(network)
         assert flights.within_host == len(self.fetching) - len(network)
@@ -209,9 +207,7 @@ class SwarmPeer(RuleBasedStateMachine):
     @invariant()
     def slots_are_bounded(self) -> None:
         slots = self.machine.slots
-        busy = {
-            each for each in self.serving if not self.machine.state.neighbours[each[0]].same_host
-        }
+        busy = {each for each in self.serving if not self.machine.state.neighbours[each[0]].same_host}
         assert len(busy) <= 2 * 8
         assert all(slots.is_sending(*each) for each in busy)
         used = {member: slots.used_by(member) for member in (*range(10), 99)}

@@ -70,9 +70,7 @@ def test_a_map_travels(pieces: int) -> None:
 
 
 @given(st.sets(st.sampled_from([0, 1, 1022, 1023, 1024, 1025, 2048, 5000, 65_534, 65_535])))
-def test_pieces_are_found_and_their_sizes_added_up_whatever_word_they_are_in(
-    numbers: set[int],
-) -> None:
+def test_pieces_are_found_and_their_sizes_added_up_whatever_word_they_are_in(numbers: set[int]) -> None:
     sizes = tuple(range(65_536))
     assert pieces_in(map_of(numbers)) == sorted(numbers)
     assert sum_of(map_of(numbers), sizes) == sum(numbers)
@@ -155,9 +153,7 @@ def test_what_is_on_its_way_is_not_chosen_again_until_it_is_not_coming() -> None
 
 @given(st.integers(1, 200), st.integers(1, 9))
 def test_stripes_are_all_pieces_each_once(count: int, step: int) -> None:
-    found = sorted(
-        piece for first in range(step) for piece in pieces_in(stripe(count, first, step))
-    )
+    found = sorted(piece for first in range(step) for piece in pieces_in(stripe(count, first, step)))
     assert found == list(range(count))
 
 
@@ -468,9 +464,7 @@ def test_a_kind_that_is_not_known_is_no_error_and_defaults_stand_for_what_is_mis
         Needs(bytes(8)),
     ],
 )
-def test_pieces_that_do_not_exist_are_refused(
-    message: PieceMapMessage | NewPieces | Needs,
-) -> None:
+def test_pieces_that_do_not_exist_are_refused(message: PieceMapMessage | NewPieces | Needs) -> None:
     with pytest.raises(ProtocolError):
         map_in(message, 70)
 

@@ -53,9 +53,7 @@ def run_of(packed: list[bytes], first_sequence: int = 50) -> peer_messages.Push:
 
 
 def whole(packed: list[bytes], number: int = 1) -> peer_messages.PartitionSet:
-    return peer_messages.PartitionSet(
-        partition_of(packed[0]), number, hash_of(packed), b"".join(packed)
-    )
+    return peer_messages.PartitionSet(partition_of(packed[0]), number, hash_of(packed), b"".join(packed))
 
 
 def in_one_partition(count: int) -> list[bytes]:

@@ -62,9 +62,7 @@ def signed(files: Files, modes: dict[str, int] | None = None) -> SignedManifest:
     paths = sorted(files)
     layout = PieceLayout([len(files[path]) for path in paths], PIECE)
     hashes = b"".join(
-        hash_of(
-            b"".join(files[paths[file]][at : at + size] for file, at, size in layout.extents(p))
-        )
+        hash_of(b"".join(files[paths[file]][at : at + size] for file, at, size in layout.extents(p)))
         for p in range(layout.count)
     )
     entries = [
@@ -464,9 +462,7 @@ print("complete", flush=True)
 
 
 def big() -> Files:
-    return {
-        f"{number}.safetensors": hash_of(b"%d" % number) * (40 * PIECE // 32) for number in range(5)
-    }
+    return {f"{number}.safetensors": hash_of(b"%d" % number) * (40 * PIECE // 32) for number in range(5)}
 
 
 def test_after_kill_9_no_verified_piece_is_fetched_again(tmp_path: Path) -> None:
@@ -475,10 +471,7 @@ def test_after_kill_9_no_verified_piece_is_fetched_again(tmp_path: Path) -> None
     written: list[str] = []
     for _ in range(6):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=root,
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=root
         )
         assert writer.stdout is not None
         lines = [writer.stdout.readline() for _ in range(25)]

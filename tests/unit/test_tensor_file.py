@@ -77,9 +77,7 @@ def test_what_is_no_tensor_of_the_format_is_refused(
         plan_image(tensors)
 
 
-def test_what_has_no_room_is_said_before_anything_is_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_has_no_room_is_said_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_file, "available_memory", lambda: (100, "this host"))
     with pytest.raises(CapacityExceeded, match="100 B are left of this host; publish them from"):
         write_image(plan_image(TENSORS))

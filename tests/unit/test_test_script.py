@@ -106,8 +106,7 @@ def test_every_folder_of_tests_is_run_exactly_once(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "failing",
-    ["waiting", "connecting", "simulating", "computing", "mypy", "rdma_vm", "waiting mypy"],
+    "failing", ["waiting", "connecting", "simulating", "computing", "mypy", "rdma_vm", "waiting mypy"]
 )
 def test_a_lane_that_fails_fails_the_whole_after_the_others_have_ended(
     project: Path, failing: str

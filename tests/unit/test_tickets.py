@@ -21,14 +21,7 @@ from p2pstore.access.keyring import (
 from p2pstore.errors import AuthenticationFailed, ConfigError
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import format_peer_id
-from p2pstore.transfer.data_messages import (
-    READER_KINDS,
-    REQUESTS,
-    WRITE_KINDS,
-    DataKind,
-    Store,
-    Ticket,
-)
+from p2pstore.transfer.data_messages import READER_KINDS, REQUESTS, WRITE_KINDS, DataKind, Store, Ticket
 from p2pstore.transfer.peer_messages import Flush, Remove
 from p2pstore.transfer.read_tickets import (
     TICKET_SECONDS,
@@ -100,11 +93,7 @@ def test_keyless_clusters_open_their_own_tickets_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "reason"),
-    [
-        (NOW + TICKET_SECONDS + 1, "expired"),
-        (NOW - 3 * TICKET_SECONDS, "too long"),
-    ],
+    ("now", "reason"), [(NOW + TICKET_SECONDS + 1, "expired"), (NOW - 3 * TICKET_SECONDS, "too long")]
 )
 def test_time(now: float, reason: str) -> None:
     granted = grant(KeyRing([NEW_KEY]))
@@ -153,19 +142,13 @@ def test_proofs_belong_to_secret_role_and_both_nonces() -> None:
     assert check_proof(secret, b"client", b"c" * 32, b"s" * 32, proof)
     assert not check_proof(secret, b"server", b"c" * 32, b"s" * 32, proof)
     assert not check_proof(secret, b"client", b"s" * 32, b"c" * 32, proof)
-    assert not check_proof(
-        ticket_secret(OLD_KEY, b"claims"), b"client", b"c" * 32, b"s" * 32, proof
-    )
-    assert not check_proof(
-        ticket_secret(NEW_KEY, b"claimS"), b"client", b"c" * 32, b"s" * 32, proof
-    )
+    assert not check_proof(ticket_secret(OLD_KEY, b"claims"), b"client", b"c" * 32, b"s" * 32, proof)
+    assert not check_proof(ticket_secret(NEW_KEY, b"claimS"), b"client", b"c" * 32, b"s" * 32, proof)
     assert not check_proof(secret, b"client", b"c" * 32, b"s" * 32, proof[:-1])
 
 
 def writers_ring(*namespaces: str, keys: Sequence[bytes] = (NEW_KEY,)) -> KeyRing:
-    text = reader_keys(
-        KeyRing(keys), lambda seed: format_peer_id(Identity(seed).peer_id), namespaces
-    )
+    text = reader_keys(KeyRing(keys), lambda seed: format_peer_id(Identity(seed).peer_id), namespaces)
     return parse_cluster_keys(text, "writer.key")
 
 

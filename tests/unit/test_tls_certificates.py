@@ -57,9 +57,7 @@ def forged(
         .not_valid_after(datetime.fromtimestamp(ends, UTC))
     )
     if extension is not None:
-        builder = builder.add_extension(
-            x509.UnrecognizedExtension(EXTENSION, extension), critical=False
-        )
+        builder = builder.add_extension(x509.UnrecognizedExtension(EXTENSION, extension), critical=False)
     algorithm = None if isinstance(key, Ed25519PrivateKey) else hashes.SHA256()
     return builder.sign(key, algorithm).public_bytes(Encoding.DER)
 
@@ -71,8 +69,7 @@ def test_the_peer_that_made_it(now: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "peer_id",
-    [OTHER.peer_id, PEER.peer_id[:-1], PEER.peer_id[6:], b"", b"\x00\x25" + PEER.peer_id[2:]],
+    "peer_id", [OTHER.peer_id, PEER.peer_id[:-1], PEER.peer_id[6:], b"", b"\x00\x25" + PEER.peer_id[2:]]
 )
 def test_another_peer(peer_id: bytes) -> None:
     with pytest.raises(AuthenticationFailed, match="another peer's"):

@@ -110,9 +110,7 @@ def test_what_the_local_peer_brought() -> None:
     watch.was_here("own", 4096, 0.5)
     watch.brought(2, "rdma", 4096)
     trace = watch.trace
-    assert (trace.local, trace.source, trace.tier, trace.transport) == (
-        *(False, "beta", "ssd", "rdma"),
-    )
+    assert (trace.local, trace.source, trace.tier, trace.transport) == (*(False, "beta", "ssd", "rdma"),)
     lines = explanation(trace)
     assert lines[1] == "tried     beta over rdma: delivered after 1.0 ms"
     assert lines[2] == "source    beta, ssd, over rdma"

@@ -102,16 +102,9 @@ class CheckedPool(Pool):
 @pytest.mark.parametrize("routing", get_args(RoutingName))
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("ssd_blocks", [0, 60])
-def test_what_is_known_of_blocks_is_true(
-    routing: RoutingName, shared: bool, ssd_blocks: int
-) -> None:
+def test_what_is_known_of_blocks_is_true(routing: RoutingName, shared: bool, ssd_blocks: int) -> None:
     settings = PoolSettings(
-        peers=4,
-        memory_blocks=30,
-        ssd_blocks=ssd_blocks,
-        routing=routing,
-        shared=shared,
-        keep_after=2,
+        peers=4, memory_blocks=30, ssd_blocks=ssd_blocks, routing=routing, shared=shared, keep_after=2
     )
     outcome = CheckedPool(settings).replay(conversations(400))
     assert outcome.blocks_lost > 100

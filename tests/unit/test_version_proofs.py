@@ -8,12 +8,7 @@ import pytest
 
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import writer_of
-from p2pstore.gossip.version_proofs import (
-    MAX_LEAVES,
-    MAX_PROOF_BYTES,
-    read_proof,
-    sign_versions,
-)
+from p2pstore.gossip.version_proofs import MAX_LEAVES, MAX_PROOF_BYTES, read_proof, sign_versions
 from p2pstore.objects import Version
 
 WRITER = Identity(bytes(range(32)))
@@ -28,10 +23,7 @@ def holds(proof: bytes, digest: bytes, version: Version) -> bool:
 def versions(count: int, seed: int = 1) -> list[tuple[bytes, Version]]:
     rng = Random(seed)
     return [
-        (
-            rng.randbytes(16),
-            Version(rng.getrandbits(64), writer_of(WRITER.peer_id), rng.getrandbits(64)),
-        )
+        (rng.randbytes(16), Version(rng.getrandbits(64), writer_of(WRITER.peer_id), rng.getrandbits(64)))
         for _ in range(count)
     ]
 

@@ -87,11 +87,7 @@ def test_leases_are_counted_by_where_the_object_was(watch: PeerWatch) -> None:
     answered(False, missing)  # the client asks again, with fetch
     answered(True, missing)
     answered(True, good)
-    assert counted(watch) == {
-        "client_leases": 1,
-        "client_misses": 1,
-        "client_reads_elsewhere": 1,
-    }
+    assert counted(watch) == {"client_leases": 1, "client_misses": 1, "client_reads_elsewhere": 1}
 
 
 def test_what_was_kept_was_not_put(watch: PeerWatch) -> None:
@@ -117,10 +113,7 @@ def test_what_its_holders_gave_is_measured(watch: PeerWatch) -> None:
     pulled = Pulled(slot, TrailerBody("default", "k", b""), 100, "tcp")
     watch.pulled(pull, PullReport(pulled, RemoteCopy(b"peer", member=2), ()), None, 0.003)
     assert watch.traffic.used(2)["tcp"].durations.total == 3000
-    assert (watch.measures.reads["tcp"].total, watch.measures.read_bytes["tcp"].total) == (
-        3000,
-        100,
-    )
+    assert (watch.measures.reads["tcp"].total, watch.measures.read_bytes["tcp"].total) == (3000, 100)
     watch.loaded(LoadObject(1, b"d" * 16), 70, 0.002)
     watch.loaded(LoadObject(1, b"d" * 16), -1, 0.002)
     assert (watch.measures.reads["ssd"].total, watch.measures.read_bytes["ssd"].count) == (2000, 1)
@@ -141,9 +134,7 @@ def test_what_clients_do_is_measured_by_namespace(watch: PeerWatch) -> None:
     )
     watch.answered(client, LocalKind.REPORT, report, None, 0.0, None)
     leased = local.Leased([local.LeaseGrant(1, 0, 0, 7, 1)])
-    watch.answered(
-        client, LocalKind.LEASE, local.Lease(b"d" * 16, fetch=False), leased, 0.001, None
-    )
+    watch.answered(client, LocalKind.LEASE, local.Lease(b"d" * 16, fetch=False), leased, 0.001, None)
     measures = watch.measures
     assert measures.namespaces() == {
         "another": NamespaceUse(puts=1, put_bytes=100),
@@ -154,10 +145,7 @@ def test_what_clients_do_is_measured_by_namespace(watch: PeerWatch) -> None:
     assert measures.reads["tcp"].total == told.total
     assert (measures.read_bytes["local"].count, measures.read_bytes["local"].total) == (3, 307)
     assert measures.read_bytes["tcp"].total == 50
-    assert {name: each.count for name, each in measures.requests.items()} == {
-        "commit": 1,
-        "lease": 1,
-    }
+    assert {name: each.count for name, each in measures.requests.items()} == {"commit": 1, "lease": 1}
 
 
 def test_waiting_that_a_client_asked_for_is_not_measured(watch: PeerWatch) -> None:

@@ -37,9 +37,7 @@ def test_the_bytes_of_each_frame() -> None:
     second, _ = session.open()
     assert opening == bytes.fromhex("00 01 0001 00000001 00000000")
     assert (first.number, second.number) == (1, 3)
-    assert first.data_frame(memoryview(b"abc")) == bytes.fromhex(
-        "00 00 0000 00000001 00000003 616263"
-    )
+    assert first.data_frame(memoryview(b"abc")) == bytes.fromhex("00 00 0000 00000001 00000003 616263")
     assert first.widen(INITIAL_WINDOW_BYTES + 5) == bytes.fromhex("00 01 0000 00000001 00000005")
     session.feed(frame(PING, SYN, 0, 77))
     assert session.replies == bytes.fromhex("00 02 0002 00000000 0000004d")

@@ -355,9 +355,7 @@ def _measure_remote(
 
 
 def _figure(what: str, length: int, taken: tuple[float, float], *, moves: bool = True) -> Figure:
-    return Figure(
-        f"{what}, {format_bytes(length)}", length if moves else 0, taken[0], PLAIN, taken[1]
-    )
+    return Figure(f"{what}, {format_bytes(length)}", length if moves else 0, taken[0], PLAIN, taken[1])
 
 
 # --- for people --------------------------------------------------------------------------------

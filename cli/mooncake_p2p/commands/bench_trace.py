@@ -48,9 +48,7 @@ class PoolOptions:
     memory: Annotated[str, typer.Option(metavar="SIZE|Nblocks", help="Memory of each peer.")] = (
         "5859blocks"
     )
-    ssd: Annotated[str, typer.Option(metavar="SIZE|Nblocks", help="SSD of each peer; 0: none.")] = (
-        "0"
-    )
+    ssd: Annotated[str, typer.Option(metavar="SIZE|Nblocks", help="SSD of each peer; 0: none.")] = "0"
     policy: Annotated[Policy, typer.Option(help="Order of eviction from memory.")] = Policy.prefix
     routing: Annotated[
         Routing,
@@ -63,9 +61,7 @@ class PoolOptions:
     ] = 1.05
     keep_after: Annotated[
         int,
-        typer.Option(
-            metavar="N", min=0, help="Readers keep copies of what was read N times; 0: never."
-        ),
+        typer.Option(metavar="N", min=0, help="Readers keep copies of what was read N times; 0: never."),
     ] = 10
 
     def settings(self, model: Model) -> PoolSettings:
@@ -101,9 +97,7 @@ class ReplayOptions:
     ] = "320KiB"
     block_bytes: Annotated[
         str,
-        typer.Option(
-            metavar="SIZE", help="Real peers: what a block takes there.", show_default="16KiB"
-        ),
+        typer.Option(metavar="SIZE", help="Real peers: what a block takes there.", show_default="16KiB"),
     ] = ""
     kill_every: Annotated[
         float,
@@ -113,9 +107,7 @@ class ReplayOptions:
             help="Real peers: time between two kills of a peer, which starts again.",
         ),
     ] = 0.0
-    down: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long it is away.")] = (
-        5.0
-    )
+    down: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long it is away.")] = 5.0
     plot: Annotated[
         str | None,
         typer.Option(
@@ -154,9 +146,7 @@ def bench_trace(
     from p2pstore.trace.comparison import cases, compare
     from p2pstore.trace.trace_requests import Model
 
-    model = Model(
-        kv_bytes_per_token=_at_least_one(parse_bytes(replay.token_bytes, "--token-bytes"))
-    )
+    model = Model(kv_bytes_per_token=_at_least_one(parse_bytes(replay.token_bytes, "--token-bytes")))
     settings, plot = pool.settings(model), replay.plot
     if plot is not None:
         _pyplot()  # a missing module is reported now, not after minutes
@@ -249,9 +239,7 @@ def _replay_for_real(
         cluster = LocalCluster(interrupts, str(memory), *options)
         try:
             with interrupts.allowed():
-                real = trace_replay.replay(
-                    cluster, requests, settings, model, scale, outages, advanced
-                )
+                real = trace_replay.replay(cluster, requests, settings, model, scale, outages, advanced)
         finally:
             cluster.close()
     simulated, simulated_ratios = _simulated(requests, settings, model, real)
@@ -306,9 +294,7 @@ def _real_results(real: RealOutcome, simulated: float, compression: float) -> It
         yield Result(f"read by {way}", size, "B")
 
 
-def _real_rows(
-    real: RealOutcome, simulated: float, compression: float
-) -> Iterator[tuple[str, str]]:
+def _real_rows(real: RealOutcome, simulated: float, compression: float) -> Iterator[tuple[str, str]]:
     counts = real.counts
     yield "hit rate", f"{counts.ratio:.4f} (simulated {simulated:.4f})"
     yield "compute saved", f"{counts.compute_saved:.1%}"

@@ -24,15 +24,7 @@ from mooncake_p2p.options import (
     parse_timeout,
     with_records,
 )
-from mooncake_p2p.output import (
-    confirm,
-    end_with,
-    print_json,
-    printable,
-    progress,
-    remark,
-    shortfall,
-)
+from mooncake_p2p.output import confirm, end_with, print_json, printable, progress, remark, shortfall
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.objects import encode_key, encode_namespace
 
@@ -61,9 +53,7 @@ def pin(
     ttl: Annotated[
         str | None,
         typer.Option(
-            metavar="SECONDS|10m",
-            help="How long a soft pin lasts  [default: 30m].",
-            show_default=False,
+            metavar="SECONDS|10m", help="How long a soft pin lasts  [default: 30m].", show_default=False
         ),
     ] = None,
     *,
@@ -96,11 +86,7 @@ def pin(
 
 
 @with_records
-def unpin(
-    keys: Keys,
-    *,
-    peer: AtPeer,
-) -> None:
+def unpin(keys: Keys, *, peer: AtPeer) -> None:
     """Let objects be evicted again, here and on all other peers that have them."""
     unpinned: dict[str, PinResult] = {}
 
@@ -152,9 +138,7 @@ def replicate(
     key: Key,
     copies: Annotated[
         int,
-        typer.Option(
-            "--replicas", "-n", min=1, metavar="N", help="Copies in all.", show_default=False
-        ),
+        typer.Option("--replicas", "-n", min=1, metavar="N", help="Copies in all.", show_default=False),
     ],
     *,
     peer: AtPeer,
@@ -164,10 +148,7 @@ def replicate(
     Copies that exist count. The number travels with the object.
     """
     encode_key(key)
-    with (
-        peer.connected() as client,
-        progress(f"copying {printable(key)}"),
-    ):
+    with peer.connected() as client, progress(f"copying {printable(key)}"):
         result = client.replicate(key, copies)
         too_few = shortfall(client, result)
     if peer.json:
@@ -185,18 +166,11 @@ PAGE_KEYS: Final = 1000
 @with_records
 def rm(
     keys: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY",
-            help="Names of the objects.",
-            show_default=False,
-        ),
+        list[str] | None, typer.Argument(metavar="KEY", help="Names of the objects.", show_default=False)
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT", help="Instead: all keys that begin with this.", show_default=False
-        ),
+        typer.Option(metavar="TEXT", help="Instead: all keys that begin with this.", show_default=False),
     ] = None,
     yes: Yes = False,
     *,
@@ -328,8 +302,7 @@ def incomplete(silent_peers: Iterable[str]) -> str:
 
 def flush(
     namespace: Annotated[
-        str,
-        typer.Argument(metavar="NAMESPACE", help="Namespace to remove.", show_default=False),
+        str, typer.Argument(metavar="NAMESPACE", help="Namespace to remove.", show_default=False)
     ],
     yes: Yes = False,
     socket: Socket = None,
@@ -342,10 +315,7 @@ def flush(
     are new and stay.
     """
     encode_namespace(namespace)
-    confirm(
-        f"Remove everything in namespace {printable(namespace)!r}, on all peers?",
-        yes=yes,
-    )
+    confirm(f"Remove everything in namespace {printable(namespace)!r}, on all peers?", yes=yes)
     with connected(socket, namespace, timeout) as client, progress("flushing"):
         client.flush()
     if json:

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.options import (
-    AtPeer,
-    Exclude,
-    Include,
-    parse_timeout,
-    was_given,
-    with_records,
-)
+from mooncake_p2p.options import AtPeer, Exclude, Include, parse_timeout, was_given, with_records
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
 from p2pstore.objects import counted, format_bytes, parse_bytes
 
@@ -40,9 +33,7 @@ DOING: Final = {
 }
 """Labels of the progress bar, by phase."""
 
-Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of the checkpoint.", show_default=False)
-]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the checkpoint.", show_default=False)]
 NameAndVersion = Annotated[
     str,
     typer.Argument(
@@ -51,9 +42,7 @@ NameAndVersion = Annotated[
         show_default=False,
     ),
 ]
-Source = Annotated[
-    str, typer.Argument(metavar="DIR", help="Directory to publish.", show_default=False)
-]
+Source = Annotated[str, typer.Argument(metavar="DIR", help="Directory to publish.", show_default=False)]
 Target = Annotated[
     str, typer.Argument(metavar="DIR", help="Directory for the versions.", show_default=False)
 ]
@@ -84,9 +73,7 @@ class PublishOptions:
     ] = None
     wait_seeded: Annotated[
         bool,
-        typer.Option(
-            "--wait-seeded", help="End when the others have all of it: then DIR may change."
-        ),
+        typer.Option("--wait-seeded", help="End when the others have all of it: then DIR may change."),
     ] = False
     wait_followers: Annotated[
         int,
@@ -97,9 +84,7 @@ class PublishOptions:
             show_default=False,
         ),
     ] = 0
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be published.")
-    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be published.")] = False
 
     def arguments(self) -> dict[str, Any]:
         """As `Checkpoints.publish` takes them. Raises `ValueError` naming an option."""
@@ -204,9 +189,7 @@ def checkpoint_fetch(
     arguments = how.arguments()
     begin = time.perf_counter()
     with peer.connected() as client, _shown(bare) as watch, _go_on_hint():
-        done = client.checkpoints.fetch(
-            bare, directory, version=version, progress=watch, **arguments
-        )
+        done = client.checkpoints.fetch(bare, directory, version=version, progress=watch, **arguments)
     seconds = time.perf_counter() - begin
     document = {
         "name": bare,
@@ -253,9 +236,7 @@ def _go_on_hint() -> Iterator[None]:
         raise
 
 
-def _wait_followers(
-    client: BlockingClient, name: str, version: str, count: int, timeout: str
-) -> None:
+def _wait_followers(client: BlockingClient, name: str, version: str, count: int, timeout: str) -> None:
     """Wait for followers: --timeout if it was given, which otherwise limits silence; else `FOLLOWERS_SECONDS`."""
     seconds = parse_timeout(timeout) if was_given("timeout") else FOLLOWERS_SECONDS
     if not sys.stderr.isatty():

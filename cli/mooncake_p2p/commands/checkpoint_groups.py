@@ -158,8 +158,7 @@ def checkpoint_update(
         ),
     ] = None,
     timeout: Annotated[
-        str,
-        typer.Option(metavar="SECONDS|10m", help="Switch no follower when they need longer."),
+        str, typer.Option(metavar="SECONDS|10m", help="Switch no follower when they need longer.")
     ] = DEFAULT_UPDATE_TIMEOUT,
     socket: Socket = None,
     namespace: Namespace = "default",
@@ -185,9 +184,7 @@ def checkpoint_update(
                 return
             what = f"{now.using} use it" if now.switched else f"{now.ready} have it"
             behind = ", ".join(printable(_laggard(each)) for each in now.laggards[:2])
-            bar.relabel(
-                f"{now.followers} followers, {what}{f'; behind: {behind}' if behind else ''}"
-            )
+            bar.relabel(f"{now.followers} followers, {what}{f'; behind: {behind}' if behind else ''}")
 
         begin = time.perf_counter()
         try:
@@ -208,9 +205,7 @@ def checkpoint_update(
         remark(f"not yet: {printable(_laggard(each))}")
 
 
-def _say_whom_it_waits_for(
-    name: str, now: CheckpointUpdate, quorum: int | None, seconds: float
-) -> None:
+def _say_whom_it_waits_for(name: str, now: CheckpointUpdate, quorum: int | None, seconds: float) -> None:
     lacking = quorum is not None and now.followers < quorum
     behind = ", ".join(printable(_laggard(each)) for each in now.laggards[:NAMED])
     if not now.followers and quorum is None:
@@ -228,9 +223,7 @@ def _print_failed_update(name: str, error: Exception, json: bool) -> None:
 
     if json and isinstance(error, FollowersLag):
         laggards: Any = error.laggards
-        print_json(
-            {"name": name, "switched": False, "laggards": [asdict(each) for each in laggards]}
-        )
+        print_json({"name": name, "switched": False, "laggards": [asdict(each) for each in laggards]})
 
 
 def _laggard(each: CheckpointFollower) -> str:
@@ -245,9 +238,7 @@ def _laggard(each: CheckpointFollower) -> str:
 @with_records
 def checkpoint_status(
     name: Name,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show it every second, until Ctrl-C.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it every second, until Ctrl-C.")] = False,
     *,
     peer: AtPeer,
 ) -> None:
@@ -468,9 +459,7 @@ class OnSwitch:
             "CHECKPOINT_DIRECTORY": str(self._directory / version),
         }
         # Its output goes to stderr: stdout is for what this command says.
-        done = subprocess.run(
-            ["/bin/sh", "-c", self._command], env=environment, stdout=2, check=False
-        )
+        done = subprocess.run(["/bin/sh", "-c", self._command], env=environment, stdout=2, check=False)
         if done.returncode:
             remark(
                 f"error: {printable(self._command)}: exit status {done.returncode}, for {version}; it is run again "
@@ -493,6 +482,4 @@ class OnSwitch:
         try:
             replace_file(self._record, f"{version}\n".encode("ascii"))
         except OSError as error:
-            remark(
-                f"error: {self._record}: {error.strerror}; the next start runs the command again"
-            )
+            remark(f"error: {self._record}: {error.strerror}; the next start runs the command again")

@@ -387,9 +387,7 @@ def _live(socket: str | None, timeout: str, interval_seconds: float) -> None:
 
     picture = _Picture(interval_seconds)
     stream = readings(socket, timeout, interval_seconds)
-    picture.before, picture.reading = next(
-        stream
-    )  # without a peer: an error, not a live view of it
+    picture.before, picture.reading = next(stream)  # without a peer: an error, not a live view of it
     console = Console(markup=False, highlight=False)
     try:
         with Live(picture, console=console, screen=True, auto_refresh=True, refresh_per_second=4):
@@ -401,11 +399,7 @@ def _live(socket: str | None, timeout: str, interval_seconds: float) -> None:
             print(f"STALE, as of {picture.read_at}: {picture.problem}", file=sys.stderr)
 
 
-def _keep_looking(
-    picture: _Picture,
-    stream: Readings,
-    again: Callable[[], Readings],
-) -> None:
+def _keep_looking(picture: _Picture, stream: Readings, again: Callable[[], Readings]) -> None:
     """Until Ctrl-C: a peer that has gone may come back, so it is tried again every interval."""
     while True:
         try:

@@ -122,10 +122,7 @@ class _Show:
         return {
             "object": {"model": "LLaMA3-70B", "token_bytes": TOKEN_BYTES, "bytes": BLOCK_BYTES},
             "steps": [
-                {
-                    **asdict(step),
-                    "gigabytes_per_second": round(step.bytes / step.seconds / 1e9, 3),
-                }
+                {**asdict(step), "gigabytes_per_second": round(step.bytes / step.seconds / 1e9, 3)}
                 for step in self.steps
             ],
         }

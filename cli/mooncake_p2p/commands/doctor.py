@@ -67,9 +67,7 @@ class WayOptions:
             metavar="NAME", envvar="MOONCAKE_P2P_CLUSTER", help="The cluster's name, for --peer."
         ),
     ] = "default"
-    seconds: Annotated[
-        str, typer.Option(metavar="SECONDS", help="How long --peer measures GB/s.")
-    ] = "2"
+    seconds: Annotated[str, typer.Option(metavar="SECONDS", help="How long --peer measures GB/s.")] = "2"
 
     def checked_seconds(self) -> float:
         """`seconds`. Raises `ValueError` for options that contradict each other."""
@@ -181,10 +179,9 @@ def _conclude(findings: list[Finding], json: bool) -> None:
         told = [f"{count} {status}" for status, count in counted.items() if count]
         remark(", ".join(told))
     if failure:
-        code = {
-            Failure.UNREACHABLE: ExitCode.NO_PEER,
-            Failure.DEADLINE: ExitCode.DEADLINE,
-        }.get(failure, ExitCode.FAILED)
+        code = {Failure.UNREACHABLE: ExitCode.NO_PEER, Failure.DEADLINE: ExitCode.DEADLINE}.get(
+            failure, ExitCode.FAILED
+        )
         what = next(finding for finding in findings if finding.failure)
         why = what.cause if json else "broken; cause and cure are above"
         raise CommandFailed(printable(f"{what.name}: {why}"), code)

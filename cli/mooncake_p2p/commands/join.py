@@ -52,19 +52,13 @@ SETTINGS: Final[dict[str, Setting]] = {
     ),
     "join_timeout": Setting("SECONDS", "How long to try bootstrap peers at first", default="5"),
     "network": Setting("lan|wan|local", "How soon silent peers are suspected", default="lan"),
-    "listen": Setting(
-        "HOST:PORT", "Control address", default="where bootstrap peers can call back"
-    ),
-    "interface": Setting(
-        "NAME|CIDR", "Listen on this interface's address, or the one in this network"
-    ),
+    "listen": Setting("HOST:PORT", "Control address", default="where bootstrap peers can call back"),
+    "interface": Setting("NAME|CIDR", "Listen on this interface's address, or the one in this network"),
     "data_listen": Setting("HOST:PORT", "Address for bulk data", list),
     "advertise": Setting("HOST[:PORT]", "Control address for others to use"),
     "data_advertise": Setting("HOST[:PORT]", "Data address for others to use", list),
     "memory": Setting("SIZE", "Memory to offer; 0: none", default="an eighth, at most 4GiB"),
-    "memory_path": Setting(
-        "FILE", "File to have the memory in, removed at the end", default="none"
-    ),
+    "memory_path": Setting("FILE", "File to have the memory in, removed at the end", default="none"),
     "keep_memory": Setting("", "Keep that file, and begin with it the next time", bool),
     "more_memory": Setting("SIZE@WHERE", "More memory, from node:N or in a FILE", list),
     "eviction_policy": Setting(
@@ -92,9 +86,7 @@ SETTINGS: Final[dict[str, Setting]] = {
     ),
     "data_tls": Setting("off|on", "Let others read this peer over TLS only", default="off"),
     "directory": Setting(
-        "auto|full|partitioned",
-        "How much this peer knows of where objects are",
-        default="auto",
+        "auto|full|partitioned", "How much this peer knows of where objects are", default="auto"
     ),
     "index_memory": Setting(
         "SIZE", "Memory that the full directory may take before auto partitions it", default="1GiB"
@@ -181,10 +173,7 @@ def _parameter(name: str, setting: Setting) -> inspect.Parameter:
             *names, metavar=setting.form, help=text, show_default=False, rich_help_panel=group
         )
     return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
 
 
@@ -205,16 +194,12 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 def join(
     detach: Annotated[
         bool,
-        typer.Option(
-            "--detach", help="Return when it serves and has tried to join; `leave` ends it."
-        ),
+        typer.Option("--detach", help="Return when it serves and has tried to join; `leave` ends it."),
     ] = False,
     json: Annotated[
         bool,
         typer.Option(
-            "--json",
-            help="Print the `ready` line on a terminal as well.",
-            rich_help_panel="Operation",
+            "--json", help="Print the `ready` line on a terminal as well.", rich_help_panel="Operation"
         ),
     ] = False,
     **given: Any,
@@ -288,8 +273,7 @@ class Action(StrEnum):
 @_with_settings
 def config(
     action: Annotated[
-        Action,
-        typer.Argument(metavar="show", help="The only action.", show_default=False),
+        Action, typer.Argument(metavar="show", help="The only action.", show_default=False)
     ],
     json: Json = False,
     **given: Any,

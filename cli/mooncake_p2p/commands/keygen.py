@@ -44,9 +44,9 @@ class KeyOptions:
     promote: Annotated[
         bool, typer.Option("--promote", help="Step 2: the last key comes first: it proves.")
     ] = False
-    retire: Annotated[
-        bool, typer.Option("--retire", help="Step 3: remove all keys but the first.")
-    ] = False
+    retire: Annotated[bool, typer.Option("--retire", help="Step 3: remove all keys but the first.")] = (
+        False
+    )
     role: Annotated[
         KeyRole, typer.Option(help="Role of the key; a reader's and a writer's need --from.")
     ] = KeyRole.member
@@ -88,8 +88,7 @@ class KeyOptions:
 @with_records
 def keygen(
     file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="The key file; a new one must not exist yet."),
+        str, typer.Argument(metavar="FILE", help="The key file; a new one must not exist yet.")
     ],
     *,
     what: KeyOptions,

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mooncake_p2p.options import AtPeer, Key, with_records
-from mooncake_p2p.output import (
-    print_json,
-    print_table,
-    printable,
-    progress,
-    remark,
-    short_id,
-)
+from mooncake_p2p.output import print_json, print_table, printable, progress, remark, short_id
 from p2pstore.errors import NoSuchKey
 from p2pstore.objects import format_bytes, unix_seconds_from_clock
 
@@ -31,9 +24,9 @@ if TYPE_CHECKING:
 class ListOptions:
     """Which keys `ls` lists."""
 
-    limit: Annotated[
-        int, typer.Option(min=1, max=100_000, metavar="N", help="Most keys to list.")
-    ] = 1000
+    limit: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Most keys to list.")] = (
+        1000
+    )
     local: Annotated[bool, typer.Option("--local", help="Only what this peer holds.")] = False
     pinned: Annotated[bool, typer.Option("--pinned", help="Only what is pinned.")] = False
     after: Annotated[
@@ -47,10 +40,7 @@ class ListOptions:
 @with_records
 def ls(
     prefix: Annotated[
-        str,
-        typer.Argument(
-            metavar="PREFIX", help="Only keys that begin with this.", show_default=False
-        ),
+        str, typer.Argument(metavar="PREFIX", help="Only keys that begin with this.", show_default=False)
     ] = "",
     *,
     which: ListOptions,

@@ -62,9 +62,7 @@ class OnConflict(StrEnum):
 class PutOptions:
     """How `put` stores an object."""
 
-    replicas: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many peers shall hold it.")
-    ] = 1
+    replicas: Annotated[int, typer.Option(min=1, metavar="N", help="How many peers shall hold it.")] = 1
     pin: Annotated[Pin, typer.Option(help="soft: evicted last; hard: never evicted.")] = Pin.none
     ttl: Annotated[
         str | None,
@@ -171,12 +169,10 @@ def get(
         ),
     ] = None,
     wait: Annotated[
-        str,
-        typer.Option(metavar="SECONDS|10m", help="Time to wait for a key that is not there yet."),
+        str, typer.Option(metavar="SECONDS|10m", help="Time to wait for a key that is not there yet.")
     ] = "0",
     explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Show on stderr its source, and the time of each stage."),
+        bool, typer.Option("--explain", help="Show on stderr its source, and the time of each stage.")
     ] = False,
     *,
     peer: AtPeer,
@@ -251,9 +247,7 @@ class _Reading:
                     return value[:length]
                 except BufferTooSmall as error:
                     length = error.needed
-        raise CommandFailed(
-            f"{printable(self._key)} keeps being replaced by longer values; try again"
-        )
+        raise CommandFailed(f"{printable(self._key)} keeps being replaced by longer values; try again")
 
     def tell(self) -> None:
         if self._trace is not None:

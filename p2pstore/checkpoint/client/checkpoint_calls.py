@@ -130,12 +130,7 @@ class Checkpoints(CheckpointGroups):
             )
         notes += await self._other_publishers(name)
         return PublishedCheckpoint(
-            done.version.hex(),
-            done.files,
-            done.total_bytes,
-            done.pieces,
-            done.piece_bytes,
-            tuple(notes),
+            done.version.hex(), done.files, done.total_bytes, done.pieces, done.piece_bytes, tuple(notes)
         )
 
     async def _other_publishers(self, name: str) -> list[str]:
@@ -170,10 +165,7 @@ class Checkpoints(CheckpointGroups):
         )
 
     async def fetch(
-        self,
-        name: str,
-        directory: str | os.PathLike[str],
-        **options: Unpack[FetchOptions],
+        self, name: str, directory: str | os.PathLike[str], **options: Unpack[FetchOptions]
     ) -> FetchedCheckpoint:
         """Fetch a version to `directory/VERSION`, and have `directory/current` name it; with `flat`, to the directory
         itself. Makes the directory. Pieces that are there are not fetched again: an interrupted fetch goes on where it
@@ -193,10 +185,7 @@ class Checkpoints(CheckpointGroups):
             flat=arguments.flag("flat", options.get("flat", False)),
             keep=arguments.whole_number("keep", options.get("keep", 2)),
             limit_bytes_per_second=arguments.whole_number(
-                "limit_rate",
-                options.get("limit_rate", 0),
-                minimum=0,
-                maximum=MOST_BYTES_PER_SECOND,
+                "limit_rate", options.get("limit_rate", 0), minimum=0, maximum=MOST_BYTES_PER_SECOND
             ),
             verify=arguments.flag("verify", options.get("verify", False)),
             path=os.fspath(directory),
@@ -379,9 +368,7 @@ def _inspected(request: local.Publish, directory: str | os.PathLike[str]) -> lis
     if not root.is_dir():
         os.stat(root)
         raise NotADirectoryError(
-            errno.ENOTDIR,
-            f"{os.strerror(errno.ENOTDIR)}; publish its folder, with include",
-            str(root),
+            errno.ENOTDIR, f"{os.strerror(errno.ENOTDIR)}; publish its folder, with include", str(root)
         )
     source = SourceDirectory(root, request.include, request.exclude)
     return inspect(source, request.include, request.exclude)

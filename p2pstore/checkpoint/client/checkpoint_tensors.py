@@ -14,13 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from p2pstore.checkpoint.content.content_paths import (
-    WILDCARDS,
-    is_chosen,
-    matches,
-    nearest,
-    unmatched,
-)
+from p2pstore.checkpoint.content.content_paths import WILDCARDS, is_chosen, matches, nearest, unmatched
 from p2pstore.checkpoint.content.manifest import Manifest, read_manifest
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, map_of, plan_memory
 from p2pstore.checkpoint.content.safetensors import (
@@ -198,9 +192,7 @@ class Problems(NamedTuple):
         """The broken files, to be appended to an error."""
         listed = [f"{path}: {why}" for path, why in self.files.items()]
         more = len(listed) - LOGGED_PROBLEMS
-        shown = "; ".join(listed[:LOGGED_PROBLEMS]) + (
-            f" and {more} more files" if more > 0 else ""
-        )
+        shown = "; ".join(listed[:LOGGED_PROBLEMS]) + (f" and {more} more files" if more > 0 else "")
         return f"; broken, and left out: {shown}" if listed else ""
 
 
@@ -260,11 +252,7 @@ class TensorsWanted:
         paths = [file.path for file in manifest.files]
         for pattern in unmatched(paths, self._patterns):
             raise NoSuchKey(f"no file of {called} matches {pattern!r}{nearest(pattern, paths)}")
-        if (
-            not self.places
-            and not self._patterns
-            and (self.problems.files or self.problems.tensors)
-        ):
+        if not self.places and not self._patterns and (self.problems.files or self.problems.tensors):
             bad = [
                 f"{path} is not in the safetensors format: {why}"
                 for path, why in self.problems.files.items()
@@ -280,9 +268,7 @@ class TensorsWanted:
         if len(problems) > LOGGED_PROBLEMS:
             logger.warning("%s: %d more are left out", called, len(problems) - LOGGED_PROBLEMS)
 
-    def _ask(
-        self, version: MappedVersion, file: int, begin: int = 0, end: int | None = None
-    ) -> None:
+    def _ask(self, version: MappedVersion, file: int, begin: int = 0, end: int | None = None) -> None:
         self.pieces |= map_of(version.manifest.layout.pieces_of(file, begin, end))
 
     def _ask_indexes(self, version: MappedVersion) -> None:
@@ -306,9 +292,7 @@ class TensorsWanted:
                 self._by_index[name] = file
                 (useful if self._is_wanted(name) else useless).add(file)
                 if file not in there:
-                    self.problems.tensors[name] = (
-                        f"{path} says that it is in {file}, and there is none"
-                    )
+                    self.problems.tensors[name] = f"{path} says that it is in {file}, and there is none"
         for number in self._safetensors(version.manifest):
             if version.manifest.files[number].path not in useless - useful:
                 self._headed.append(number)

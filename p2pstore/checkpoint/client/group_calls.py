@@ -230,9 +230,7 @@ class CheckpointGroups:
     async def _request(self, kind: LocalKind, request: Message, reply_type: type[M]) -> M:
         connection = await self._open()
         try:
-            return await connection.request(
-                kind, request, reply_type, progress_seconds=self._timeout
-            )
+            return await connection.request(kind, request, reply_type, progress_seconds=self._timeout)
         finally:
             connection.close()
 
@@ -252,12 +250,7 @@ class CheckpointGroups:
             return await LocalConnection.open(
                 self._driver,
                 self._path,
-                Opening(
-                    self._namespace,
-                    Access.WRITE,
-                    directory=descriptor,
-                    checkpoint=checkpoint,
-                ),
+                Opening(self._namespace, Access.WRITE, directory=descriptor, checkpoint=checkpoint),
                 self._timeout,
             )
         finally:

@@ -59,19 +59,13 @@ def plan_image(tensors: Mapping[Any, Any]) -> TensorImage:
     header: dict[str, Any] = {}
     views, at = [], 0
     for _, name, short, shape, view in described:
-        header[name] = {
-            "dtype": short,
-            "shape": list(shape),
-            "data_offsets": [at, at + view.nbytes],
-        }
+        header[name] = {"dtype": short, "shape": list(shape), "data_offsets": [at, at + view.nbytes]}
         at += view.nbytes
         views.append(view)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointRefused(
-            f"{len(tensors):,} tensors are too many for one file: publish fewer"
-        )
+        raise CheckpointRefused(f"{len(tensors):,} tensors are too many for one file: publish fewer")
     return TensorImage(len(text).to_bytes(8, "little") + text, views)
 
 

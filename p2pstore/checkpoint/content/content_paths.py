@@ -63,9 +63,7 @@ def check_paths(paths: Sequence[str]) -> None:
             end = path.rfind("/", 0, end)
     for first, second in pairwise(paths):
         if first >= second:
-            raise CheckpointRefused(
-                f"paths are in order, each once: {second[:80]!r} comes too late"
-            )
+            raise CheckpointRefused(f"paths are in order, each once: {second[:80]!r} comes too late")
 
 
 def check_checkpoint_name(name: str) -> None:
@@ -81,9 +79,7 @@ def _check_part(part: str, path: str) -> None:
     if part in ("", ".", ".."):
         raise CheckpointRefused(f"a path with the part {part!r}: {path[:80]!r}")
     if len(part.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
-        raise CheckpointRefused(
-            f"a part of a path is at most {MAX_NAME_BYTES} bytes: {part[:80]!r}"
-        )
+        raise CheckpointRefused(f"a part of a path is at most {MAX_NAME_BYTES} bytes: {part[:80]!r}")
     if any(ord(character) < 32 or ord(character) == 127 for character in part) or "\\" in part:
         raise CheckpointRefused(f"control characters or backslashes in a path: {path[:80]!r}")
     if any("\ud800" <= character <= "\udfff" for character in part):
@@ -133,9 +129,7 @@ def choose_files(
 ) -> frozenset[int] | None:
     """Numbers of the chosen files; None for all. Raises `ValueError` when no file is chosen, naming some that exist."""
     chosen = frozenset(
-        number
-        for number, file in enumerate(manifest.files)
-        if is_chosen(file.path, include, exclude)
+        number for number, file in enumerate(manifest.files) if is_chosen(file.path, include, exclude)
     )
     if not chosen:
         named = ", ".join(repr(file.path) for file in manifest.files[:NAMED_FILES])

@@ -20,12 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from p2pstore.checkpoint.content.content_paths import CURRENT, RESERVED_PREFIX, choose_files
-from p2pstore.checkpoint.content.manifest import (
-    VERSION_BYTES,
-    Manifest,
-    SignedManifest,
-    format_version,
-)
+from p2pstore.checkpoint.content.manifest import VERSION_BYTES, Manifest, SignedManifest, format_version
 from p2pstore.checkpoint.content.pieces import (
     NO_PIECES,
     Extent,
@@ -79,9 +74,7 @@ def versions_with(
     ]
 
 
-def _has_chosen(
-    directory: Path, version: bytes, include: Sequence[str], exclude: Sequence[str]
-) -> bool:
+def _has_chosen(directory: Path, version: bytes, include: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether a version with some files only has the chosen ones."""
     signed = kept_manifest(directory, version)
     if signed is None:
@@ -105,9 +98,7 @@ def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
     it: verify it. Raises `OSError`."""
     name = format_version(version)
     try:
-        return decode_body(
-            SignedManifest, read_regular_file(directory / STATE / f"{name}.manifest")
-        )
+        return decode_body(SignedManifest, read_regular_file(directory / STATE / f"{name}.manifest"))
     except (FileNotFoundError, ProtocolError, ConfigError):
         return None
 
@@ -341,9 +332,7 @@ class VersionFiles:
             return
         pieces = {piece for number in self.chosen for piece in layout.pieces_of(number)}
         self.needed = map_of(pieces)
-        self.held = self.chosen | {
-            extent.file for piece in pieces for extent in layout.extents(piece)
-        }
+        self.held = self.chosen | {extent.file for piece in pieces for extent in layout.extents(piece)}
 
     def state_file(self, kind: str, name: str | None = None) -> Path:
         """A file about a version, by default this one."""

@@ -202,12 +202,8 @@ def _describe(source: Source, name: str, layout: PieceLayout, hashes: PieceHashe
             digest = hashes.small_files.get(number, empty)
         else:
             digest = hash_of(hashes.of(layout.pieces_of(number)))
-        files.append(
-            FileEntry(file.path, file.size, file.mode, digest, file.dtype, list(file.shape))
-        )
-    return make_manifest(
-        name, files, layout.piece_bytes, bytes(hashes.packed), FileHashes.OF_PIECES
-    )
+        files.append(FileEntry(file.path, file.size, file.mode, digest, file.dtype, list(file.shape)))
+    return make_manifest(name, files, layout.piece_bytes, bytes(hashes.packed), FileHashes.OF_PIECES)
 
 
 BLOCK_BYTES: Final = 1024 * 1024
@@ -255,9 +251,7 @@ class BulkReader:
                 view = whole[: min(BLOCK_BYTES, offset + length - begin)]
                 if cached[number]:
                     _read_fully(descriptor, view, begin)
-                elif not (
-                    on_disk and self.past_cache and _read_past(descriptor, whole, view, begin)
-                ):
+                elif not (on_disk and self.past_cache and _read_past(descriptor, whole, view, begin)):
                     asked = max(asked, begin)
                     more = min(begin + AHEAD_BYTES, offset + length) - asked
                     with price.of(more):

@@ -74,9 +74,7 @@ def header_end(head: bytes | memoryview, file_bytes: int) -> int:
     if bytes(head[LENGTH_BYTES : LENGTH_BYTES + 1]) != b"{":
         raise BrokenFile("it does not begin like a safetensors file")
     if length > MAX_HEADER_BYTES:
-        raise BrokenFile(
-            f"its header would have {length:,} bytes; {MAX_HEADER_BYTES:,} are allowed"
-        )
+        raise BrokenFile(f"its header would have {length:,} bytes; {MAX_HEADER_BYTES:,} are allowed")
     raise BrokenFile(f"it ends inside its header{_UNFINISHED}")
 
 
@@ -130,9 +128,7 @@ def read_weight_map(content: bytes | memoryview) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     cause = likely_cause(content[:HEAD_BYTES], len(content))
-    raise BrokenFile(
-        cause or 'it is no index of tensors: JSON with a "weight_map" of names and files'
-    )
+    raise BrokenFile(cause or 'it is no index of tensors: JSON with a "weight_map" of names and files')
 
 
 def path_in_index(folder: str, file: str) -> str:

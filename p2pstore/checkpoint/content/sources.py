@@ -62,9 +62,7 @@ class SourceFile:
 class SourceDirectory:
     """The files below a directory, in the order of their paths."""
 
-    def __init__(
-        self, root: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, root: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
         """`include` and `exclude` are patterns for whole relative paths (`*` matches `/` too). Files that match no
         `include` (if given) or some `exclude` are left out, and bookkeeping of downloads (`bookkeeping_in`) that
         `include` does not name. Raises `OSError`, and `CheckpointRefused` for what cannot be published."""
@@ -145,9 +143,7 @@ class SourceDirectory:
         bytes: a change within one tick of the clock shows in the hash only."""
         data = self.read(manifest.layout.extents(piece))
         if not manifest.is_piece(piece, data):
-            names = ", ".join(
-                self.files[each.file].path for each in manifest.layout.extents(piece)[:3]
-            )
+            names = ", ".join(self.files[each.file].path for each in manifest.layout.extents(piece)[:3])
             raise CheckpointChanged(f"{names}: its bytes are not those that were published")
         return data
 
@@ -310,9 +306,7 @@ class SourceMemory:
         """A piece of the manifest that was made of it. Raises `CheckpointChanged` when memory failed."""
         data = self.read(manifest.layout.extents(piece))
         if not manifest.is_piece(piece, data):
-            raise CheckpointChanged(
-                f"{self.files[0].path}: its bytes are not those that were published"
-            )
+            raise CheckpointChanged(f"{self.files[0].path}: its bytes are not those that were published")
         return data
 
     def close(self) -> None:

@@ -180,9 +180,7 @@ class TargetDirectory:
             if error.errno in _NO_ROOM:
                 raise CapacityExceeded(f"{self.directory}: {error.strerror}") from error
             if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-                raise ConfigError(
-                    f"{error.filename}: cannot be written: {error.strerror}"
-                ) from error
+                raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from error
             raise
 
     def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool:

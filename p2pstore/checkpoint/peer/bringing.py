@@ -69,10 +69,7 @@ class Bringing:
                 elif await self._copy(part):
                     return Fetched(version, "", self._needed_bytes, 0)
             part = await self._parts.begin(
-                self._order.namespace,
-                self._signed,
-                self._store,
-                rate=self._order.limit_bytes_per_second,
+                self._order.namespace, self._signed, self._store, rate=self._order.limit_bytes_per_second
             )
         except BaseException:
             self._store.close()
@@ -155,9 +152,7 @@ class Bringing:
         run = part.run
         with part.wanted():
             run.need(pieces)
-            await self._until(
-                part, partial(run.progress.until, lambda: not pieces & ~run.machine.have)
-            )
+            await self._until(part, partial(run.progress.until, lambda: not pieces & ~run.machine.have))
         if run.machine.complete:
             part.say(TakesPart.SEEDING)
 

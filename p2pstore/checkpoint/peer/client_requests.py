@@ -135,9 +135,7 @@ class JobRequests:
             job.version,
         )
 
-    def _do(
-        self, client: LocalClient, work: Callable[[Job], Awaitable[Message]]
-    ) -> Awaitable[Message]:
+    def _do(self, client: LocalClient, work: Callable[[Job], Awaitable[Message]]) -> Awaitable[Message]:
         if client.holder in self._jobs:
             raise ValueError(_BUSY)
         job = self._jobs[client.holder] = Job()
@@ -151,10 +149,7 @@ class JobRequests:
         return run()
 
     def _do_in_directory(
-        self,
-        client: LocalClient,
-        shown: str,
-        work: Callable[[HeldDirectory, Job], Awaitable[Message]],
+        self, client: LocalClient, shown: str, work: Callable[[HeldDirectory, Job], Awaitable[Message]]
     ) -> Awaitable[Message]:
         directory = HeldDirectory(client.directory, shown)
 
@@ -228,9 +223,7 @@ class GroupRequests:
             )
         return None
 
-    async def follow_news(
-        self, client: LocalClient, message: local.AskNews
-    ) -> local.FollowNewsReply:
+    async def follow_news(self, client: LocalClient, message: local.AskNews) -> local.FollowNewsReply:
         """State of the connection's follow."""
         following = self._follows.get(client.holder)
         if client.holder in self._failed:  # the answer to the follow itself says why
@@ -280,9 +273,7 @@ class GroupRequests:
 
         return run()
 
-    async def update_news(
-        self, client: LocalClient, message: local.AskNews
-    ) -> local.UpdateNewsReply:
+    async def update_news(self, client: LocalClient, message: local.AskNews) -> local.UpdateNewsReply:
         """State of the connection's update."""
         updating = self._updates.get(client.holder)
         if updating is None:

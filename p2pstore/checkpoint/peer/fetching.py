@@ -101,9 +101,7 @@ class Fetching:
             if part is None or part.run.store is not store:
                 store.close()
         where = "" if order.flat else format_version(version)
-        return structs.replace(
-            fetched, directory=where, whole=target.whole, unmatched=list(unmatched)
-        )
+        return structs.replace(fetched, directory=where, whole=target.whole, unmatched=list(unmatched))
 
     async def pass_on(
         self, order: Fetch, version: bytes, publisher: PeerId, directory: HeldDirectory
@@ -214,9 +212,7 @@ class Fetching:
             return await bringing.run()
         before = part.run.progress.fetched_bytes
         await bringing.fetch_more(part, missing)
-        return Fetched(
-            target.version, "", size, min(size, part.run.progress.fetched_bytes - before)
-        )
+        return Fetched(target.version, "", size, min(size, part.run.progress.fetched_bytes - before))
 
     def _to_memory(self, order: Fetch, target: MemoryTarget, job: Job) -> Bringing:
         return Bringing(self._peer, self._parts, order, target.signed, target, job)
@@ -242,9 +238,7 @@ def _choose(
     paths = {file.path for file in manifest.files}
     for name in unmatched(paths, order.include) if exactly else ():
         if not WILDCARDS & set(name):
-            raise ValueError(
-                f"checkpoint {manifest.name!r} has no file {name!r}{nearest(name, paths)}"
-            )
+            raise ValueError(f"checkpoint {manifest.name!r} has no file {name!r}{nearest(name, paths)}")
     return chosen, tuple(unmatched(paths, [*order.include, *order.exclude]))
 
 
@@ -270,9 +264,7 @@ ASK_AGAIN_SECONDS: Final = 0.5
 class Finder:
     """Resolves names to versions, and versions to verified manifests."""
 
-    def __init__(
-        self, peer: PeerInterface, parts: SwarmParts, verifier: Verifier, rng: Random
-    ) -> None:
+    def __init__(self, peer: PeerInterface, parts: SwarmParts, verifier: Verifier, rng: Random) -> None:
         self._peer = peer
         self._parts = parts
         self._verifier = verifier
@@ -297,11 +289,7 @@ class Finder:
         digits = order.version.lower()
         if not digits:
             return head, head.version
-        known = [
-            head.version,
-            head.body.previous,
-            *(each.run.version for each in self._parts.all()),
-        ]
+        known = [head.version, head.body.previous, *(each.run.version for each in self._parts.all())]
         found = {each for each in known if each and format_version(each).startswith(digits)}
         if len(digits) == 2 * len(head.version):
             found.add(bytes.fromhex(digits))
@@ -326,17 +314,13 @@ class Finder:
         with trio.move_on_after(MANIFEST_SECONDS):
             while True:
                 ways = self._ways(version, publisher)
-                found = await ask_for_manifest(
-                    self._peer.pool, ways, version, publisher, self._verifier
-                )
+                found = await ask_for_manifest(self._peer.pool, ways, version, publisher, self._verifier)
                 if found is not None:
                     return found
                 await trio.sleep(ASK_AGAIN_SECONDS)
         asked = f"{len(ways)} {'was' if len(ways) == 1 else 'were'} asked"
         why = self._peer.parts.why_not_offered(version, publisher) or asked
-        raise Unavailable(
-            f"no peer that has version {format_version(version)} can be reached: {why}"
-        )
+        raise Unavailable(f"no peer that has version {format_version(version)} can be reached: {why}")
 
     def _ways(self, version: bytes, publisher: PeerId) -> list[RemotePeer]:
         members = {*self._peer.participants(version), member_of(publisher)} - {self._peer.own}
@@ -346,11 +330,7 @@ class Finder:
 
 
 async def ask_for_manifest(
-    pool: DataPool,
-    ways: Sequence[RemotePeer],
-    version: bytes,
-    publisher: bytes,
-    verifier: Verifier,
+    pool: DataPool, ways: Sequence[RemotePeer], version: bytes, publisher: bytes, verifier: Verifier
 ) -> SignedManifest | None:
     """The manifest, from the first of these peers that has it; None when none has. Raises `CheckpointRefused` when
     the only manifests offered are not signed by this publisher."""
@@ -365,9 +345,7 @@ async def ask_for_manifest(
             continue
         assert isinstance(reply, ManifestReply)
         signed = SignedManifest(bytes(body), reply.signer, reply.signature)
-        check = partial(
-            open_manifest, signed, version=version, publisher=publisher, verifier=verifier
-        )
+        check = partial(open_manifest, signed, version=version, publisher=publisher, verifier=verifier)
         try:
             await trio.to_thread.run_sync(check)
         except CheckpointRefused as error:

@@ -9,11 +9,7 @@ from typing import Final
 import trio
 
 from p2pstore.checkpoint.checkpoint_messages import Fetch, Follow
-from p2pstore.checkpoint.content.directory_versions import (
-    current_version,
-    switch_current,
-    versions_with,
-)
+from p2pstore.checkpoint.content.directory_versions import current_version, switch_current, versions_with
 from p2pstore.checkpoint.content.manifest import format_version
 from p2pstore.checkpoint.peer.fetching import Fetching
 from p2pstore.checkpoint.peer.jobs import Job, News
@@ -75,12 +71,7 @@ class Preparer:
         self._fetching = fetching
 
     async def prepare(
-        self,
-        order: Follow,
-        version: bytes,
-        publisher: PeerId,
-        directory: HeldDirectory,
-        job: Job,
+        self, order: Follow, version: bytes, publisher: PeerId, directory: HeldDirectory, job: Job
     ) -> None:
         """Fetch and verify a version, and put it in its place; `current` stays. Raises `P2PStoreError`."""
         fetch = _fetch_order(order, publisher)
@@ -211,9 +202,7 @@ class Following:
         """Serve the versions of the previous run: after a restart of all peers, others may need them."""
         for version in {self.follower.current, head.version} & self.follower.complete:
             try:
-                await self._preparer.pass_on(
-                    self.order, version, head.publisher, self.directory.again()
-                )
+                await self._preparer.pass_on(self.order, version, head.publisher, self.directory.again())
             except (P2PStoreError, OSError, ValueError) as error:
                 why = self.directory.say(str(error))
                 logger.info("%s is not passed on: %s", self._called(version), why, extra=_FOLLOWED)
@@ -267,9 +256,7 @@ class Following:
                 logger.info("%s is verified", self._called(version), extra=_FOLLOWED)
             except (P2PStoreError, OSError, ValueError) as error:
                 why = self.directory.say(str(error))
-                logger.warning(
-                    "%s cannot be fetched: %s", self._called(version), why, extra=_FOLLOWED
-                )
+                logger.warning("%s cannot be fetched: %s", self._called(version), why, extra=_FOLLOWED)
                 event = NotPrepared(version, why)
         self._happens(event)
 
@@ -281,9 +268,7 @@ class Following:
             logger.info("%s is in use", self._called(version), extra=_FOLLOWED)
         except OSError as error:
             why = self.directory.say(str(error))
-            logger.warning(
-                "%s cannot be switched to: %s", self._called(version), why, extra=_FOLLOWED
-            )
+            logger.warning("%s cannot be switched to: %s", self._called(version), why, extra=_FOLLOWED)
             event = NotSwitched(version, why, isinstance(error, FileNotFoundError))
         self._happens(event)
 
@@ -304,12 +289,7 @@ class Updating:
     """One update of a name that this peer publishes, while `run` runs."""
 
     def __init__(
-        self,
-        peer: PeerInterface,
-        namespace: str,
-        name: str,
-        quorum: int | None,
-        timeout_seconds: float,
+        self, peer: PeerInterface, namespace: str, name: str, quorum: int | None, timeout_seconds: float
     ) -> None:
         self.news = News()
         self.version = b""
@@ -353,9 +333,7 @@ class Updating:
         head = self._records.head(digest)
         gone = self._peer.parts.gone_from(digest, self.group.members)
         version = b"" if head is None or head.gone else short_version(head.version)
-        living = {
-            member: _state(part) for member, part in self._peer.parts.followers(digest).items()
-        }
+        living = {member: _state(part) for member, part in self._peer.parts.followers(digest).items()}
         self.using = sum(state.current == self.group.version for state in living.values())
         verdict = self.group.judge(version, living, gone, self._peer.now)
         self.news.changed()
@@ -377,9 +355,7 @@ class Updating:
         )
         with trio.move_on_after(CONFIRM_SECONDS):
             seen: object = None
-            while (
-                self._judge(head) is not Verdict.SUPERSEDED and self.using < self.group.ready_count
-            ):
+            while self._judge(head) is not Verdict.SUPERSEDED and self.using < self.group.ready_count:
                 seen = await self._peer.news(seen)
                 await trio.sleep(LOOK_SECONDS)
 

@@ -146,9 +146,7 @@ class Publications:
                 kept.manifest.manifest  # noqa: B018  # decoded here, in a worker thread
             except (ProtocolError, CheckpointRefused) as error:
                 logger.warning(
-                    "publication %s in the state directory: %s; the file stays as it is",
-                    name,
-                    error,
+                    "publication %s in the state directory: %s; the file stays as it is", name, error
                 )
                 continue
             self._kept.add(kept.manifest.version)
@@ -305,9 +303,7 @@ class Publishing:
         try:
             await self._publish_again(kept)
         except (P2PStoreError, OSError) as error:  # does not stop the other publications
-            logger.warning(
-                "checkpoint %s is not published again: %s", kept.called, error, extra=_FAILED
-            )
+            logger.warning("checkpoint %s is not published again: %s", kept.called, error, extra=_FAILED)
 
     def _counts(self, kept: Publication) -> bool:
         """Whether other peers may want the version. An unknown head was lost in the last moments of the previous
@@ -345,6 +341,4 @@ class Publishing:
         if self._peer.records.head(digest) is None:
             self._peer.announce(kept.namespace, kept.manifest)
         part.say(TakesPart.PUBLISHING)
-        logger.info(
-            "checkpoint %s is published again, from %s", kept.called, where, extra=_PUBLISHED
-        )
+        logger.info("checkpoint %s is published again, from %s", kept.called, where, extra=_PUBLISHED)

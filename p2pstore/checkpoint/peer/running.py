@@ -21,13 +21,7 @@ from p2pstore.errors import CapacityExceeded, NoSuchKey
 from p2pstore.gossip.checkpoint_records import checkpoint_digest, short_version
 from p2pstore.gossip.records import Participation, TakesPart, member_of
 from p2pstore.runtime.streams import BytesLike
-from p2pstore.transfer.data_messages import (
-    GetManifest,
-    GetPiece,
-    ManifestReply,
-    PieceReply,
-    PieceStatus,
-)
+from p2pstore.transfer.data_messages import GetManifest, GetPiece, ManifestReply, PieceReply, PieceStatus
 from p2pstore.transfer.serving.serving_backends import OpenedPiece
 
 logger = logging.getLogger("p2pstore.peer")
@@ -185,12 +179,7 @@ class SwarmParts:
             run = self.swarms.get(version)
             needs = 1000 if run is None else run.progress.needs_permille
             part = Participation(
-                digest,
-                short_version(version),
-                state,
-                done_permille,
-                why=why,
-                needs_permille=needs,
+                digest, short_version(version), state, done_permille, why=why, needs_permille=needs
             )
             self._peer.parts.take_part(part, self._peer.now)
             self._peer.process()

@@ -83,13 +83,7 @@ class ParticipationRecords(Protocol):
     def take_part(self, part: Participation, now: float) -> None: ...
     def take_no_part(self, name: bytes, version: bytes, now: float) -> None: ...
     def follow(
-        self,
-        digest: bytes,
-        version: bytes,
-        state: TakesPart,
-        current: bytes,
-        now: float,
-        why: str = "",
+        self, digest: bytes, version: bytes, state: TakesPart, current: bytes, now: float, why: str = ""
     ) -> None: ...
     def follow_no_more(self, digest: bytes, now: float) -> None: ...
 

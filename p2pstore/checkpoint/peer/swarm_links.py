@@ -242,10 +242,7 @@ T = TypeVar("T")
 
 PIECE_SECONDS: Final = 15.0
 """A request for a piece fails after this time without progress; the machine abandons it earlier."""
-FAILURE_OF: Final = {
-    int(PieceStatus.BUSY): Failure.BUSY,
-    int(PieceStatus.LACKS): Failure.LACKS,
-}
+FAILURE_OF: Final = {int(PieceStatus.BUSY): Failure.BUSY, int(PieceStatus.LACKS): Failure.LACKS}
 
 
 class PieceTransfers:

@@ -177,9 +177,7 @@ class SwarmRun:
         )
         self.links = SwarmLinks(self.version, surroundings, self._link_changed, self._introduced)
         self.progress = SwarmProgress(self.machine, layout, store)
-        self.transfers = PieceTransfers(
-            surroundings, self.version, layout, store, rate, fail=self.fail
-        )
+        self.transfers = PieceTransfers(surroundings, self.version, layout, store, rate, fail=self.fail)
         self._nursery: trio.Nursery | None = None
         self._events: deque[Event] = deque()
         self._handling = False
@@ -346,9 +344,7 @@ class SwarmRun:
         with scope:
             failure = await self.transfers.bring(member, piece)
             event = (
-                PieceArrived(member, piece)
-                if failure is None
-                else PieceFailed(member, piece, failure)
+                PieceArrived(member, piece) if failure is None else PieceFailed(member, piece, failure)
             )
         if self._fetching.get((member, piece)) is scope:
             del self._fetching[member, piece]

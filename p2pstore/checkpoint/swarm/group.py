@@ -279,11 +279,7 @@ class GroupUpdate:
     """
 
     def __init__(
-        self,
-        version: Version,
-        deadline: float,
-        quorum: int | None = None,
-        first_by: float = math.inf,
+        self, version: Version, deadline: float, quorum: int | None = None, first_by: float = math.inf
     ) -> None:
         self.version = version
         self.deadline = deadline
@@ -293,11 +289,7 @@ class GroupUpdate:
         self._alive: frozenset[int] = frozenset()
 
     def judge(
-        self,
-        head: Version,
-        living: Mapping[int, FollowerState],
-        gone: Iterable[int],
-        now: float,
+        self, head: Version, living: Mapping[int, FollowerState], gone: Iterable[int], now: float
     ) -> Verdict:
         """The verdict, given the newest announced version, the live followers, and members that do not follow any
         more."""

@@ -6,14 +6,7 @@ import math
 from typing import Final
 
 from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.swarm.selection import (
-    Flight,
-    Flights,
-    Links,
-    Neighbour,
-    News,
-    SwarmState,
-)
+from p2pstore.checkpoint.swarm.selection import Flight, Flights, Links, Neighbour, News, SwarmState
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     Abandon,
@@ -27,12 +20,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Refusal,
     Refuse,
 )
-from p2pstore.checkpoint.swarm.upload_slots import (
-    MOST_SLOTS,
-    USUAL_SLOTS,
-    UploadSlots,
-    places_for,
-)
+from p2pstore.checkpoint.swarm.upload_slots import MOST_SLOTS, USUAL_SLOTS, UploadSlots, places_for
 
 INVITED: Final = 3
 """Refused neighbours that are told when there is room again. If all were, most would be refused again; with too few,
@@ -296,9 +284,7 @@ class Receiving:
                 return piece
         return None
 
-    def _would_be_sooner(
-        self, neighbour: Neighbour, piece: int, flight: Flight, now: float
-    ) -> bool:
+    def _would_be_sooner(self, neighbour: Neighbour, piece: int, flight: Flight, now: float) -> bool:
         senders, size = self._state.senders, self._state.sizes[piece]
         usual = senders.expected_seconds(flight.member, size)
         instead = senders.expected_seconds(neighbour.member, size)

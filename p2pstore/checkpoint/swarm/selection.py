@@ -199,9 +199,7 @@ class News:
 class Selection:
     """Pieces that are here, on their way, missing."""
 
-    def __init__(
-        self, count: int, have: PieceMap, rng: Random, needed: PieceMap | None = None
-    ) -> None:
+    def __init__(self, count: int, have: PieceMap, rng: Random, needed: PieceMap | None = None) -> None:
         """`have`: verified pieces of `count` that are here. `needed`: pieces to have in the end; None: all."""
         self.count = count
         self.have = have
@@ -331,9 +329,7 @@ class Flights:
 
     def alone(self) -> list[tuple[int, Flight]]:
         """Pieces that come from one member only."""
-        return [
-            (piece, flights[0]) for piece, flights in self._flights.items() if len(flights) == 1
-        ]
+        return [(piece, flights[0]) for piece, flights in self._flights.items() if len(flights) == 1]
 
     def pieces_from(self, member: int) -> list[int]:
         """Pieces that come from this member."""

@@ -84,9 +84,7 @@ class Swarm:
         """`have`: verified pieces that are here. `publishes`: this peer brings the checkpoint into the swarm, and sends
         each piece once before receivers choose. `needed`: pieces to bring here; None: all. `copies`: pieces that
         receivers make of others."""
-        state = self.state = SwarmState(
-            own, piece_sizes, have, rng, config or SwarmConfig(), needed
-        )
+        state = self.state = SwarmState(own, piece_sizes, have, rng, config or SwarmConfig(), needed)
         self._selection = state.selection
         self.news = News(state)
         self.sending = Sending(state, self.news, publishes=publishes, copies=copies)
@@ -164,10 +162,7 @@ class Swarm:
         """When something may be too late: handle what has arrived by then before a `Tick`."""
         receiving = self.receiving
         soonest = min(
-            self._links.next_tick(),
-            self.sending.check_at,
-            receiving.check_at,
-            receiving.hurry_at,
+            self._links.next_tick(), self.sending.check_at, receiving.check_at, receiving.hurry_at
         )
         if self._selection.missing:
             soonest = min(soonest, receiving.retry_at)
@@ -418,9 +413,7 @@ class Neighbours:
             return [], []
         ended: list[int] = []
         if refresh and self.count >= FEWEST and len(self._participants) > MOST:
-            useless = sum(
-                worth(each) < 0 for each, link in self._links.items() if not link.same_host
-            )
+            useless = sum(worth(each) < 0 for each, link in self._links.items() if not link.same_host)
             for _ in range(max(REFRESHED, useless)):
                 ended.append(self._least(worth))
                 self.unlinked(ended[-1], now)
@@ -453,10 +446,6 @@ class Neighbours:
 
     def _least(self, worth: Callable[[int], int], but: int | None = None) -> int:
         return min(
-            (
-                member
-                for member, link in self._links.items()
-                if not link.same_host and member != but
-            ),
+            (member for member, link in self._links.items() if not link.same_host and member != but),
             key=lambda member: (worth(member), self._links[member].since),
         )

@@ -182,9 +182,7 @@ class UploadSlots:
             self._used.pop(member, None)
 
 
-def slots_for(
-    piece_seconds: float, round_trip_seconds: float, usual_round_trip_seconds: float
-) -> int:
+def slots_for(piece_seconds: float, round_trip_seconds: float, usual_round_trip_seconds: float) -> int:
     """Slots that keep a link busy on which a piece takes `piece_seconds`: two, and more where agreeing on the next
     piece takes a share of that. (By simulation, at a seventh two slots cost 9 % of the time, three 3, four 2.)"""
     if round_trip_seconds == math.inf:
@@ -340,8 +338,7 @@ class Senders:
         self._usual += SHARE_OF_NEWEST_PIECE * (newest - self._usual) if self._usual else newest
         if sender.seconds_per_byte:
             newest = (
-                SHARE_OF_NEWEST_PIECE * newest
-                + (1 - SHARE_OF_NEWEST_PIECE) * sender.seconds_per_byte
+                SHARE_OF_NEWEST_PIECE * newest + (1 - SHARE_OF_NEWEST_PIECE) * sender.seconds_per_byte
             )
         sender.seconds_per_byte = newest
         sender.back_off_seconds = FIRST_BACK_OFF_SECONDS

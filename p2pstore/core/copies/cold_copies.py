@@ -117,9 +117,7 @@ class ColdCopies:
         if entry is None or 0 < entry.expires_unix_ms <= self._core.unix(now) * 1000:
             return None
         namespace = self._core.namespace_digest(entry.namespace)
-        forbidden = self._core.gossip.cluster_records.floors.forbids(
-            digest, namespace, entry.version
-        )
+        forbidden = self._core.gossip.cluster_records.floors.forbids(digest, namespace, entry.version)
         if forbidden or self._core.earlier_life.holds_back(digest, namespace, entry.version):
             return None
         return None if self._is_about_to_go(entry.version) else entry
@@ -127,9 +125,7 @@ class ColdCopies:
     def _is_about_to_go(self, version: Version) -> bool:
         """Whether a pending sweep of all namespaces covers the version. A namespace's own floor forbids the versions
         of its sweep."""
-        return any(
-            sweep.namespace is None and sweep.up_to.covers(version) for sweep in self._to_sweep
-        )
+        return any(sweep.namespace is None and sweep.up_to.covers(version) for sweep in self._to_sweep)
 
     def find_only_here(self, digest: bytes, now: float) -> ColdEntry | None:
         """`find`, when there are no bytes of it in memory."""
@@ -159,9 +155,7 @@ class ColdCopies:
         ends += [cold_held[-1].key] if more_cold else []
         end = min(ends, default=None)
         merged: dict[str, ObjectEntry | ColdEntry] = {
-            cold.key: cold
-            for cold in cold_held
-            if self.find_only_here(cold.digest, now) is not None
+            cold.key: cold for cold in cold_held if self.find_only_here(cold.digest, now) is not None
         }
         merged.update((entry.key, entry) for entry in held)
         keys = sorted(key for key in merged if end is None or key <= end)

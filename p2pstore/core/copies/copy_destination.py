@@ -14,12 +14,7 @@ from p2pstore.core.puts.publishing import announce_new, reserve_many
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import PeerId, member_of, writer_of
-from p2pstore.gossip.version_proofs import (
-    MAX_PROOF_BYTES,
-    SIGNATURE_BYTES,
-    read_proof,
-    signed_proofs,
-)
+from p2pstore.gossip.version_proofs import MAX_PROOF_BYTES, SIGNATURE_BYTES, read_proof, signed_proofs
 from p2pstore.memory.entries import Reservation, Written
 from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import (
@@ -128,9 +123,7 @@ class CopyDestination:
             raise NoSuchKey("the holder has another key's object under this digest")
         core = self._core
         if not core.clock.observe(slot.version.clock, core.believed_unix(self._now)):
-            raise NoSuchKey(
-                "the holder's version is from over 10 s in the future: check the clocks"
-            )
+            raise NoSuchKey("the holder's version is from over 10 s in the future: check the clocks")
         forbidden = core.gossip.cluster_records.floors.forbids(
             slot.digest, namespace_digest(trailer.namespace), slot.version
         )
@@ -287,9 +280,7 @@ class CopiesDestination:
                 self.codes[place] = code
         namespace, sizes = self._things[0].trailer.namespace, list(map(self._size_of, wanted))
         yield
-        made = yield from reserve_many(
-            core, sizes, holder=self._holder, namespace=namespace, now=now
-        )
+        made = yield from reserve_many(core, sizes, holder=self._holder, namespace=namespace, now=now)
         for place, reserved in zip(wanted, made, strict=True):
             if isinstance(reserved, Exception):
                 self.codes[place] = int(Code.CAPACITY_EXCEEDED)
@@ -306,9 +297,7 @@ class CopiesDestination:
         """
         core, version, slot = self._core, thing.slot.version, thing.slot
         digest, trailer = slot.digest, thing.trailer
-        if version.clock <= doubted or not core.clock.observe(
-            version.clock, core.believed_unix(now)
-        ):
+        if version.clock <= doubted or not core.clock.observe(version.clock, core.believed_unix(now)):
             return int(Code.UNAVAILABLE)
         namespace = core.namespace_digest(trailer.namespace)
         if core.gossip.cluster_records.floors.forbids(digest, namespace, version):

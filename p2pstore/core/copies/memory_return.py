@@ -91,9 +91,7 @@ class MemoryReturn:
                 entry.verified = True
                 core.cold.came_to_memory(entry)
                 core.objects.announce(entry, now)
-                core.gossip.directory.touch(
-                    entry.digest
-                )  # a newer version may have been put meanwhile
+                core.gossip.directory.touch(entry.digest)  # a newer version may have been put meanwhile
         core.objects.announce_withdrawn(now)
 
     def _drop(self, entry: ObjectEntry, fate: str) -> None:
@@ -244,9 +242,7 @@ class EarlierLife:
 
     def distrusts(self, operation: Operation, version: Version) -> bool:
         """Whether what this operation fetched may come from a holder that had missed a floor."""
-        return (
-            version.clock <= self._distrusted_before and operation.number < self._trusted_operation
-        )
+        return version.clock <= self._distrusted_before and operation.number < self._trusted_operation
 
     @property
     def _is_settled(self) -> bool:

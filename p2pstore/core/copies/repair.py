@@ -214,9 +214,7 @@ class Repair:
             current.busy = False
             self._judge(current, digests, at)
 
-        core.operations.start(
-            LookupOperation(core, digests, ask_always=True, on_finish=looked), now
-        )
+        core.operations.start(LookupOperation(core, digests, ask_always=True, on_finish=looked), now)
 
     def _judge(self, current: _Pass, digests: list[bytes], now: float) -> None:
         for digest in digests:
@@ -252,9 +250,7 @@ class Repair:
         if 1 + len(there) + may_return >= wanted:
             return None
         mine = _order(digest, core.member, not isinstance(held, ObjectEntry))
-        turn = sum(
-            _order(digest, copy.member, copy.record.tier is Tier.SSD) < mine for copy in there
-        )
+        turn = sum(_order(digest, copy.member, copy.record.tier is Tier.SSD) < mine for copy in there)
         return _Lack(held, wanted, 1 + len(there), turn)
 
     def _may_return(self, current: _Pass, copy: KnownCopy) -> bool:

@@ -211,9 +211,7 @@ class ReplicateTogether(Operation):
         core, by_target = self.core, dict[PeerId, list[_Row]]()
         able = [peer_id for peer_id in core.live_peers() if offers_memory(core, peer_id)]
         for row in self._rows:
-            self.core.segment.references.acquire(
-                row.entry
-            )  # not evicted before its copies are made
+            self.core.segment.references.acquire(row.entry)  # not evicted before its copies are made
             for target in self._targets_of(row, able):
                 row.waiting += 1
                 by_target.setdefault(target, []).append(row)

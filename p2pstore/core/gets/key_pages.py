@@ -132,9 +132,7 @@ def merge_pages(
     A page that says `more` ends the merged page at its last key: behind it that peer may hold keys
     that it did not list.
     """
-    horizon = min(
-        (page.items[-1].key for _, page in answers if page.more and page.items), default=None
-    )
+    horizon = min((page.items[-1].key for _, page in answers if page.more and page.items), default=None)
     merged: list[KeyEntry] = []
     for number, (key, place, item) in enumerate(heapq.merge(*map(_in_order, count(), answers))):
         if number and number % MERGED_PER_STEP == 0:
@@ -206,9 +204,7 @@ def known_keys(
     here = wanted & core.segment.digests()
     here |= core.cold.held_only_here(wanted - here, now)
 
-    elsewhere = core.gossip.locations.held(
-        wanted - here, believed_clocks(core, now, namespace), now
-    )
+    elsewhere = core.gossip.locations.held(wanted - here, believed_clocks(core, now, namespace), now)
     floors = core.gossip.cluster_records.floors
     under_a_floor = (
         [digest for digest in elsewhere if floors.floor_for(digest) is not ZERO_VERSION]
@@ -221,9 +217,7 @@ def known_keys(
     return here | elsewhere
 
 
-def believed_clocks(
-    core: PeerCore, now: float, namespace: bytes | None
-) -> Callable[[Member], range]:
+def believed_clocks(core: PeerCore, now: float, namespace: bytes | None) -> Callable[[Member], range]:
     """The clocks of versions that are believed of each member: none of one that is not alive."""
     flushed = core.gossip.cluster_records.floors.floor_for(b"", namespace).clock
     end = newest_accepted_clock(core.believed_unix(now)) + 1

@@ -10,13 +10,7 @@ from p2pstore.core.copies.proofs import ProveOperation
 from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
 from p2pstore.errors import ProtocolError, Unavailable
-from p2pstore.gossip.records import (
-    LOCATION_BYTES,
-    LocationRecord,
-    PeerId,
-    decode_location,
-    member_of,
-)
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, PeerId, decode_location, member_of
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Holding, Locations, Lookup
@@ -233,8 +227,7 @@ class LookupOperation(Operation):
         if any(copy.reachable and copy.member not in self._exclude for copy in known):
             return True
         return digest not in self._unproved and any(
-            copy.member not in self._exclude
-            and self.core.proofs.may_ask(copy, now, insist=not known)
+            copy.member not in self._exclude and self.core.proofs.may_ask(copy, now, insist=not known)
             for copy in doubtful
         )
 
@@ -321,9 +314,7 @@ class LookupOperation(Operation):
             self._collect(now)
             return
         next_ask = float("inf") if needs_answers else self._ask_again_at
-        self.wake_at = min(
-            next_ask, until if now < until else float("inf"), *self._hedge_at.values()
-        )
+        self.wake_at = min(next_ask, until if now < until else float("inf"), *self._hedge_at.values())
         if self.wake_at < float("inf"):
             self.core.operations.set_alarm(self)
 
@@ -338,9 +329,7 @@ class LookupOperation(Operation):
             self._wake_soon(now)
         elif self._doubtful:
             copies = [copy for copies in self._doubtful.values() for copy in copies]
-            self.core.operations.start(
-                ProveOperation(self.core, copies, self._asked_for_proofs), now
-            )
+            self.core.operations.start(ProveOperation(self.core, copies, self._asked_for_proofs), now)
         else:
             self.finish(self._collected, now)
 

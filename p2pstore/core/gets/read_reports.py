@@ -64,9 +64,7 @@ class ReadReports:
             items = [ReadCount(digest, count) for digest, count in counts.items()]
             for start in range(0, len(items), MAX_READ_COUNTS):
                 request = Reads(items[start : start + MAX_READ_COUNTS])
-                self._core.emit(
-                    AskPeer(0, 0, state.peer_id, DataKind.READS, request, ANSWER_SECONDS)
-                )
+                self._core.emit(AskPeer(0, 0, state.peer_id, DataKind.READS, request, ANSWER_SECONDS))
 
     def heard(self, items: Sequence[ReadCount], now: float) -> None:
         """Others read these objects here."""

@@ -210,9 +210,7 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
     dead: list[Holding] = []
     mine = core.copies.own_location(digest, now)
     if mine is not None:
-        alive.append(
-            Holding(core.member, core.incarnation, core.gossip.log.sequence, mine.encode())
-        )
+        alive.append(Holding(core.member, core.incarnation, core.gossip.log.sequence, mine.encode()))
     for known in core.gossip.holders(digest, now):
         version = known.record.version
         if known.hearsay:  # of others: let each speak for itself
@@ -258,16 +256,12 @@ def _serve_replicate(
         min(round_up(request.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
     )
     source = KnownCopy(member_of(sender), sender, record, reachable=True)
-    operation = FetchOperation(
-        core, request.digest, soft=request.soft, source=source, minimum=minimum
-    )
+    operation = FetchOperation(core, request.digest, soft=request.soft, source=source, minimum=minimum)
     operation.proof = request.proof
     return core.operations.start(operation, now)
 
 
-def _introduce(
-    core: PeerCore, sender: PeerId, request: Replicate | ReplicateMany, now: float
-) -> None:
+def _introduce(core: PeerCore, sender: PeerId, request: Replicate | ReplicateMany, now: float) -> None:
     """Take in the record that came along."""
     if request.record_body:
         me = SignedRecord(request.record_body, request.record_signature)
@@ -299,8 +293,7 @@ def reply_of(operation: Operation) -> Message:
     once what they forbid is gone, to PUSH once it was taken in, to LIST, to LOOKUP and to CHECK_COPY."""
     result = operation.result
     if isinstance(
-        result,
-        RecordsTaken | Pushed | Keys | Locations | CopyChecked | Proofs | ReplicatedMany,
+        result, RecordsTaken | Pushed | Keys | Locations | CopyChecked | Proofs | ReplicatedMany
     ):
         return result
     if isinstance(result, ObjectEntry):
@@ -354,10 +347,7 @@ class ListHereOperation(Operation):
     """One page of the keys held here, looked up in steps. The result is `Keys`."""
 
     def __init__(
-        self,
-        core: PeerCore,
-        request: ListKeys,
-        on_finish: Callable[[Any, float], None] | None = None,
+        self, core: PeerCore, request: ListKeys, on_finish: Callable[[Any, float], None] | None = None
     ) -> None:
         super().__init__(core, on_finish)
         self._request = request
@@ -383,9 +373,7 @@ class ListHereOperation(Operation):
         assert self._after is not None
         request = self._request
         count = min(self._limit - len(self._found), KEYS_PER_STEP)
-        page = self.core.cold.merged_page(
-            request.namespace, request.prefix, self._after, count, now
-        )
+        page = self.core.cold.merged_page(request.namespace, request.prefix, self._after, count, now)
         unix_ms = 1000 * self.core.unix(now)
         self._found += [
             entry

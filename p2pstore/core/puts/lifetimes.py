@@ -16,14 +16,7 @@ from p2pstore.gossip.records import PeerId, writer_of
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import (
-    ExpiryItem,
-    ExpirySet,
-    PinItem,
-    PinsSet,
-    SetExpiry,
-    SetPins,
-)
+from p2pstore.transfer.peer_messages import ExpiryItem, ExpirySet, PinItem, PinsSet, SetExpiry, SetPins
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -136,9 +129,7 @@ class PinOperation(AfterLookup):
             here, found = self._here, self._known_anywhere
             copies, known = self._copies, self._known
             ends = [
-                PinEnd(
-                    digest in here, digest in here or digest in found, copies[digest], known[digest]
-                )
+                PinEnd(digest in here, digest in here or digest in found, copies[digest], known[digest])
                 for digest in self._asked_for
             ]
             self.finish(ends, now)

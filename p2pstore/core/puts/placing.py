@@ -61,13 +61,7 @@ def _grouped(rooms: Sequence[Room], length: int) -> list[list[Room]]:
     return [groups[rank] for rank in sorted(groups)]
 
 
-def place(
-    core: PeerCore,
-    digest: bytes,
-    length: int,
-    host_id: bytes,
-    now: float,
-) -> list[PeerId]:
+def place(core: PeerCore, digest: bytes, length: int, host_id: bytes, now: float) -> list[PeerId]:
     """Peers to put a value on that this one has no room for, best first.
 
     Holders of the key come first, this peer among them: they know best whether the value is new, and
@@ -201,9 +195,7 @@ class IncomingStores:
 
     def payload(self, incoming: Incoming) -> memoryview:
         """Where the value goes. Nothing may write there after `put` or `close`."""
-        return self._core.segment.reservation_view(
-            incoming.facts.reservation, holder=incoming.holder
-        )
+        return self._core.segment.reservation_view(incoming.facts.reservation, holder=incoming.holder)
 
     def put(self, incoming: Incoming, now: float) -> Operation:
         """The value has arrived, verified: decide as for a put of this peer's own clients."""

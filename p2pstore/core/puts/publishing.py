@@ -30,12 +30,7 @@ PUBLISHED_PER_STEP: Final = 64
 
 
 def publish_new(
-    core: PeerCore,
-    items: Sequence[PutFacts],
-    *,
-    holder: Hashable,
-    namespace: str,
-    now: float,
+    core: PeerCore, items: Sequence[PutFacts], *, holder: Hashable, namespace: str, now: float
 ) -> list[PutEnd | PutAmongMany | None]:
     """Publish those values whose keys are known to no peer, and begin to have their copies made. Per item its end, now
     or later, or None: a `PutOperation` decides."""
@@ -62,9 +57,7 @@ def publish_new(
         facts = items[place]
         trailer = trailer_of(facts, namespace, unix)
         stamped = Version(clock, writer, facts.root)
-        rows.append(
-            Written(facts.reservation, digest, stamped, trailer, facts.length, facts.follows)
-        )
+        rows.append(Written(facts.reservation, digest, stamped, trailer, facts.length, facts.follows))
         taken.append(place)
     entries = core.segment.commit_new(rows, holder=holder, now=unix)
     published = [entry for entry in entries if entry is not None]
@@ -135,12 +128,7 @@ Reserved = Reservation | P2PStoreError | ValueError
 
 
 def reserve_many(
-    core: PeerCore,
-    sizes: Sequence[tuple[int, int]],
-    *,
-    holder: Hashable,
-    namespace: str,
-    now: float,
+    core: PeerCore, sizes: Sequence[tuple[int, int]], *, holder: Hashable, namespace: str, now: float
 ) -> Steps[list[Reserved]]:
     """Room for each value, by length and trailer length, or why there is none. All is given back when the steps are
     closed."""

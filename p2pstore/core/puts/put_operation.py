@@ -15,12 +15,7 @@ from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation, PutEnd
-from p2pstore.core.puts.comparing import (
-    CHECK_TIMEOUT_SECONDS,
-    CompareCopies,
-    Likeness,
-    is_described,
-)
+from p2pstore.core.puts.comparing import CHECK_TIMEOUT_SECONDS, CompareCopies, Likeness, is_described
 from p2pstore.core.puts.lifetimes import MAX_TTL_MS
 from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
@@ -100,9 +95,7 @@ class PutOperation(Operation):
     def start(self, now: float) -> None:
         facts = self.facts
         if root_checksum(facts.length, facts.sums) != facts.root:
-            self._give_up(
-                ProtocolError("the chunk sums of a put do not give its root checksum"), now
-            )
+            self._give_up(ProtocolError("the chunk sums of a put do not give its root checksum"), now)
             return
         self._give_up_at = now + WAIT_SECONDS
         self._decide(now)
@@ -128,9 +121,7 @@ class PutOperation(Operation):
             if existing.verified:
                 self._keep(existing, now)
             else:
-                self.core.operations.start(
-                    CheckOperation(self.core, self.digest, self._checked), now
-                )
+                self.core.operations.start(CheckOperation(self.core, self.digest, self._checked), now)
         elif cold is not None and (self._is_same(cold) or not facts.overwrite):
             self._keep_cold(cold, now)
         elif not facts.reservation:
@@ -138,9 +129,7 @@ class PutOperation(Operation):
         elif facts.overwrite or not self.core.gossip.partitions.knows_all:
             # Above what there is, also where clocks differ; and where this peer does not know what there is. A home
             # that denies it makes the put a newer version, which the holders hear of.
-            self._lookup = LookupOperation(
-                self.core, [self.digest], believed=1, on_finish=self._looked
-            )
+            self._lookup = LookupOperation(self.core, [self.digest], believed=1, on_finish=self._looked)
             self.core.operations.start(self._lookup, now)
         else:
             self._compare_known(now)
@@ -209,9 +198,7 @@ class PutOperation(Operation):
         else:
             soft = not self.facts.pin  # what is pinned here is kept here
             expires = found.expires_unix_ms  # the same object ends at the same time everywhere
-            self._commit(
-                found.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
-            )
+            self._commit(found.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires)
 
     def _bring(self, source: KnownCopy | None, now: float) -> None:
         """Another copy has the put's bytes, and its dtype, shape or end are to be those of this one: bring it here from
@@ -231,10 +218,7 @@ class PutOperation(Operation):
         """What cannot be read stands in no put's way."""
         if self.done:
             return
-        if (
-            not isinstance(result, Exception)
-            and self.core.objects.find(self.digest, now) is not None
-        ):
+        if not isinstance(result, Exception) and self.core.objects.find(self.digest, now) is not None:
             self._decide(now)
         elif not self.facts.reservation:
             self.finish(None, now)
@@ -259,9 +243,7 @@ class PutOperation(Operation):
             return
         if same and facts.reservation:
             expires, soft = cold.expires_unix_ms, cold.soft and not facts.pin
-            self._commit(
-                cold.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
-            )
+            self._commit(cold.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires)
             return
         self._give_room_back()
         status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
@@ -315,14 +297,7 @@ class PutOperation(Operation):
             trailer = msgspec.structs.replace(trailer, expires_unix_ms=expires_unix_ms)
         try:
             entry = self.core.objects.publish(
-                Written(
-                    facts.reservation,
-                    self.digest,
-                    version,
-                    trailer,
-                    facts.length,
-                    facts.follows,
-                ),
+                Written(facts.reservation, self.digest, version, trailer, facts.length, facts.follows),
                 holder=self._holder,
                 soft=soft,
                 now=now,
@@ -351,11 +326,7 @@ class PutOperation(Operation):
             return
         expires_unix_ms = trailer_of(facts, self._named, self.core.unix(now)).expires_unix_ms
         self.core.expiries.change(
-            self.digest,
-            entry.version,
-            expires_unix_ms,
-            now,
-            lambda later: self._replicate(entry, later),
+            self.digest, entry.version, expires_unix_ms, now, lambda later: self._replicate(entry, later)
         )
 
     def _replicate(self, entry: ObjectEntry, now: float) -> None:
@@ -365,8 +336,7 @@ class PutOperation(Operation):
             self.finish(self._end, now)
             return
         self.core.operations.start(
-            ReplicateOperation(self.core, entry, self.facts.replicas, on_finish=self._replicated),
-            now,
+            ReplicateOperation(self.core, entry, self.facts.replicas, on_finish=self._replicated), now
         )
 
     def _replicated(self, copies: Any, now: float) -> None:

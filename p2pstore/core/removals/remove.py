@@ -122,9 +122,7 @@ class RemoveOperation(AfterLookup):
     def _remove(self, keys: list[tuple[bytes, Version, list[KnownCopy]]], now: float) -> None:
         version = self.core.version_above(max(newest for _, newest, _ in keys), now)
         copies = {digest: known for digest, _, known in keys}
-        for signed, digests in self.core.floors.write_keys(
-            list(copies), self._namespace, version, now
-        ):
+        for signed, digests in self.core.floors.write_keys(list(copies), self._namespace, version, now):
             concerned = {self.core.peer_id}
             for digest in digests:
                 concerned.update(copy.peer_id for copy in copies[digest] if copy.reachable)

@@ -25,23 +25,11 @@ from p2pstore.gossip.exchange.delta_checks import (
     run_of,
     work_microseconds,
 )
-from p2pstore.gossip.exchange.digests import (
-    MAX_PACKED_SEQUENCE,
-    Digest,
-    DigestTable,
-    Run,
-    pack_runs,
-)
+from p2pstore.gossip.exchange.digests import MAX_PACKED_SEQUENCE, Digest, DigestTable, Run, pack_runs
 from p2pstore.gossip.floors.cluster_records import ClusterRecords, TheirRecords, records_for
-from p2pstore.gossip.gossip_messages import (
-    MAX_CLAIMS,
-    Delta,
-)
+from p2pstore.gossip.gossip_messages import MAX_CLAIMS, Delta
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.log import (
-    OwnLog,
-    SignedRun,
-)
+from p2pstore.gossip.locations.log import OwnLog, SignedRun
 from p2pstore.gossip.locations.views import Outcome
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.members.membership import Membership
@@ -142,8 +130,7 @@ class Knowledge:
         places = places[np.argsort(-missing, kind="stable")]
         unsent = set(np.flatnonzero(older).tolist()) - sent
         runs = self._runs_at(
-            [(place, int(known[place])) for place in places.tolist() if place not in unsent],
-            limit_bytes,
+            [(place, int(known[place])) for place in places.tolist() if place not in unsent], limit_bytes
         )
         limit_bytes -= sum(len(run.signed.operations) for run in runs)
         cluster_records = (
@@ -165,9 +152,7 @@ class Knowledge:
             packed = pack_runs(runs)
             return Delta(records, [], cluster_records, claims, mine.of.hash, *packed)
         logs = [
-            chunk_of(
-                int(mine.of.members[run.place]), int(mine.of.incarnations[run.place]), run.signed
-            )
+            chunk_of(int(mine.of.members[run.place]), int(mine.of.incarnations[run.place]), run.signed)
             for run in runs
         ]
         return Delta(records, logs, cluster_records, claims)
@@ -207,9 +192,7 @@ class Knowledge:
     def _gone(self, members: list[Member]) -> list[MemberState]:
         """Those of them that this peer knows to be gone, to be told of it. That one left, its record says."""
         states = (self.membership.resolve(member) for member in members)
-        return [state for state in states if state is not None and not state.alive][
-            : MAX_CLAIMS // 2
-        ]
+        return [state for state in states if state is not None and not state.alive][: MAX_CLAIMS // 2]
 
     # --- taking in ---------------------------------------------------------------------------
 
@@ -237,12 +220,7 @@ class Knowledge:
         return news
 
     def _apply_record(
-        self,
-        record: PeerRecord,
-        signed: SignedRecord,
-        news: News,
-        now: float,
-        sender: PeerId | None,
+        self, record: PeerRecord, signed: SignedRecord, news: News, now: float, sender: PeerId | None
     ) -> None:
         if record.peer_id == self.membership.me:
             news.own.append(record)

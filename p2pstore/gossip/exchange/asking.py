@@ -115,10 +115,7 @@ class Questions:
                 break
             if token > self._overdue_up_to:
                 self._overdue_up_to = token
-                if (
-                    asked.kind in (ControlKind.EXCHANGE, ControlKind.DELTA)
-                    and asked.sent_at > since
-                ):
+                if asked.kind in (ControlKind.EXCHANGE, ControlKind.DELTA) and asked.sent_at > since:
                     found.append(asked.peer_id)
         return found
 

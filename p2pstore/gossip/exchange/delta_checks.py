@@ -15,19 +15,9 @@ from typing import Final
 from msgspec.structs import replace
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.digests import (
-    DigestTable,
-    check_runs,
-    read_runs,
-)
+from p2pstore.gossip.exchange.digests import DigestTable, check_runs, read_runs
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
-from p2pstore.gossip.gossip_messages import (
-    MAX_CLAIMS,
-    MAX_RECORDS,
-    Claim,
-    Delta,
-    LogChunk,
-)
+from p2pstore.gossip.gossip_messages import MAX_CLAIMS, MAX_RECORDS, Claim, Delta, LogChunk
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import (
     MAX_OPERATION_BYTES,
@@ -144,9 +134,7 @@ class DeltaChecks:
         rows, operations = check_runs(delta.runs, delta.operations, delta.signatures)
         of = self._table.known_set(delta.members_hash)
         # Members that were this peer's some sets ago: the next digest asks again.
-        runs = (
-            [] if of is None else read_runs(rows[:MAX_READ_RUNS], operations, delta.signatures, of)
-        )
+        runs = [] if of is None else read_runs(rows[:MAX_READ_RUNS], operations, delta.signatures, of)
         records, cluster_records = self._check_signed(delta, now)
         logs = self._check_runs([*chunks, *runs], [record for record, _ in records], sender)
         return CheckedDelta(records, logs, cluster_records, list(delta.claims))
@@ -203,10 +191,7 @@ class DeltaChecks:
 
     def _check_signed(
         self, delta: Delta, now: float
-    ) -> tuple[
-        list[tuple[PeerRecord, SignedRecord]],
-        list[tuple[ClusterRecord, SignedRecord]],
-    ]:
+    ) -> tuple[list[tuple[PeerRecord, SignedRecord]], list[tuple[ClusterRecord, SignedRecord]]]:
         """The first that are news of the records of either kind. Raises `ProtocolError`."""
         records: list[tuple[PeerRecord, SignedRecord]] = []
         cluster_records: list[tuple[ClusterRecord, SignedRecord]] = []
@@ -304,9 +289,7 @@ def run_of(chunk: LogChunk) -> SignedRun:
 
 def work_microseconds(operations: int) -> int:
     """About how long it takes to check and carry out a run: few operations one by one, many side by side."""
-    return CHECK_MICROSECONDS + min(
-        OPERATION_MICROSECONDS * operations, RUN_MICROSECONDS + operations
-    )
+    return CHECK_MICROSECONDS + min(OPERATION_MICROSECONDS * operations, RUN_MICROSECONDS + operations)
 
 
 def check_claims(claims: list[Claim]) -> None:

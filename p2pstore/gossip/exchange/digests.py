@@ -42,17 +42,10 @@ MAX_PACKED_SEQUENCE: Final = (1 << 40) - 1
 """Higher ones travel in full only. At 10,000 operations a second a log gets there in 3.5 years."""
 
 _ENTRY: Final = np.dtype(
-    [
-        ("member", "<u8"),
-        ("incarnation", "<u8"),
-        ("record_sequence", "<u4"),
-        ("log_sequence", "<u8"),
-    ]
+    [("member", "<u8"), ("incarnation", "<u8"), ("record_sequence", "<u4"), ("log_sequence", "<u8")]
 )
 _POSITION: Final = np.dtype([("record_sequence", "<u4"), ("log_low", "<u4"), ("log_high", "u1")])
-_RUN: Final = np.dtype(
-    [("place", "<u2"), ("count", "<u2"), ("first_low", "<u4"), ("first_high", "u1")]
-)
+_RUN: Final = np.dtype([("place", "<u2"), ("count", "<u2"), ("first_low", "<u4"), ("first_high", "u1")])
 DIGEST_ENTRY_BYTES: Final = _ENTRY.itemsize
 POSITION_BYTES: Final = _POSITION.itemsize
 RECORD_POSITION_BYTES: Final = 4
@@ -236,9 +229,7 @@ def read_runs(
     places = rows["place"]
     if len(places) and int(places.max()) >= len(of):
         raise ProtocolError(f"operations of member {int(places.max())} of {len(of):,}")
-    first = (
-        rows["first_low"].astype(np.uint64) | rows["first_high"].astype(np.uint64) << _HIGH_SHIFT
-    )
+    first = rows["first_low"].astype(np.uint64) | rows["first_high"].astype(np.uint64) << _HIGH_SHIFT
     ends = np.cumsum(rows["count"], dtype=np.int64) * LOCATION_BYTES
     begin = 0
     for at, (member, incarnation, sequence, end) in enumerate(
@@ -342,9 +333,7 @@ class DigestTable:
         """Up to where this peer wants no operations of the member's current log."""
         if state is self.membership.own:
             return self._log.signed
-        return self._directory.wanted_after(
-            state.member, state.record_incarnation, state.log_sequence
-        )
+        return self._directory.wanted_after(state.member, state.record_incarnation, state.log_sequence)
 
     def _rebuild(self) -> None:
         """4 ms with 10,000 members."""
@@ -356,8 +345,7 @@ class DigestTable:
         self._places = {state.member: place for place, state in enumerate(self.states)}
         self._own_place = self._places.get(self.membership.own.member, -1)
         self._of = MemberSet(
-            members[order],
-            np.array([state.record_incarnation for state in self.states], np.uint64),
+            members[order], np.array([state.record_incarnation for state in self.states], np.uint64)
         )
         self._records = np.array([state.record_sequence for state in self.states], np.uint64)
         self._logs = np.array([self.position(state) for state in self.states], np.uint64)

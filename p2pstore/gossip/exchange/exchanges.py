@@ -185,9 +185,7 @@ class Exchanges:
             del self._invited[peer_id]
             self._unreliable.add(peer_id)
         under_way = set(self._questions.asked(ControlKind.EXCHANGE)) if wanted else set()
-        asks = [
-            self._ask(peer_id, now, wanted=True) for peer_id in wanted if peer_id not in under_way
-        ]
+        asks = [self._ask(peer_id, now, wanted=True) for peer_id in wanted if peer_id not in under_way]
         if not asks and now >= self._next_at() and (chosen := self._choose()) is not None:
             asks.append(self._ask(chosen, now))
         return asks
@@ -272,13 +270,9 @@ class Exchanges:
             )
         return packed, positions or b"", digest.of.hash
 
-    def answer(
-        self, sender: PeerId, request: Exchange, theirs: Theirs, now: float
-    ) -> ExchangeReply:
+    def answer(self, sender: PeerId, request: Exchange, theirs: Theirs, now: float) -> ExchangeReply:
         """What the asker lacks, and what this peer knows."""
-        floors = self._floors.answer(
-            request.floors_epoch, request.floors_hash, now, member_of(sender)
-        )
+        floors = self._floors.answer(request.floors_epoch, request.floors_hash, now, member_of(sender))
         differs = request.cluster_hash != self._records.hash
         agrees = self._note_members(sender, theirs)
         delta = self._delta_for(sender, theirs, differs)
@@ -332,9 +326,7 @@ class Exchanges:
     def _is_expecting(self, now: float) -> bool:
         """Whether a peer was told what to send, and has not sent it yet."""
         newest = self._questions.newest_sent_at(ControlKind.EXCHANGE)
-        return newest + INVITED_SECONDS > now or any(
-            until > now for until in self._invited.values()
-        )
+        return newest + INVITED_SECONDS > now or any(until > now for until in self._invited.values())
 
     def learn(
         self, asked: Asked, reply: ExchangeReply, theirs: Theirs, now: float, *, new_records: int
@@ -345,11 +337,7 @@ class Exchanges:
         self._note_members(peer_id, theirs)
         differs = reply.cluster_hash != self._records.hash
         self._floors.learn(
-            theirs.floors,
-            asked.floors_epoch,
-            now,
-            sender=member_of(peer_id),
-            same_now=not differs,
+            theirs.floors, asked.floors_epoch, now, sender=member_of(peer_id), same_now=not differs
         )
         if not differs:
             self._differing.pop(peer_id, None)
@@ -358,9 +346,7 @@ class Exchanges:
             return  # yet: nothing is kept of who may never be one
         buckets = theirs.records.buckets
         news = not self._differing.get(peer_id)
-        self._differing[peer_id] = (
-            [] if buckets is None else differing_buckets(self._records, buckets)
-        )
+        self._differing[peer_id] = [] if buckets is None else differing_buckets(self._records, buckets)
         # A member whose horizon is behind offers what was dropped here, and would be asked all the time.
         dozens = new_records >= SEND_RECORDS // 2
         if theirs.records.knows_cells and (news or dozens):

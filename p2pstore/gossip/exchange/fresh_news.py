@@ -45,9 +45,7 @@ class FreshNews:
         self._view = view
         self._questions = questions
         messages = 2 * config.eager_fanout
-        self._budget = MessageBudget(
-            BUDGET_SHARE * config.messages_per_second, BURST_RELAYS * messages
-        )
+        self._budget = MessageBudget(BUDGET_SHARE * config.messages_per_second, BURST_RELAYS * messages)
         self._rate = rate
         self._spread_at = -math.inf
         self._logs: dict[Member, tuple[int, set[PeerId]]] = {}

@@ -33,12 +33,7 @@ from p2pstore.gossip.floors.floor_set import (
 )
 from p2pstore.gossip.gossip_messages import CLUSTER_BUCKETS, CLUSTER_CELLS
 from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.records import (
-    ClusterRecord,
-    ClusterRecordKind,
-    Member,
-    SignedRecord,
-)
+from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, Member, SignedRecord
 from p2pstore.objects import clock_from_unix_seconds
 from p2pstore.runtime.stepping import Steps, run_through
 
@@ -301,10 +296,7 @@ class ClusterRecords:
 
 def cell_of(name: bytes) -> tuple[int, int]:
     """Which of the 64 buckets a record's name belongs to, and which of the bucket's 64 cells."""
-    return (
-        name[0] % CLUSTER_BUCKETS if name else 0,
-        name[1] % CLUSTER_CELLS if len(name) > 1 else 0,
-    )
+    return (name[0] % CLUSTER_BUCKETS if name else 0, name[1] % CLUSTER_CELLS if len(name) > 1 else 0)
 
 
 COMPARED_BUCKETS: Final = 4

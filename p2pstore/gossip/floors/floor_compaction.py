@@ -15,9 +15,7 @@ from typing import Final
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_comparison import FloorComparison, ShownFloors
 from p2pstore.gossip.records import Member
-from p2pstore.objects import (
-    clock_from_unix_seconds,
-)
+from p2pstore.objects import clock_from_unix_seconds
 from p2pstore.runtime.stepping import Steps
 
 HORIZON_SECONDS: Final = 20.0

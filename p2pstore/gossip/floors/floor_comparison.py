@@ -30,17 +30,11 @@ from typing import Final, Protocol
 
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE, SLICE_BITS
-from p2pstore.gossip.floors.floor_stamps import (
-    Stamps,
-    raise_stamps,
-)
+from p2pstore.gossip.floors.floor_stamps import Stamps, raise_stamps
 from p2pstore.gossip.floors.quorum import Quorum
 from p2pstore.gossip.locations.log import newest_clock
 from p2pstore.gossip.records import Member
-from p2pstore.objects import (
-    MAX_CLOCK_SKEW_SECONDS,
-    clock_from_unix_seconds,
-)
+from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS, clock_from_unix_seconds
 
 COMPARE_SECONDS: Final = 5.0
 
@@ -133,9 +127,7 @@ class FloorComparison:
             pass
         elif now >= self._compared_at + COMPARE_SECONDS:
             self._compared_at = self._compared_soon_at = now
-        elif (soon or not self.synchronised) and (
-            now >= self._compared_soon_at + COMPARE_SOON_SECONDS
-        ):
+        elif (soon or not self.synchronised) and (now >= self._compared_soon_at + COMPARE_SOON_SECONDS):
             self._compared_soon_at = now
         else:
             return 0, 0
@@ -161,9 +153,7 @@ class FloorComparison:
         known = not rest and last - EPOCHS_BACK < number <= last
         return known and self._floors.hash_below(epoch_end) == epoch_hash
 
-    def answer(
-        self, epoch_end: int, epoch_hash: int, now: float, asker: Member | None
-    ) -> FloorAnswer:
+    def answer(self, epoch_end: int, epoch_hash: int, now: float, asker: Member | None) -> FloorAnswer:
         """Answer the question of a member; None for one of a reader."""
         if not epoch_end:
             return FloorAnswer()

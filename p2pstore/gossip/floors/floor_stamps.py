@@ -59,9 +59,7 @@ def lower_stamps(stamps: Mapping[Member, int], limit: int, by: int) -> Stamps:
 def newest_unseen(horizon: Mapping[Member, int], seen: Mapping[Member, int]) -> int:
     """The highest clock that a floor may have which was dropped (`horizon`) before it was seen; 0 when
     none can exist. Copies whose versions are not above it may have been removed."""
-    return max(
-        (stamp for member, stamp in horizon.items() if stamp > seen.get(member, 0)), default=0
-    )
+    return max((stamp for member, stamp in horizon.items() if stamp > seen.get(member, 0)), default=0)
 
 
 def without_older(stamps: Mapping[Member, int], oldest: int) -> Stamps:

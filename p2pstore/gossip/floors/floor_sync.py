@@ -65,9 +65,7 @@ from p2pstore.gossip.floors.floor_stamps import (
 )
 from p2pstore.gossip.floors.quorum import Showing
 from p2pstore.gossip.records import Member
-from p2pstore.objects import (
-    unix_seconds_from_clock,
-)
+from p2pstore.objects import unix_seconds_from_clock
 
 MAX_OFFERS: Final = 4
 """Members whose horizon may be considered at a time: a table has up to 16,384 entries."""
@@ -171,9 +169,7 @@ class FloorSync(FloorCompaction):
 
     # --- horizons of others ------------------------------------------------------------------
 
-    def _consider(
-        self, sender: Member, told: Mapping[Member, int], horizon: Stamps, now: float
-    ) -> int:
+    def _consider(self, sender: Member, told: Mapping[Member, int], horizon: Stamps, now: float) -> int:
         """Take over of a horizon what this peer may drop itself; the rest waits for others to show the same. Returns
         the highest stamp of the rest that this peer has not seen, 0 when there is none."""
         rest = self._follow(horizon, now)
@@ -299,9 +295,7 @@ class FloorSync(FloorCompaction):
             stamps = [*lately.values(), self.seen.get(self._me, 0)]
             self._may_drop = max(0, min(stamps) - FOLLOW_SLACK)
 
-    def _track(
-        self, members: Sequence[ShownFloors], clock_now: int, now: float, *, alone: bool
-    ) -> None:
+    def _track(self, members: Sequence[ShownFloors], clock_now: int, now: float, *, alone: bool) -> None:
         same = 0
         if self.quorum.apart or self.quorum.fresh:
             shown = [member.floors_horizon for member in members]

@@ -37,9 +37,7 @@ class KeptDirectory(IntEnum):
 
 def kept_name(number: int) -> str:
     """What a record's `directory` says, in words; empty for a number that is not known."""
-    return (
-        KeptDirectory(number).name.lower() if number in KeptDirectory.__members__.values() else ""
-    )
+    return KeptDirectory(number).name.lower() if number in KeptDirectory.__members__.values() else ""
 
 
 @dataclass(frozen=True, slots=True)

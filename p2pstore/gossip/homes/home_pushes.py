@@ -215,9 +215,7 @@ class HomePushes:
         lacking: dict[Member, None] = {}
         for partition in self.table.differing(table):
             homes = table.homes[partition]
-            lacking |= dict.fromkeys(
-                self._confirmed.homes_changed(partition, homes, table.members, now)
-            )
+            lacking |= dict.fromkeys(self._confirmed.homes_changed(partition, homes, table.members, now))
         self.table = table
         for member in [m for m in self._homes if m not in table.members]:
             for token in self._homes.pop(member).tokens:
@@ -349,9 +347,7 @@ class HomePushes:
             return None
         keeps = self._keeps(member)
         runs = [
-            run
-            for run in home.runs
-            if not (run[1] and keeps) or member in self._confirmed.by[run[0]]
+            run for run in home.runs if not (run[1] and keeps) or member in self._confirmed.by[run[0]]
         ]
         home.runs.clear()
         sets = self._sets_for(member, home) if keeps else []
@@ -440,9 +436,7 @@ class HomePushes:
     def lacking(self) -> int:
         """How many (home, partition) pairs have not confirmed all of it."""
         return sum(
-            member != self._own
-            and member not in self._confirmed.by[partition]
-            and self._keeps(member)
+            member != self._own and member not in self._confirmed.by[partition] and self._keeps(member)
             for partition, homes in enumerate(self.table.homes)
             for member in homes
         )

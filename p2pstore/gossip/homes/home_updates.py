@@ -147,9 +147,7 @@ def _operations(update: HomeUpdate, start: int, stop: int) -> list[tuple[int, in
     sequences = update.sequences[start:stop]
     count = len(sequences)
     numbers = (
-        struct.unpack_from(f"<{count}I", update.numbers, 4 * start)
-        if update.numbers
-        else (0,) * count
+        struct.unpack_from(f"<{count}I", update.numbers, 4 * start) if update.numbers else (0,) * count
     )
     places = range(start * LOCATION_BYTES, (start + count) * LOCATION_BYTES, LOCATION_BYTES)
     return [

@@ -14,11 +14,7 @@ from typing import Final
 
 import numpy
 
-from p2pstore.gossip.homes.home_updates import (
-    LARGEST_SET_RECORDS,
-    CheckedUpdate,
-    WholePartition,
-)
+from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS, CheckedUpdate, WholePartition
 from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
@@ -90,9 +86,7 @@ class HomeViews:
         known = self._owners.get(owner)
         if known is None or update.incarnation > known.incarnation:
             self.drop(owner)
-            known = self._owners[owner] = _Owner(
-                update.incarnation, known is not None and known.hidden
-            )
+            known = self._owners[owner] = _Owner(update.incarnation, known is not None and known.hidden)
         elif update.incarnation < known.incarnation:
             return []  # of an earlier life
         behind: dict[int, None] = {}
@@ -139,13 +133,7 @@ class HomeViews:
         return True
 
     def _apply(
-        self,
-        owner: Member,
-        known: _Owner,
-        partition: int,
-        number: int,
-        sequence: int,
-        operation: bytes,
+        self, owner: Member, known: _Owner, partition: int, number: int, sequence: int, operation: bytes
     ) -> bool:
         """Whether the view is at that operation, or past it, now."""
         views = self._views.setdefault(partition, {})
@@ -174,13 +162,7 @@ class HomeViews:
         return True
 
     def _audited(
-        self,
-        owner: Member,
-        known: _Owner,
-        partition: int,
-        number: int,
-        set_hash: int,
-        sequence: int,
+        self, owner: Member, known: _Owner, partition: int, number: int, set_hash: int, sequence: int
     ) -> bool:
         """Whether the view is as the owner says that it should be."""
         view = self._views.get(partition, {}).get(owner)
@@ -237,9 +219,7 @@ class HomeViews:
             owner, partition = self._of_slot[slot]
             known, view = self._owners[owner], self._views[partition][owner]
             found.append(
-                Location(
-                    owner, known.incarnation, view.sequence, decode_location(packed), known.hidden
-                )
+                Location(owner, known.incarnation, view.sequence, decode_location(packed), known.hidden)
             )
         return found
 
@@ -261,9 +241,7 @@ class HomeViews:
                 whole.records[start : start + DIGEST_BYTES]
                 for start in range(0, len(whole.records), LOCATION_BYTES)
             ]
-            counts = numpy.bincount(
-                self._index.find_many(b"".join(rows)).queries, minlength=len(rows)
-            )
+            counts = numpy.bincount(self._index.find_many(b"".join(rows)).queries, minlength=len(rows))
             found += [rows[place] for place in numpy.flatnonzero(counts > 1).tolist()]
         return found
 

@@ -98,13 +98,7 @@ class KnownLocations:
     # --- taking in ---------------------------------------------------------------------------
 
     def heard(
-        self,
-        member: Member,
-        position: Position,
-        operation: bytes,
-        now: float,
-        *,
-        word: Word,
+        self, member: Member, position: Position, operation: bytes, now: float, *, word: Word
     ) -> bool:
         """A member holds (or, `removed`, no longer holds) a record. Whether it was news."""
         own_word = word is Word.OWN
@@ -117,12 +111,7 @@ class KnownLocations:
             )
         with self.lock:
             news = self.cache.learn(
-                member,
-                position,
-                operation,
-                now,
-                hearsay=word is Word.HEARSAY,
-                own_word=own_word,
+                member, position, operation, now, hearsay=word is Word.HEARSAY, own_word=own_word
             )
         if news:
             self._touch(operation[:DIGEST_BYTES])
@@ -155,9 +144,7 @@ class KnownLocations:
             chosen = [each for each in best.values() if self._is_latest_word(each, digest)]
         own = {each.member: _position(each) for each in chosen if not each.hearsay}
         chosen = [
-            each
-            for each in chosen
-            if not each.hearsay or _position(each) > own.get(each.member, _NEVER)
+            each for each in chosen if not each.hearsay or _position(each) > own.get(each.member, _NEVER)
         ]
         chosen.sort(
             key=lambda location: (
@@ -168,9 +155,7 @@ class KnownLocations:
         )
         return chosen
 
-    def held(
-        self, digests: Set[bytes], believed: Callable[[Member], range], now: float
-    ) -> set[bytes]:
+    def held(self, digests: Set[bytes], believed: Callable[[Member], range], now: float) -> set[bytes]:
         """Which of the keys have a holder that is not hidden, in a version whose clock is in the range that is
         believed of that member."""
         found = self._directory.held(digests, believed) if self._mode.follows_logs else set()
@@ -224,9 +209,7 @@ class KnownLocations:
         packed = self._log.held(digest)
         if packed is None:
             return None
-        return Location(
-            self._own, self._log.incarnation, self._log.sequence, decode_location(packed)
-        )
+        return Location(self._own, self._log.incarnation, self._log.sequence, decode_location(packed))
 
     def _is_latest_word(self, location: Location, digest: bytes) -> bool:
         """Whether nothing newer is known of that member and key than that it holds it."""
@@ -451,10 +434,7 @@ class HotKeyNews:
 
     def tell(self, peer_id: PeerId, now: float) -> bytes:
         """What to tell a peer of hot keys now."""
-        due = max(
-            self._told_at + HOT_SECONDS,
-            self._told.get(peer_id, -math.inf) + HOT_AGAIN_SECONDS,
-        )
+        due = max(self._told_at + HOT_SECONDS, self._told.get(peer_id, -math.inf) + HOT_AGAIN_SECONDS)
         if self._mode.follows_logs or now < due or not self._keeps_partitions(member_of(peer_id)):
             return b""
         found: list[Location] = []
@@ -462,9 +442,7 @@ class HotKeyNews:
             found += self._known.first_hand(digest, now)[:HOLDERS_OF_EACH]
         if found:
             self._told_at = now
-            self._told = {
-                each: at for each, at in self._told.items() if at + HOT_AGAIN_SECONDS > now
-            }
+            self._told = {each: at for each, at in self._told.items() if at + HOT_AGAIN_SECONDS > now}
             self._told[peer_id] = now
         return pack_hot(found[:MAX_HOT])
 

@@ -136,9 +136,7 @@ class _Side:
 
     def _proof(self, key: bytes, role: bytes, *, opening: bool) -> bytes:
         own, theirs = (self.own_id, self.nonce), (self.peer_id, self._their_nonce)
-        (opener, opener_nonce), (listener, listener_nonce) = (
-            (own, theirs) if opening else (theirs, own)
-        )
+        (opener, opener_nonce), (listener, listener_nonce) = (own, theirs) if opening else (theirs, own)
         return admission_proof(
             key,
             role,
@@ -153,8 +151,7 @@ class _Side:
         """The other side holds the key, and is one of those that may come in."""
         if not hmac.compare_digest(self._proof(key, role, opening=opening), proof):
             raise AdmissionRefused(
-                Code.AUTHENTICATION_FAILED,
-                f"wrong cluster key: the proof does not match; {_CHECK_KEYS}",
+                Code.AUTHENTICATION_FAILED, f"wrong cluster key: the proof does not match; {_CHECK_KEYS}"
             )
         if not self.allowed.allows(self.peer_id):
             raise AdmissionRefused(
@@ -171,11 +168,7 @@ class Opener(_Side):
     def hello(self) -> Hello:
         """The first message."""
         return Hello(
-            wire.MIN_CONTROL_VERSION,
-            wire.MAX_CONTROL_VERSION,
-            self.cluster,
-            self.nonce,
-            self.ring.ids,
+            wire.MIN_CONTROL_VERSION, wire.MAX_CONTROL_VERSION, self.cluster, self.nonce, self.ring.ids
         )
 
     def receive_reply(self, reply: HelloReply) -> Proof:
@@ -245,10 +238,7 @@ class Listener(_Side):
             )
         self._take_nonce(hello.nonce)
         return HelloReply(
-            self.version,
-            self.nonce,
-            key_id_of(key),
-            self._proof(key, _LISTENER, opening=False),
+            self.version, self.nonce, key_id_of(key), self._proof(key, _LISTENER, opening=False)
         )
 
     def receive_proof(self, proof: Proof) -> Welcome:
@@ -282,6 +272,4 @@ class Listener(_Side):
             reason = "the listener has a cluster key, the opener has none"
         else:
             reason = "the two sides hold different keys"
-        raise AdmissionRefused(
-            Code.AUTHENTICATION_FAILED, f"wrong cluster key: {reason}; {_CHECK_KEYS}"
-        )
+        raise AdmissionRefused(Code.AUTHENTICATION_FAILED, f"wrong cluster key: {reason}; {_CHECK_KEYS}")

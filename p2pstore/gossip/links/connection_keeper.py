@@ -171,11 +171,7 @@ class Attempts(Generic[T]):
         return len(self._under_way)
 
     async def join(
-        self,
-        nursery: trio.Nursery,
-        peer_id: PeerId,
-        key: Hashable,
-        start: Callable[[], Awaitable[T]],
+        self, nursery: trio.Nursery, peer_id: PeerId, key: Hashable, start: Callable[[], Awaitable[T]]
     ) -> T:
         """What the attempt with this key brings; `start()` makes it, in `nursery`, if none is under way.
 
@@ -204,11 +200,7 @@ class Attempts(Generic[T]):
             await attempt.ended.wait()
 
     async def _run(
-        self,
-        attempt: _Attempt[T],
-        peer_id: PeerId,
-        key: Hashable,
-        start: Callable[[], Awaitable[T]],
+        self, attempt: _Attempt[T], peer_id: PeerId, key: Hashable, start: Callable[[], Awaitable[T]]
     ) -> None:
         who = format_peer_id(peer_id)
         deadline = trio.current_time() + self._timeout_seconds
@@ -275,13 +267,7 @@ class Connection:
     muxed: Multiplexer
 
     def __init__(
-        self,
-        peer_id: PeerId,
-        address: str,
-        sock: GuardedSocket,
-        account: Account,
-        *,
-        incoming: bool,
+        self, peer_id: PeerId, address: str, sock: GuardedSocket, account: Account, *, incoming: bool
     ) -> None:
         """`account` holds what this process keeps of what came, and what is to go."""
         self.peer_id = peer_id
@@ -335,12 +321,7 @@ class Connection:
         """The facts that decide whether it stays open."""
         activity, owner = self.activity, self.account.owner
         return Use(
-            kept,
-            not self.incoming,
-            activity.in_flight > 0,
-            activity.used_at,
-            owner.host,
-            owner.member,
+            kept, not self.incoming, activity.in_flight > 0, activity.used_at, owner.host, owner.member
         )
 
     def abort(self) -> None:

@@ -9,9 +9,7 @@ from typing import Final, Protocol, TypeVar
 import trio
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_messages import (
-    ControlKind,
-)
+from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.gossip.links.admission import AdmissionRefused
 from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
 from p2pstore.wire import (
@@ -207,8 +205,6 @@ class Frames:
                 code_from(failure.code), f"the other side says: {printable(failure.text)}"
             )
         if header.kind != kind or header.flags != flags:
-            raise ProtocolError(
-                f"a frame of kind {header.kind} where the handshake has {kind.name}"
-            )
+            raise ProtocolError(f"a frame of kind {header.kind} where the handshake has {kind.name}")
         self.handled(body)
         return decode_body(message_type, body)

@@ -116,9 +116,7 @@ class _Pending:
 class AskingStream:
     """The opener's end of an admitted stream."""
 
-    def __init__(
-        self, frames: Frames, software: str, key_id: bytes, activity: Activity | None
-    ) -> None:
+    def __init__(self, frames: Frames, software: str, key_id: bytes, activity: Activity | None) -> None:
         self.software = software
         """What the listener says it runs."""
         self.key_id = key_id
@@ -201,10 +199,7 @@ class AskingStream:
 
 
 async def open_asking_stream(
-    stream: MuxedStream,
-    opener: Opener,
-    activity: Activity | None = None,
-    account: Account | None = None,
+    stream: MuxedStream, opener: Opener, activity: Activity | None = None, account: Account | None = None
 ) -> AskingStream:
     """Be admitted; `activity` counts the requests, `account` the bytes that are held for the other side.
 
@@ -232,12 +227,7 @@ class AnsweringStream:
     """The listener's end of an admitted stream."""
 
     def __init__(
-        self,
-        frames: Frames,
-        peer_id: PeerId,
-        handler: Handler,
-        key_id: bytes,
-        activity: Activity | None,
+        self, frames: Frames, peer_id: PeerId, handler: Handler, key_id: bytes, activity: Activity | None
     ) -> None:
         self.key_id = key_id
         """The cluster key with which the opener was admitted."""
@@ -256,9 +246,7 @@ class AnsweringStream:
                     while True:
                         header, body = await self._frames.read()
                         if header.flags & (REPLY | ERROR):
-                            raise ProtocolError(
-                                "a reply on a stream that only the other side asks on"
-                            )
+                            raise ProtocolError("a reply on a stream that only the other side asks on")
                         await self._slots.acquire()
                         self._activity.begin()
                         nursery.start_soon(self._answer, header, body)
@@ -299,10 +287,7 @@ class AnsweringStream:
             code = code_of(error)
             if code == Code.INTERNAL:
                 logger.error(
-                    "a request of kind %d from %s failed: %r",
-                    kind,
-                    format_peer_id(self._peer_id),
-                    error,
+                    "a request of kind %d from %s failed: %r", kind, format_peer_id(self._peer_id), error
                 )
                 return encode_failure(
                     kind, request_id, code, "the peer failed to answer; its log says why"
@@ -340,9 +325,7 @@ async def admit_stream(
                     raise AdmissionRefused(Code.UNSUPPORTED, "this side serves no readers")
                 handler = readers
             if not may_come():
-                text = (
-                    "all places for members are taken and in use here; the status page says by whom"
-                )
+                text = "all places for members are taken and in use here; the status page says by whom"
                 raise AdmissionRefused(Code.BUSY, text)
         except AdmissionRefused as refusal:
             await _refuse(frames, kind, refusal)

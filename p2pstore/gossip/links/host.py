@@ -29,12 +29,7 @@ import trio
 from p2pstore.access.keyring import AllowList, KeyRing
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
-from p2pstore.gossip.links.connection_keeper import (
-    Attempts,
-    Connection,
-    ConnectionKeeper,
-    Connections,
-)
+from p2pstore.gossip.links.connection_keeper import Attempts, Connection, ConnectionKeeper, Connections
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.control_link import (
     ADMISSION_SECONDS,
@@ -233,11 +228,7 @@ class ControlHost:
     # --- dialling ----------------------------------------------------------------------------
 
     async def _ask(
-        self,
-        peer_id: PeerId,
-        addresses: Sequence[str],
-        kind: int,
-        request: Message,
+        self, peer_id: PeerId, addresses: Sequence[str], kind: int, request: Message
     ) -> Message:
         connection = await self._asking(peer_id, addresses)
         assert connection.asking is not None
@@ -300,9 +291,7 @@ class ControlHost:
             connection.activity.end()
 
     async def _run_asking(
-        self,
-        connection: Connection,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+        self, connection: Connection, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         stream = await connection.muxed.open_stream()
         try:
@@ -344,9 +333,7 @@ class ControlHost:
             await self._run_connection(connection)
 
     async def _run_connection(
-        self,
-        connection: Connection,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+        self, connection: Connection, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Everything that happens on a connection; ends, without an error, when it does."""
         try:

@@ -17,10 +17,7 @@ from p2pstore.gossip.records import (
 
 try:
     from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-        Ed25519PrivateKey,
-        Ed25519PublicKey,
-    )
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 except ModuleNotFoundError as error:  # commands that make keys or read states import this, too
     raise PeerNotInstalled(error.name) from error
 

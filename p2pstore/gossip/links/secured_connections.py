@@ -25,12 +25,7 @@ from p2pstore.addresses import join_address
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.links.connection_keeper import Connection
 from p2pstore.gossip.links.control_frames import printable
-from p2pstore.gossip.links.control_link import (
-    ADMISSION_SECONDS,
-    LinkError,
-    OwnAddress,
-    TwinAddress,
-)
+from p2pstore.gossip.links.control_link import ADMISSION_SECONDS, LinkError, OwnAddress, TwinAddress
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.libp2p_parts import (
     ID,
@@ -47,13 +42,7 @@ from p2pstore.gossip.links.libp2p_parts import (
     create_new_key_pair,
 )
 from p2pstore.gossip.links.multiplexer import Multiplexer, MuxedStream, Secured
-from p2pstore.gossip.links.sockets import (
-    Endpoint,
-    GuardedSocket,
-    connect,
-    first_success,
-    resolve,
-)
+from p2pstore.gossip.links.sockets import Endpoint, GuardedSocket, connect, first_success, resolve
 from p2pstore.gossip.links.yamux import PROTOCOL as YAMUX_PROTOCOL
 from p2pstore.gossip.records import PeerId, public_key_from_peer_id
 from p2pstore.runtime.byte_budget import ByteBudget, Owner
@@ -269,9 +258,7 @@ class Arrivals:
         refusals: Refusals,
         serve: Callable[[Connection], Awaitable[None]],
     ) -> None:
-        self.strangers: Strangers[trio.CancelScope] = Strangers(
-            MAX_STRANGERS, MAX_STRANGERS_PER_HOST
-        )
+        self.strangers: Strangers[trio.CancelScope] = Strangers(MAX_STRANGERS, MAX_STRANGERS_PER_HOST)
         self._listener = listener
         self._securing = securing
         self._refusals = refusals
@@ -300,9 +287,7 @@ class Arrivals:
                     return  # closed just now
                 self._take_in(nursery, sock, address)
 
-    def _take_in(
-        self, nursery: trio.Nursery, sock: socket.socket, address: tuple[Any, ...]
-    ) -> None:
+    def _take_in(self, nursery: trio.Nursery, sock: socket.socket, address: tuple[Any, ...]) -> None:
         """A stranger waits to be admitted; another one may have to go for it."""
         where = join_address(*address[:2])
         scope = trio.CancelScope()
@@ -317,9 +302,7 @@ class Arrivals:
             dropped.cancel()
         nursery.start_soon(self._receive, sock, where, scope)
 
-    async def _receive(
-        self, accepted: socket.socket, address: str, scope: trio.CancelScope
-    ) -> None:
+    async def _receive(self, accepted: socket.socket, address: str, scope: trio.CancelScope) -> None:
         """One incoming connection, from its first byte to its end. `scope` ends it while it is a stranger's."""
         sock = None
         try:

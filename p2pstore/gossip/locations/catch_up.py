@@ -35,20 +35,13 @@ class CatchUp:
     behind than the owner's ring reaches or does not have the hash that the owner signed.
     """
 
-    def __init__(
-        self,
-        directory: Directory,
-        ring_limit: int,
-        patience_seconds: float,
-    ) -> None:
+    def __init__(self, directory: Directory, ring_limit: int, patience_seconds: float) -> None:
         self._directory = directory
         self._ring_limit = ring_limit
         self._patience_seconds = patience_seconds
         self._behind: dict[Member, _Behind] = {}
 
-    def due(
-        self, owners: Sequence[MemberState], fetching: set[Member], now: float
-    ) -> list[MemberState]:
+    def due(self, owners: Sequence[MemberState], fetching: set[Member], now: float) -> list[MemberState]:
         """Owners whose snapshots to fetch now; `fetching` are under way. Call it a few times a second."""
         behind: dict[Member, _Behind] = {}
         chosen: list[MemberState] = []

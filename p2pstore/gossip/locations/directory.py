@@ -25,11 +25,7 @@ from p2pstore.gossip.locations.views import (
     changing,
     who_makes_room,
 )
-from p2pstore.gossip.records import (
-    LOCATION_BYTES,
-    LogHead,
-    Member,
-)
+from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
 
 
 class Directory(LocationLookups):
@@ -197,12 +193,7 @@ class Directory(LocationLookups):
 
     @changing
     def install_snapshot(
-        self,
-        member: Member,
-        incarnation: int,
-        sequence: int,
-        set_hash: int,
-        snapshot: CheckedSnapshot,
+        self, member: Member, incarnation: int, sequence: int, set_hash: int, snapshot: CheckedSnapshot
     ) -> bool:
         """Have a view replaced whole: now, or when `work` has put in a large one. False, and no effect,
         when it is not ahead of the view or has no room.
@@ -220,9 +211,7 @@ class Directory(LocationLookups):
         if snapshot.set_hash != set_hash or (
             sequence == head.sequence and (set_hash, count) != (head.set_hash, head.count)
         ):
-            raise ProtocolError(
-                "a snapshot of locations does not have the hash that its owner signed"
-            )
+            raise ProtocolError("a snapshot of locations does not have the hash that its owner signed")
         self._staging.drop(member)
         if not self._make_room(view, count - self._index.count(view.slot)):
             return False

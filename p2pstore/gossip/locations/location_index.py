@@ -44,9 +44,7 @@ _REMOVED: Final = 0x80
 _FLAGS: Final = LOCATION_BYTES - 1
 _VERSION_START: Final = DIGEST_BYTES
 _VERSION_END: Final = DIGEST_BYTES + 10
-_STAMPED: Final = np.dtype(
-    [("first", "<u8"), ("second", "<u8"), ("clock", "<u8"), ("writer", "<u2")]
-)
+_STAMPED: Final = np.dtype([("first", "<u8"), ("second", "<u8"), ("clock", "<u8"), ("writer", "<u2")])
 """Digest and stamp: the beginning of a record."""
 _FEW: Final = 64
 """Fewer operations than this are quicker one by one."""
@@ -185,9 +183,7 @@ class LocationRows:
             at = row
         return 0, 0
 
-    def _locate_many(
-        self, slot: int, fields: npt.NDArray[np.void], mixed: Words
-    ) -> tuple[Rows, Rows]:
+    def _locate_many(self, slot: int, fields: npt.NDArray[np.void], mixed: Words) -> tuple[Rows, Rows]:
         """The slot's row of each record's digest (0 where there is none), and the links to the rows."""
         first, second = fields["first"], fields["second"]
         found, links = np.zeros(fields.size, np.intp), np.zeros(fields.size, np.intp)
@@ -269,11 +265,7 @@ class LocationIndex(LocationRows):
         self._slots.drop_last(slot, 0)
 
     def _apply_in_rounds(
-        self,
-        slot: int,
-        whole: npt.NDArray[np.void],
-        fields: npt.NDArray[np.void],
-        mixed: Words,
+        self, slot: int, whole: npt.NDArray[np.void], fields: npt.NDArray[np.void], mixed: Words
     ) -> None:
         """Operations of which some have the same digest: first the first of each, then the second, ..., but
         none that a later one overwrites. So it is no matter how often one key was put."""
@@ -291,11 +283,7 @@ class LocationIndex(LocationRows):
             self._apply_unique(slot, whole[these], fields[these], mixed[these])
 
     def _apply_unique(
-        self,
-        slot: int,
-        whole: npt.NDArray[np.void],
-        fields: npt.NDArray[np.void],
-        mixed: Words,
+        self, slot: int, whole: npt.NDArray[np.void], fields: npt.NDArray[np.void], mixed: Words
     ) -> None:
         """Carry out operations that are all of different digests, in a slot with blocks."""
         found, links = self._locate_many(slot, fields, mixed)

@@ -167,10 +167,7 @@ class LocationLookups(ViewTable):
         return found
 
     def _correct_holdings(
-        self,
-        found: dict[Member, Holding],
-        digests: Sequence[bytes],
-        believed: Callable[[Member], range],
+        self, found: dict[Member, Holding], digests: Sequence[bytes], believed: Callable[[Member], range]
     ) -> None:
         """A push ahead of the log counts instead, and a denied location does not: of few keys."""
         early, denied = self._early.digests, self._denials.digests
@@ -198,16 +195,13 @@ class LocationLookups(ViewTable):
         """Those of the keys of which a log, or what was pushed ahead of it, names another version than this."""
         keys = list(versions)
         matches = self._index.find_many(b"".join(keys))
-        mine = np.frombuffer(
-            b"".join(starmap(_VERSION.pack, versions.values())), f"V{VERSION_BYTES}"
-        )
+        mine = np.frombuffer(b"".join(starmap(_VERSION.pack, versions.values())), f"V{VERSION_BYTES}")
         differ = matches.queries[self._index.versions(matches.rows) != mine[matches.queries]]
         found = {keys[place] for place in differ.tolist()}
         for digest in self._early.digests & versions.keys():
             packed = _VERSION.pack(*versions[digest])
             if any(
-                early.operation[_VERSION_PLACE] != packed
-                for early in self._early.of(digest).values()
+                early.operation[_VERSION_PLACE] != packed for early in self._early.of(digest).values()
             ):
                 found.add(digest)
         return found
@@ -344,13 +338,7 @@ class EarlyOperations:
         return self._entries.get(digest, _NONE)
 
     def note(
-        self,
-        member: Member,
-        position: Position,
-        operation: bytes,
-        now: float,
-        *,
-        hearsay: bool = False,
+        self, member: Member, position: Position, operation: bytes, now: float, *, hearsay: bool = False
     ) -> bool:
         """Keep an operation. False when one of the same key is as new. What the owner says itself goes before
         hearsay, whatever place that claims."""

@@ -29,14 +29,7 @@ from numpy.typing import NDArray
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import LocationIndex
-from p2pstore.gossip.records import (
-    LOCATION_BYTES,
-    LocationRecord,
-    LogHead,
-    PeerId,
-    Signer,
-    Verifier,
-)
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, PeerId, Signer, Verifier
 from p2pstore.location_table import RECORD, WHOLE
 from p2pstore.objects import DIGEST_BYTES, MIB, Version
 
@@ -69,9 +62,7 @@ def check_run(packed: bytes | bytearray | memoryview) -> int:
 def newest_clock(packed: bytes | bytearray | memoryview, limit: int) -> int:
     """The highest clock of the versions in a packed run that is at most `limit`; 0 when there is none."""
     if len(packed) <= _FEW * LOCATION_BYTES:
-        return max(
-            (clock for (clock,) in _CLOCK_ONLY.iter_unpack(packed) if clock <= limit), default=0
-        )
+        return max((clock for (clock,) in _CLOCK_ONLY.iter_unpack(packed) if clock <= limit), default=0)
     clocks = np.frombuffer(packed, RECORD)["clock"]
     return int(clocks[clocks <= limit].max(initial=0))
 
@@ -163,9 +154,7 @@ class OperationRing:
             limit_bytes -= (end - begin) * LOCATION_BYTES
             if limit_bytes < 0:
                 break
-            operations = self._packed[
-                (begin - first) * LOCATION_BYTES : (end - first) * LOCATION_BYTES
-            ]
+            operations = self._packed[(begin - first) * LOCATION_BYTES : (end - first) * LOCATION_BYTES]
             signature = self._signatures[at * SIGNATURE_BYTES : (at + 1) * SIGNATURE_BYTES]
             runs.append(SignedRun(begin, bytes(operations), bytes(signature)))
             begin = end

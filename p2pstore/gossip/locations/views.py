@@ -24,11 +24,7 @@ from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OperationRing, SignedRun
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.records import (
-    LocationRecord,
-    LogHead,
-    Member,
-)
+from p2pstore.gossip.records import LocationRecord, LogHead, Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +105,7 @@ _R = TypeVar("_R")
 _T = TypeVar("_T", bound="ViewTable")
 
 
-def exclusive(
-    method: Callable[Concatenate[_T, _P], _R],
-) -> Callable[Concatenate[_T, _P], _R]:
+def exclusive(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
     """Under the lock that `share` was given."""
 
     @wraps(method)
@@ -122,9 +116,7 @@ def exclusive(
     return locked
 
 
-def changing(
-    method: Callable[Concatenate[_T, _P], _R],
-) -> Callable[Concatenate[_T, _P], _R]:
+def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
     """Under that lock, and while clients are told that rows move."""
 
     @wraps(method)

@@ -101,9 +101,7 @@ class ActiveView:
         """Exchange one neighbour for another member when it is time to."""
         if now < self._rotate_at:
             return
-        if (
-            self._rotate_at == -math.inf
-        ):  # not all peers of a cluster that was started at once together
+        if self._rotate_at == -math.inf:  # not all peers of a cluster that was started at once together
             self._rotate_at = now + self._rotation_seconds * self._rng.random()
             return
         self._rotate_at = now + self._rotation_seconds

@@ -138,9 +138,7 @@ class Membership(MemberTable):
             self.live_changed()
         return True
 
-    def observe_claims(
-        self, claims: Iterable[Claim], now: float, sender: PeerId | None = None
-    ) -> None:
+    def observe_claims(self, claims: Iterable[Claim], now: float, sender: PeerId | None = None) -> None:
         """Take in what others claim (see `check_claim`); refute what they claim of this peer. `sender` is whose
         channel they came from; without one they are believed to come from those that they name."""
         newest = self._wall_clock_ms(now) + MAX_AHEAD_MS
@@ -210,11 +208,7 @@ class Membership(MemberTable):
         """The member itself answered a probe of this peer. That is all that a reader has to go by: where it held the
         member suspect or dead, the member would not refute it, as nothing that a reader says is taken in."""
         state = self.get(peer_id)
-        if (
-            self.config.observes
-            and state is not None
-            and state.status in (Status.SUSPECT, Status.DEAD)
-        ):
+        if self.config.observes and state is not None and state.status in (Status.SUSPECT, Status.DEAD):
             self._set(state, Status.ALIVE, state.incarnation, now)
 
     def suspect(self, peer_id: PeerId, now: float) -> None:
@@ -310,9 +304,7 @@ class Membership(MemberTable):
             if state is None or state.signed is None or state.status != Status.ALIVE:
                 continue
             if state.incarnation > state.record_incarnation:
-                found.append(
-                    Claim(state.peer_id, state.incarnation, int(Status.ALIVE), self.own.member)
-                )
+                found.append(Claim(state.peer_id, state.incarnation, int(Status.ALIVE), self.own.member))
                 if len(found) == limit:
                     break
         return found
@@ -346,17 +338,10 @@ class Membership(MemberTable):
             self._spread(own)
 
     def _spread(self, state: MemberState) -> None:
-        self._rumors.spread(
-            Claim(state.peer_id, state.incarnation, int(state.status), self.own.member)
-        )
+        self._rumors.spread(Claim(state.peer_id, state.incarnation, int(state.status), self.own.member))
 
     def _set(
-        self,
-        state: MemberState,
-        status: Status,
-        incarnation: int,
-        now: float,
-        by: Member | None = None,
+        self, state: MemberState, status: Status, incarnation: int, now: float, by: Member | None = None
     ) -> None:
         risen, turned = incarnation > state.incarnation, status != state.status
         state.incarnation = max(state.incarnation, incarnation)

@@ -14,11 +14,7 @@ from typing import Final
 
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.records import PeerId
-from p2pstore.objects import (
-    MAX_CLOCK_SKEW_SECONDS,
-    newest_accepted_clock,
-    unix_seconds_from_clock,
-)
+from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS, newest_accepted_clock, unix_seconds_from_clock
 
 MAX_READINGS: Final = 64
 """Members whose readings are kept, those heard last: with one probe a second, those of the last minute."""
@@ -102,9 +98,7 @@ class PeerClocks:
     def view(self, peer_ids: Iterable[PeerId], offset: float, *, alone: bool) -> ClockView:
         """How this peer's clock stands among those of these members. `alone`: there is no other member."""
         readings = [self._readings[peer_id] for peer_id in peer_ids]
-        middle = (
-            median(offset - (each.low + each.high) / 2 for each in readings) if readings else None
-        )
+        middle = median(offset - (each.low + each.high) / 2 for each in readings) if readings else None
         return judge([each.ahead(offset) for each in readings], middle, alone=alone)
 
 

@@ -29,9 +29,7 @@ JUDGED_AT_ONCE: Final = 128
 """Suspects judged in one step: where thousands die together, the table of homes follows them in steps."""
 
 
-def shortest_suspicion_seconds(
-    multiplier: float, members: int, probe_interval_seconds: float
-) -> float:
+def shortest_suspicion_seconds(multiplier: float, members: int, probe_interval_seconds: float) -> float:
     """How long a confirmed suspect has to refute: it grows with the logarithm of the cluster, as the time
     does that the accusation and the refutation take to spread."""
     return multiplier * max(1.0, math.log10(max(1, members))) * probe_interval_seconds

@@ -35,10 +35,7 @@ from p2pstore.integrations.mooncake.replicas import (
     QueryTaskResponse,
     ReplicaDescriptor,
 )
-from p2pstore.integrations.mooncake.store import (
-    MooncakeDistributedStore,
-    MooncakeDistributedStoreAsync,
-)
+from p2pstore.integrations.mooncake.store import MooncakeDistributedStore, MooncakeDistributedStoreAsync
 
 __version__ = "0.3.14"
 """Of Mooncake, whose calls these are."""

@@ -12,18 +12,8 @@ import numpy as np
 
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import P2PStoreError
-from p2pstore.integrations.mooncake.cuda_memory import (
-    DeviceMemory,
-    Place,
-    copy_all,
-    value_in,
-)
-from p2pstore.integrations.mooncake.memory import (
-    MooncakeHostMemAllocator,
-    Scratch,
-    in_groups,
-    scattered,
-)
+from p2pstore.integrations.mooncake.cuda_memory import DeviceMemory, Place, copy_all, value_in
+from p2pstore.integrations.mooncake.memory import MooncakeHostMemAllocator, Scratch, in_groups, scattered
 from p2pstore.integrations.mooncake.mooncake_types import (
     DEFAULT_CONFIG,
     ErrorCode,
@@ -230,9 +220,7 @@ class AddressCalls(ObjectCalls):
         for pointer, keys, *columns in zip(buffer_ptrs, *lists, strict=True):
             if alike(keys, *columns):
                 ranges = zip(keys, *columns, strict=True)
-                answer.append(
-                    [self._copy_ranges(objects[key], pointer, *each) for key, *each in ranges]
-                )
+                answer.append([self._copy_ranges(objects[key], pointer, *each) for key, *each in ranges])
             else:
                 answer.append([[INVALID] for _ in keys])
         if self._client is not client:  # its leases have ended: the bytes may be another object's
@@ -301,9 +289,7 @@ class AddressCalls(ObjectCalls):
 
     def _get_many_into(self, keys: Sequence[str], places: Sequence[Place]) -> list[int]:
         on_gpu = {
-            number: [place]
-            for number, place in enumerate(places)
-            if isinstance(place, DeviceMemory)
+            number: [place] for number, place in enumerate(places) if isinstance(place, DeviceMemory)
         }
         if on_gpu:
             codes = self._get_scattered(keys, on_gpu)
@@ -316,16 +302,12 @@ class AddressCalls(ObjectCalls):
             return [self._read_code(error)] * len(keys)
         return [self._read_code(each) if isinstance(each, Exception) else each for each in outcomes]
 
-    def _get_scattered(
-        self, keys: Sequence[str], places_of: Mapping[int, Sequence[Place]]
-    ) -> list[int]:
+    def _get_scattered(self, keys: Sequence[str], places_of: Mapping[int, Sequence[Place]]) -> list[int]:
         """Read the values of some keys, by their numbers, to their places by way of scratch memory; a length or a code
         for each key, -600 for the others."""
         codes = [INVALID] * len(keys)
         sizes = {number: sum(map(len, places)) for number, places in places_of.items()}
-        for_gpu = any(
-            isinstance(each, DeviceMemory) for some in places_of.values() for each in some
-        )
+        for_gpu = any(isinstance(each, DeviceMemory) for some in places_of.values() for each in some)
         for group in in_groups(sizes):
             with self._scratch.room(sum(sizes[n] for n in group), for_gpu=for_gpu) as room:
                 ends = list(accumulate(sizes[n] for n in group))
@@ -485,6 +467,5 @@ class SessionCalls(AddressCalls):
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
         """Forget what was begun: 0 for each, -600 for what was not."""
         return [
-            0 if is_key(key) and self._written.pop(key, None) is not None else INVALID
-            for key in keys
+            0 if is_key(key) and self._written.pop(key, None) is not None else INVALID for key in keys
         ]

@@ -157,9 +157,7 @@ class StoreBase:
         if client is None:
             return NO_SEGMENT
         try:
-            return next(
-                (self._segment_name(each) for each in client.peers() if each.me), NO_SEGMENT
-            )
+            return next((self._segment_name(each) for each in client.peers() if each.me), NO_SEGMENT)
         except P2PStoreError as error:
             self._code(error)
             return NO_SEGMENT
@@ -261,10 +259,7 @@ class StoreBase:
                 return
             if self._own_peer is not None and self._own_peer.has_ended:
                 threading.Thread(  # it takes a second or more; the caller does not wait
-                    target=self._start_again,
-                    args=(client,),
-                    name="p2pstore-start-again",
-                    daemon=True,
+                    target=self._start_again, args=(client,), name="p2pstore-start-again", daemon=True
                 ).start()
             else:
                 self._client = blocking.connect(client.socket_path, namespace=client.namespace)
@@ -281,9 +276,7 @@ class StoreBase:
             if self._client is not client or before is None or settings is None:
                 return
             self._retry_at = time.monotonic() + RESTART_SECONDS
-            self._say(
-                f"the peer of this store has ended, another one is started: {before.last_words()}"
-            )
+            self._say(f"the peer of this store has ended, another one is started: {before.last_words()}")
             self._own_peer = None
             try:
                 self._connect(settings)
@@ -315,9 +308,7 @@ def _start_peer(settings: SetupSettings) -> OwnPeer:
         place = takes_over(settings, os.environ)
         port = None if settings.http_port is None else free_port(settings.http_port)
         with ssd_folder(settings.ssd_path) as (folder, lock):
-            options = peer_options(
-                settings, os.environ, listen=place, ssd_path=folder, http_port=port
-            )
+            options = peer_options(settings, os.environ, listen=place, ssd_path=folder, http_port=port)
             try:
                 peer = OwnPeer(options, inherited=lock)
                 break

@@ -145,9 +145,7 @@ class BufferPool:
         if prewarm_size is not None and prewarm_count:
             self.prewarm(prewarm_size, prewarm_count)
 
-    def acquire(
-        self, size: int, block: bool | None = None, timeout: float | None = None
-    ) -> BufferLease:
+    def acquire(self, size: int, block: bool | None = None, timeout: float | None = None) -> BufferLease:
         """Borrow `size` bytes. Raises `RuntimeError` for more than the pool may have, when there is nothing left and
         `block` is False, after `timeout` seconds, and once the pool is closed."""
         if size < 0:

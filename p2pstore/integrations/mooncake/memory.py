@@ -19,11 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from p2pstore.errors import GpuCopyFailed
-from p2pstore.integrations.mooncake.cuda_memory import (
-    DeviceMemory,
-    Place,
-    loaded_driver,
-)
+from p2pstore.integrations.mooncake.cuda_memory import DeviceMemory, Place, loaded_driver
 from p2pstore.integrations.mooncake.mooncake_types import alike
 from p2pstore.values import RegisteredBuffer
 
@@ -129,9 +125,7 @@ def place_at(address: int, size: int, *, writes: bool) -> Place:
         return device
     if told is None or is_listed(address, size, b"rw" if writes else b"r"):
         return view
-    raise ValueError(
-        f"{size} bytes at {address:#x} are neither memory of this process nor of a GPU"
-    )
+    raise ValueError(f"{size} bytes at {address:#x} are neither memory of this process nor of a GPU")
 
 
 Region = RegisteredBuffer | DeviceMemory | memoryview

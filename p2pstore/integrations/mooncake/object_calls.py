@@ -123,9 +123,7 @@ class ObjectCalls(StoreBase):
 
     def batch_get_buffer(self, keys: Sequence[str]) -> list[BufferHandle | None]:
         """`get_buffer` for many, in one go."""
-        return [
-            handle_of(each) if isinstance(each, memoryview) else None for each in self._wholes(keys)
-        ]
+        return [handle_of(each) if isinstance(each, memoryview) else None for each in self._wholes(keys)]
 
     def is_exist(self, key: str, options: ExistOptions | None = None) -> int:
         """1 when some living peer is known to hold the key, else 0; -600 before `setup` and after `close`. Never
@@ -155,9 +153,7 @@ class ObjectCalls(StoreBase):
         """`is_exist`, which grants no lease either."""
         return self.is_exist(key)
 
-    def batch_probe_key(
-        self, keys: Sequence[str], options: ExistOptions | None = None
-    ) -> list[int]:
+    def batch_probe_key(self, keys: Sequence[str], options: ExistOptions | None = None) -> list[int]:
         """`batch_is_exist`, which grants no leases either."""
         return self.batch_is_exist(keys, options)
 

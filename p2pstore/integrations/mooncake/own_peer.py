@@ -44,9 +44,7 @@ class OwnPeer:
         self._made_by = os.getpid()
         place = tempfile.gettempdir()
         self.folder = Path(
-            tempfile.mkdtemp(
-                prefix="p2pstore-", dir=place if len(place) <= LONGEST_FOLDER else "/tmp"
-            )
+            tempfile.mkdtemp(prefix="p2pstore-", dir=place if len(place) <= LONGEST_FOLDER else "/tmp")
         )
         self.socket = self.folder / "peer.sock"
         self._log = self.folder / "peer.log"
@@ -82,9 +80,7 @@ class OwnPeer:
             raise DeadlineExceeded(f"no peer was started within {READY_SECONDS:g} s")
         line = read_line(self._process.stdout, time.monotonic() + READY_SECONDS)
         if not line.startswith(b"ready "):
-            raise P2PStoreError(
-                f"the peer that setup() started did not get ready: {self.last_words()}"
-            )
+            raise P2PStoreError(f"the peer that setup() started did not get ready: {self.last_words()}")
         self.ready = json.loads(line.removeprefix(b"ready "))
 
     def _keep(self, command: list[str]) -> None:

@@ -73,9 +73,7 @@ class _Stored:
 
     def header(self, rank: int) -> TensorHeader:
         """The header that a shard must have."""
-        return _header(
-            self.layout.dtype, self.shard_shape, self.layout.whole, tuple(self.axes_of(rank))
-        )
+        return _header(self.layout.dtype, self.shard_shape, self.layout.whole, tuple(self.axes_of(rank)))
 
 
 class ParallelTensorCalls(TensorCalls):
@@ -205,8 +203,8 @@ class ParallelTensorCalls(TensorCalls):
         put = partial(self._put_tensor_with_parallelism_from, overwrite)
         return self._each(put, config, keys, [buffer_ptrs, sizes], parallelisms, writer_partitions)
 
-    batch_put_tensor_with_parallelism_from, batch_upsert_tensor_with_parallelism_from = (
-        put_and_upsert(_batch_put_tensor_with_parallelism_from)
+    batch_put_tensor_with_parallelism_from, batch_upsert_tensor_with_parallelism_from = put_and_upsert(
+        _batch_put_tensor_with_parallelism_from
     )
 
     # --- get -----------------------------------------------------------------------------------
@@ -405,9 +403,7 @@ class ParallelTensorCalls(TensorCalls):
         header = _header(layout.dtype, shape, layout.whole, tuple(wanted or ()))
         each = stored.shard_shape[split]
         ranks = range(start // each, -(-end // each)) if each else range(0)
-        if any(
-            self.get_size(stored.key_of(rank)) != stored.header(rank).total_bytes for rank in ranks
-        ):
+        if any(self.get_size(stored.key_of(rank)) != stored.header(rank).total_bytes for rank in ranks):
             return None
         if place is not None and place[1] < header.total_bytes:
             return None

@@ -140,9 +140,7 @@ def tp_axis(axes: Sequence[LayoutAxis]) -> LayoutAxis | None:
 
 def with_rank(axes: Sequence[LayoutAxis], rank: int, count: int) -> list[LayoutAxis]:
     """The same axes for shard `rank` of `count`."""
-    return [
-        replace(axis, rank=rank, count=count) if KINDS[axis.kind] == "tp" else axis for axis in axes
-    ]
+    return [replace(axis, rank=rank, count=count) if KINDS[axis.kind] == "tp" else axis for axis in axes]
 
 
 def alike_but_for_tp(some: Sequence[LayoutAxis], others: Sequence[LayoutAxis]) -> bool:
@@ -212,9 +210,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
     names = {number: name for name, number in DTYPES.items()}
     if (magic, version, size) != (_MANIFEST_MAGIC, _MANIFEST_VERSION, _MANIFEST.size):
         raise ValueError("the value was not put as a manifest")
-    if not (
-        0 <= rank <= MAX_RANK and 0 <= split < rank and 0 < count <= MAX_SHARDS and dtype in names
-    ):
+    if not (0 <= rank <= MAX_RANK and 0 <= split < rank and 0 < count <= MAX_SHARDS and dtype in names):
         raise ValueError("the manifest contradicts itself")
     whole = tuple(shape[:rank])
     if min(whole) < 0:

@@ -10,12 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from p2pstore.integrations.mooncake.mooncake_types import (
-    ErrorCode,
-    ReplicaStatus,
-    TaskStatus,
-    TaskType,
-)
+from p2pstore.integrations.mooncake.mooncake_types import ErrorCode, ReplicaStatus, TaskStatus, TaskType
 from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ObjectCalls, is_key
 from p2pstore.results import Location
 
@@ -253,9 +248,7 @@ class ReplicaCalls(RemovingCalls):
             return NO_TASK, int(ErrorCode.TASK_PENDING_LIMIT_EXCEEDED)
         task = QueryTaskResponse(_new_number())
         self._tasks[task.id] = task
-        threading.Thread(
-            target=self._copy, args=(task, key, here + len(targets)), daemon=True
-        ).start()
+        threading.Thread(target=self._copy, args=(task, key, here + len(targets)), daemon=True).start()
         return task.id, 0
 
     def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:

@@ -62,9 +62,7 @@ class SegmentCalls(ObjectCalls):
         id that is not one of this store's."""
         return self._unmount(segment_ids, grace_period_seconds)
 
-    def unmount_and_free_segment(
-        self, segment_ids: Sequence[str], grace_period_seconds: int = 0
-    ) -> int:
+    def unmount_and_free_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:
         """`unmount_segment`."""
         return self._unmount(segment_ids, grace_period_seconds)
 

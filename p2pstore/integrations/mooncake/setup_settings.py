@@ -271,10 +271,7 @@ def _kept_from(said: Mapping[str, Any]) -> list[str]:
 
 
 def _overruled(
-    said: Mapping[str, Any],
-    namespace: str,
-    servers: Sequence[str],
-    environment: Mapping[str, str],
+    said: Mapping[str, Any], namespace: str, servers: Sequence[str], environment: Mapping[str, str]
 ) -> list[str]:
     """Messages about settings that others overrule."""
     texts = []
@@ -313,9 +310,7 @@ def _unused(said: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
 def takes_over(settings: SetupSettings, environment: Mapping[str, str]) -> str | None:
     """The address of those named that this machine has and no process listens at: a peer there is found by all
     programs that name it. Without a cluster key only loopback counts."""
-    if any(
-        environment.get(f"MOONCAKE_P2P_{name}") for name in ("LISTEN", "INTERFACE", "BOOTSTRAP")
-    ):
+    if any(environment.get(f"MOONCAKE_P2P_{name}") for name in ("LISTEN", "INTERFACE", "BOOTSTRAP")):
         return None
     for address in settings.bootstrap:
         host, port = split_address(address, "master_server_addr")
@@ -356,9 +351,7 @@ def peer_options(
     options += name_options(settings, environment)
     if listen is not None:
         options += ["--listen", listen]
-    elif not environment.get("MOONCAKE_P2P_LISTEN") and not environment.get(
-        "MOONCAKE_P2P_INTERFACE"
-    ):
+    elif not environment.get("MOONCAKE_P2P_LISTEN") and not environment.get("MOONCAKE_P2P_INTERFACE"):
         host = settings.host
         if not _has_key(environment) or is_loopback(host):
             options += ["--listen", "127.0.0.1:0"]
@@ -382,9 +375,7 @@ def peer_options(
 def name_options(settings: SetupSettings, environment: Mapping[str, str]) -> list[str]:
     """How the peers of a store are called: as its `local_hostname`, so that others know their segments by that."""
     fits = len(settings.hostname.encode()) <= MAX_NAME_BYTES
-    return (
-        ["--name", settings.hostname] if fits and not environment.get("MOONCAKE_P2P_NAME") else []
-    )
+    return ["--name", settings.hostname] if fits and not environment.get("MOONCAKE_P2P_NAME") else []
 
 
 def _has_key(environment: Mapping[str, str]) -> bool:

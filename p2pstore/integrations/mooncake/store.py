@@ -144,9 +144,7 @@ class MooncakeDistributedStoreAsync(MooncakeDistributedStore):
     needs no threads."""
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method = (
-            getattr(self, name.removeprefix("async_"), None) if name.startswith("async_") else None
-        )
+        method = getattr(self, name.removeprefix("async_"), None) if name.startswith("async_") else None
         if not callable(method):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

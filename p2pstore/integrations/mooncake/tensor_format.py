@@ -224,10 +224,7 @@ def tensor_in(header: TensorHeader, memory: memoryview) -> Any:
     import torch
 
     dtype = getattr(torch, header.dtype)
-    if (
-        math.prod(header.shape) * dtype.itemsize != header.data_bytes
-        or len(memory) < header.total_bytes
-    ):
+    if math.prod(header.shape) * dtype.itemsize != header.data_bytes or len(memory) < header.total_bytes:
         raise ValueError(
             f"a tensor of {header.dtype} and shape {header.shape} is not {header.data_bytes} bytes"
         )
@@ -315,9 +312,7 @@ def read_one(path: str, name: str) -> Any:
         entry = header.entries[found]
         dtype: Any = getattr(torch, SAFETENSORS_DTYPES.get(entry.dtype, ""), None)
         if dtype is None:
-            raise ValueError(
-                f"{path}: tensor {found!r} is {entry.dtype}, which torch does not have"
-            )
+            raise ValueError(f"{path}: tensor {found!r} is {entry.dtype}, which torch does not have")
         try:
             tensor = torch.empty(entry.shape, dtype=dtype)
         except RuntimeError as error:  # there is no memory, or lengths beside a 0 are too large

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from p2pstore.integrations.mooncake.mooncake_types import (
-    DEFAULT_CONFIG,
-    ReplicateConfig,
-    alike,
-)
+from p2pstore.integrations.mooncake.mooncake_types import DEFAULT_CONFIG, ReplicateConfig, alike
 from p2pstore.integrations.mooncake.object_calls import INVALID, ITEM_FAILURES
 from p2pstore.integrations.mooncake.tensor_format import (
     cut,

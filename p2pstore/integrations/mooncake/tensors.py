@@ -83,11 +83,7 @@ class TensorCalls(AddressCalls):
     put_tensor_from, upsert_tensor_from = put_and_upsert(_put_tensor_from)
 
     def _batch_put_tensor_from(
-        self,
-        overwrite: bool,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
+        self, overwrite: bool, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
         """`put_tensor_from` for many; a code for each."""
         if not alike(keys, buffer_ptrs, sizes):
@@ -177,9 +173,7 @@ class TensorCalls(AddressCalls):
             return int(ErrorCode.FILE_NOT_FOUND)
         return 0
 
-    def load_tensor_from_safetensor(
-        self, key: str | None = None, file_name: str = ""
-    ) -> Tensor | None:
+    def load_tensor_from_safetensor(self, key: str | None = None, file_name: str = "") -> Tensor | None:
         """Read a tensor from a safetensors file, store it, and return it: the one called as the key (by default the
         file's name), else the first one in the file. None when that fails."""
         name = key or file_name
@@ -279,22 +273,14 @@ class TensorCalls(AddressCalls):
                 except FAILURES as error:
                     codes[number] = self._code(error)
             stored = self._store_some(
-                [keys[number] for number in packed],
-                list(packed.values()),
-                config,
-                overwrite=overwrite,
+                [keys[number] for number in packed], list(packed.values()), config, overwrite=overwrite
             )
             for number, code in zip(packed, stored, strict=True):
                 codes[number] = code
         return codes
 
     def _store_some(
-        self,
-        keys: Sequence[str],
-        values: Sequence[Any],
-        config: ReplicateConfig,
-        *,
-        overwrite: bool,
+        self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig, *, overwrite: bool
     ) -> list[int]:
         """Put values, one alone in fewer steps; a code for each."""
         if len(keys) != 1:

@@ -16,10 +16,7 @@ class _OnFirstImport(importlib.abc.MetaPathFinder):
     """Costs nothing until `mooncake` is imported."""
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "mooncake":
             return None

@@ -62,9 +62,7 @@ class KeptMemory(SharedMemory):
         _lock_life(descriptor, self._life)
         geometry = expected.geometry
         begin = tail_offset(geometry)
-        note = Note(
-            geometry.slots, expected.boot, expected.cluster, expected.quotas, lives=self._life
-        )
+        note = Note(geometry.slots, expected.boot, expected.cluster, expected.quotas, lives=self._life)
         packed = encode_note(note)
         mapping[begin : begin + len(packed)] = packed
         marks_begin = begin + GRANULE_BYTES
@@ -208,9 +206,7 @@ def _close(lock: int, file: tuple[int, mmap.mmap]) -> None:
 
 
 def _lock_life(descriptor: int, life: int) -> None:
-    fcntl.fcntl(
-        descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, 0, _LIVES_BEGIN + life, 1, 0)
-    )
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, 0, _LIVES_BEGIN + life, 1, 0))
 
 
 def _has_users(lock: int, life: int | None) -> bool:

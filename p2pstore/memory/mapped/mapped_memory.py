@@ -162,9 +162,7 @@ def advise_huge_pages(view: memoryview) -> None:
 
 def _create_reserved(total_bytes: int, name: str, node: numa.Node | None) -> SharedMemory:
     """Memory of reserved huge pages. Raises `OSError` when there are too few after all."""
-    memory = _create(
-        total_bytes, name, os.MFD_HUGETLB | _MFD_HUGE_2MB, HUGE_PAGE_BYTES, aligned=True
-    )
+    memory = _create(total_bytes, name, os.MFD_HUGETLB | _MFD_HUGE_2MB, HUGE_PAGE_BYTES, aligned=True)
     if node is not None:
         _bind(memory, node)
     # Reserved pages may be of any node, and a cgroup counts pages only when they are touched: touching one above its

@@ -109,9 +109,7 @@ class PeerLocalBackend:
         self._memory = memory
         self._read_only = memory.read_only_descriptors()
         self._location_table = location_table
-        self._table_descriptor = (
-            -1 if location_table is None else location_table.read_only_descriptor()
-        )
+        self._table_descriptor = -1 if location_table is None else location_table.read_only_descriptor()
         self._puts = LocalPuts(node, office)
         self._gets = LocalGets(node, office, max_leased_bytes)
         self._checkpoints = checkpoints
@@ -152,9 +150,7 @@ class PeerLocalBackend:
             os.close(descriptor)
         self._read_only, self._table_descriptor = [], -1
 
-    def welcome(
-        self, client: LocalClient, version: int
-    ) -> tuple[local_protocol.HelloReply, list[int]]:
+    def welcome(self, client: LocalClient, version: int) -> tuple[local_protocol.HelloReply, list[int]]:
         """This peer's introduction, and the segment's descriptors."""
         self._node.check_open()
         self._node.guard.restore_header()
@@ -293,9 +289,7 @@ class PeerLocalBackend:
         pin = Pin(message.pin)
         digests = check_batch(split_digests(message.digests))
         operation = PinOperation(self._core, digests, pin, message.ttl_ms / 1000)
-        ends: list[PinEnd] = await self._node.complete(
-            self._core.operations.start(operation, self._now)
-        )
+        ends: list[PinEnd] = await self._node.complete(self._core.operations.start(operation, self._now))
         # An object to pin has to be here; one to unpin may be anywhere.
         done = [end.here or (pin is Pin.NONE and end.found) for end in ends]
         return local.Pinned(

@@ -141,9 +141,7 @@ class LocalGets:
             await self._node.settle(self._core.operations.start(lookup, self._node.now))
         for _ in range(FETCH_ROUNDS):  # a fetched object may be evicted before it is leased
             operation = self._core.operations.fetch(
-                digest,
-                self._node.now,
-                progress_seconds=message.deadline_ms / 1000,
+                digest, self._node.now, progress_seconds=message.deadline_ms / 1000
             )
             await self._node.settle(operation)
             grant = self._lease_here(client, digest)
@@ -175,8 +173,7 @@ class LocalGets:
             digests,
             wait_seconds=min(message.wait_ms / 1000, MAX_WAIT_SECONDS),
             exclude=frozenset(
-                self._core.member if member == local.OWN_COPY else member
-                for member in message.exclude
+                self._core.member if member == local.OWN_COPY else member for member in message.exclude
             ),
             namespace=message.namespace or None,
         )

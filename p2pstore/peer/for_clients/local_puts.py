@@ -28,11 +28,7 @@ from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Code, Empty
 
 _NO_ROOM_AHEAD: Final = local.Reservation(
-    0,
-    0,
-    0,
-    0,
-    local.ItemError(int(Code.CAPACITY_EXCEEDED), "no room can be spared for puts to come"),
+    0, 0, 0, 0, local.ItemError(int(Code.CAPACITY_EXCEEDED), "no room can be spared for puts to come")
 )
 ABORTED_PER_STEP: Final = 64
 
@@ -73,9 +69,7 @@ class LocalPuts:
         started = in_turns(self._start_puts(client, message))
         if isinstance(started, list):
             durable = any(item.durable for item in message.items)
-            if not durable and all(
-                isinstance(each, local.PutOutcome) or each.done for each in started
-            ):
+            if not durable and all(isinstance(each, local.PutOutcome) or each.done for each in started):
                 return in_turns(self._committed(client, message, started))
         return self._commit_later(client, message, started)
 
@@ -87,11 +81,7 @@ class LocalPuts:
                 yield
             some = items[begin : begin + PUBLISHED_PER_STEP]
             ends = publish_new(
-                self._core,
-                some,
-                holder=client.holder,
-                namespace=message.namespace,
-                now=self._node.now,
+                self._core, some, holder=client.holder, namespace=message.namespace, now=self._node.now
             )
             told: PutEnd | None = None
             for item, end in zip(some, ends, strict=True):
@@ -115,9 +105,7 @@ class LocalPuts:
                 raise ValueError(
                     "durable: this peer has no SSD tier to keep the object on: give it --ssd"
                 )
-            operation = PutOperation(
-                self._core, item, holder=client.holder, namespace=message.namespace
-            )
+            operation = PutOperation(self._core, item, holder=client.holder, namespace=message.namespace)
             return self._core.operations.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
             return failed_put(error)
@@ -153,10 +141,7 @@ class LocalPuts:
                     nursery.start_soon(keep, number, operation.digest)
 
     def _committed(
-        self,
-        client: LocalClient,
-        message: local.Commit,
-        operations: list[Started],
+        self, client: LocalClient, message: local.Commit, operations: list[Started]
     ) -> Steps[local.Committed]:
         """The answer. `operations` is empty after it: letting go of thousands at once would be a long step."""
         outcomes: list[local.PutOutcome] = []
@@ -236,17 +221,12 @@ class LocalPuts:
                     f"values go to other peers over tcp, and this peer may use {strict} only (transport)"
                 )
             peer_ids = place(
-                self._core,
-                message.digest,
-                message.length,
-                self._node.routes.host_id,
-                self._node.now,
+                self._core, message.digest, message.length, self._node.routes.host_id, self._node.now
             )
         except CapacityExceeded as error:
             return local.Placed([], error=item_error(error))
         return local.Placed(
-            [self._target(peer_id, message.namespace) for peer_id in peer_ids],
-            self._core.clock.latest,
+            [self._target(peer_id, message.namespace) for peer_id in peer_ids], self._core.clock.latest
         )
 
     def _target(self, peer_id: PeerId, namespace: str) -> local.Target:
@@ -271,9 +251,7 @@ class LocalPuts:
                 member_of(message.peer_id), position, message.record, now, word=Word.OWN
             )
             stamp = decode_location(message.record).version.clock
-            self._core.clock.observe(
-                stamp, self._core.believed_unix(now)
-            )  # later puts are above it
+            self._core.clock.observe(stamp, self._core.believed_unix(now))  # later puts are above it
         self._core.counters["puts_elsewhere"] += 1
         return Empty()
 

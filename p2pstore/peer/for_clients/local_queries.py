@@ -60,11 +60,7 @@ def put_outcome(result: Any) -> local.PutOutcome:
     """A put's end as it travels."""
     if isinstance(result, PutEnd):
         return local.PutOutcome(
-            int(result.status),
-            result.copies,
-            result.wanted,
-            result.version.clock,
-            result.version.writer,
+            int(result.status), result.copies, result.wanted, result.version.clock, result.version.writer
         )
     return failed_put(result if isinstance(result, Exception) else DeadlineExceeded("cancelled"))
 

@@ -43,11 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("p2pstore.peer")
 
-ADMISSION_CODES: Final = (
-    Code.AUTHENTICATION_FAILED,
-    Code.WRONG_CLUSTER,
-    Code.PROTOCOL_MISMATCH,
-)
+ADMISSION_CODES: Final = (Code.AUTHENTICATION_FAILED, Code.WRONG_CLUSTER, Code.PROTOCOL_MISMATCH)
 GRACE_SECONDS: Final = 1.0
 """The answer itself is due within the named time; this much more may pass until this process comes to it."""
 
@@ -127,9 +123,7 @@ class ControlTraffic:
             self._node.watch.measures.message_failures[_kind_name(effect.kind)] += 1
             if error.code in ADMISSION_CODES:
                 self._refused(effect.peer_id, error)
-            elif (
-                error.refused and error.code is not None and effect.kind == ControlKind.PING_REQUEST
-            ):
+            elif error.refused and error.code is not None and effect.kind == ControlKind.PING_REQUEST:
                 reply = Failure(int(error.code), str(error))  # the helper is well
             logger.debug("control request to %s failed: %s", format_peer_id(effect.peer_id), error)
         else:
@@ -270,9 +264,7 @@ class Routes:
         clients as well."""
         record = self.record_of(copy.peer_id)
         strict = self._config.transport
-        by_socket = (
-            record is not None and record.host_id == self.host_id and strict in ("auto", "shm")
-        )
+        by_socket = record is not None and record.host_id == self.host_id and strict in ("auto", "shm")
         return RemoteCopy(
             peer_id=copy.peer_id,
             data=tuple(record.data) if record is not None and strict != "shm" else (),
@@ -297,8 +289,7 @@ class Routes:
         first, then at random, so that readers spread over the holders."""
         now, ordered = time.monotonic(), []
         for _, group in groupby(
-            copies,
-            lambda copy: (copy.record.version, self._core.holders.is_avoided(copy.member, now)),
+            copies, lambda copy: (copy.record.version, self._core.holders.is_avoided(copy.member, now))
         ):
             equals = {copy.member: copy for copy in group}
             remote = [self.remote_copy(copy) for copy in equals.values()]

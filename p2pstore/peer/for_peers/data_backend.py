@@ -93,9 +93,7 @@ class PeerDataBackend:
             for operation in operations:
                 await self._node.settle(operation)
 
-    def _hot_answer(
-        self, entry: ObjectEntry, reader: bytes, keeps: Keeps, now: float
-    ) -> SentOn | None:
+    def _hot_answer(self, entry: ObjectEntry, reader: bytes, keeps: Keeps, now: float) -> SentOn | None:
         member = member_of(reader)
         state = self._core.gossip.membership.resolve(member)
         memory_bytes = state.memory_capacity if state is not None else 0

@@ -161,9 +161,7 @@ class DataRequests:
             with trio.move_on_after(effect.timeout_seconds):
                 try:
                     reply = await self._node.pool.request(
-                        self._routes.remote_peer(effect.peer_id),
-                        DataKind(effect.kind),
-                        effect.request,
+                        self._routes.remote_peer(effect.peer_id), DataKind(effect.kind), effect.request
                     )
                 except (P2PStoreError, OSError, ValueError) as error:
                     reply = refusal(error)
@@ -177,9 +175,7 @@ class DataRequests:
 
     async def pull(self, effect: PullObject) -> None:
         try:
-            destination = self._node.core.operations.copy_destination(
-                effect.operation, self._node.now
-            )
+            destination = self._node.core.operations.copy_destination(effect.operation, self._node.now)
         except NoSuchKey:
             return  # its requester has gone
         destination.watch = ReadWatch(time.monotonic)
@@ -211,12 +207,7 @@ class DataRequests:
         self._node.watch.pulled(effect, report, error, self._node.now - begin, trace)
         self._node.core.counters[f"pulls_{'delivered' if delivered else 'failed'}"] += 1
         delivered_by = (0, "")
-        if (
-            delivered
-            and report is not None
-            and report.pulled is not None
-            and report.copy is not None
-        ):
+        if delivered and report is not None and report.pulled is not None and report.copy is not None:
             delivered_by = report.copy.member, report.pulled.transport
         outcome = PullOutcome(
             delivered, tuple(pull_failure(failure) for failure in failures), error, *delivered_by
@@ -236,18 +227,14 @@ class DataRequests:
                     effect.most_bytes,
                 )
                 if isinstance(reply, SnapshotReply):
-                    checked = await trio.to_thread.run_sync(
-                        check_snapshot, bulk, abandon_on_cancel=True
-                    )
+                    checked = await trio.to_thread.run_sync(check_snapshot, bulk, abandon_on_cancel=True)
                     head = SnapshotHead(reply.incarnation, reply.sequence, reply.set_hash)
             except ProtocolError as error:
                 logger.warning("dropped what a peer sent: %s", error)
             except (P2PStoreError, OSError, ValueError) as error:
                 logger.debug("snapshot failed: %s", error)
         self._node.control.take(
-            lambda: self._node.core.gossip.snapshot_fetched(
-                effect.token, head, checked, self._node.now
-            )
+            lambda: self._node.core.gossip.snapshot_fetched(effect.token, head, checked, self._node.now)
         )
 
 

@@ -129,9 +129,7 @@ def fitted_to_role(config: PeerConfig) -> PeerConfig:
     ring = load_cluster_key_file(config.cluster_key_file)
     if ring.role is Role.MEMBER:
         return config
-    logger.info(
-        "%s makes this peer a %s: it offers no memory", config.cluster_key_file, rights_of(ring)
-    )
+    logger.info("%s makes this peer a %s: it offers no memory", config.cluster_key_file, rights_of(ring))
     return msgspec.structs.replace(config, memory=0).checked()
 
 

@@ -139,9 +139,7 @@ class Joining:
         if looking_up.cancelled_caught:
             raise LinkError(f"{name} was not resolved within {CONTACT_TIMEOUT_SECONDS:g} s")
         unknown = [record for record in records if not self._is_known(record)]
-        known = [
-            self._led_to[each] for each in records if each in self._led_to and each not in unknown
-        ]
+        known = [self._led_to[each] for each in records if each in self._led_to and each not in unknown]
         found: list[PeerId] = []
         errors: list[LinkError] = []
         async with trio.open_nursery() as nursery:

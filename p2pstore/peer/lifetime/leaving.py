@@ -68,8 +68,7 @@ class Leaving:
                     and not stays
                 ):
                     nursery.start_soon(
-                        self._node.settle,
-                        self._core.operations.start(self._hand_over, self._node.now),
+                        self._node.settle, self._core.operations.start(self._hand_over, self._node.now)
                     )
                 if self._node.ssd is not None and not stays:
                     nursery.start_soon(self._node.ssd.keep_memory)
@@ -105,9 +104,7 @@ class Leaving:
         if self._node.leave_requested.is_set():
             with trio.move_on_after(TELL_SECONDS):
                 await self._told.wait()
-        asks = [
-            effect for effect in self._core.gossip.leave(self._node.now) if isinstance(effect, Ask)
-        ]
+        asks = [effect for effect in self._core.gossip.leave(self._node.now) if isinstance(effect, Ask)]
         with trio.move_on_after(FAREWELL_SECONDS):
             async with trio.open_nursery() as nursery:
                 for ask in asks:

@@ -90,9 +90,7 @@ class RepeatLimit(logging.Filter):
         began, count = self._kinds.get(kind, (record.created, 0))
         if not 0 <= record.created - began < BURST_SECONDS:
             if count > BURST:
-                record.msg = (
-                    f"{record.getMessage()} ({count - BURST:,} more like it were not written)"
-                )
+                record.msg = f"{record.getMessage()} ({count - BURST:,} more like it were not written)"
                 record.args = ()
             began, count = record.created, 0
         if len(self._kinds) >= MAX_KINDS and kind not in self._kinds:

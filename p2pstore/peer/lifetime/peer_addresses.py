@@ -93,10 +93,7 @@ def data_listen_addresses(config: PeerConfig, control_host: str) -> list[str]:
 
 
 def advertised(
-    listening: Sequence[tuple[str, int]],
-    configured: Sequence[str],
-    config: PeerConfig,
-    setting: str,
+    listening: Sequence[tuple[str, int]], configured: Sequence[str], config: PeerConfig, setting: str
 ) -> list[str]:
     """The addresses to tell others: `configured` (a missing port is the listener's), else the listeners'
     own, where `0.0.0.0` and `::` stand for the chosen interface, else the host of `advertise`, else the source

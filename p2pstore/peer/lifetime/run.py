@@ -77,9 +77,7 @@ def run_peer(
 def _run_settled(settled: PeerConfig, detached: bool, ready_text: ReadyText) -> None:
     if detached and settled.log_file is None and settled.state_dir is not None:
         Path(settled.state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-        settled = msgspec.structs.replace(
-            settled, log_file=os.path.join(settled.state_dir, LOG_NAME)
-        )
+        settled = msgspec.structs.replace(settled, log_file=os.path.join(settled.state_dir, LOG_NAME))
     _raise_descriptor_limit()
     configure_logs(settled)
     manager = ServiceManager.of_environment(os.environ)
@@ -142,11 +140,7 @@ class _Hangups:
 
 
 async def _serve(
-    config: PeerConfig,
-    hangups: _Hangups,
-    detached: bool,
-    ready_text: ReadyText,
-    manager: ServiceManager,
+    config: PeerConfig, hangups: _Hangups, detached: bool, ready_text: ReadyText, manager: ServiceManager
 ) -> None:
     async with open_peer(config) as peer, open_background_nursery() as nursery:
         with short_collections():

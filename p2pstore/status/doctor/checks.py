@@ -18,12 +18,7 @@ import p2pstore
 from p2pstore import blocking
 from p2pstore.addresses import split_address
 from p2pstore.errors import ConfigError, NoLocalPeer, P2PStoreError, PeerNotInstalled
-from p2pstore.local.socket_paths import (
-    SOCKET_VARIABLE,
-    find_socket,
-    live_sockets,
-    socket_directories,
-)
+from p2pstore.local.socket_paths import SOCKET_VARIABLE, find_socket, live_sockets, socket_directories
 from p2pstore.memory.mapped.mapped_memory import makes_huge_pages
 from p2pstore.status.doctor import machine_rules, network_rules, readings
 from p2pstore.status.doctor import readings as speed
@@ -128,14 +123,9 @@ def _software_checks() -> list[Check]:
     return [
         Check(
             "python",
-            lambda: [
-                machine_rules.judge_python(sys.version_info[:3], platform.python_implementation())
-            ],
+            lambda: [machine_rules.judge_python(sys.version_info[:3], platform.python_implementation())],
         ),
-        Check(
-            "kernel",
-            lambda: [machine_rules.judge_kernel(platform.system(), platform.release())],
-        ),
+        Check("kernel", lambda: [machine_rules.judge_kernel(platform.system(), platform.release())]),
         Check("libraries", _check_libraries, 15.0),
         Check("clock", lambda: [machine_rules.judge_clock(readings.read_clock())]),
     ]
@@ -170,10 +160,7 @@ def _memory_checks() -> list[Check]:
         Check("huge pages", huge_pages),
         Check("numa", lambda: [machine_rules.judge_numa(*readings.read_numa())]),
         Check("shared memory", lambda: [machine_rules.judge_memfd(readings.try_memfd())]),
-        Check(
-            "/dev/shm",
-            lambda: [machine_rules.judge_shm_directory(*readings.read_shm_directory())],
-        ),
+        Check("/dev/shm", lambda: [machine_rules.judge_shm_directory(*readings.read_shm_directory())]),
         Check("locked memory", locked),
         Check(
             "open files",

@@ -66,9 +66,7 @@ def warning(name: str, value: str, cause: str, cure: str, **measured: float) -> 
     return Finding(name, Status.WARNING, value, cause, cure, measured=tuple(measured.items()))
 
 
-def broken(
-    name: str, value: str, cause: str, cure: str, failure: Failure = Failure.BROKEN
-) -> Finding:
+def broken(name: str, value: str, cause: str, cure: str, failure: Failure = Failure.BROKEN) -> Finding:
     """Something does not work."""
     return Finding(name, Status.BROKEN, value, cause, cure, failure)
 

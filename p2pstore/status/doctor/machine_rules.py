@@ -275,10 +275,7 @@ def judge_disk(
         f"{directory}: {how}, writes {write_rate / 1e6:,.0f} MB/s, reads {read_rate / 1e6:,.0f} MB/s "
         f"({length_bytes // MIB} MiB)"
     )
-    measured = {
-        "write_bytes_per_second": round(write_rate),
-        "read_bytes_per_second": round(read_rate),
-    }
+    measured = {"write_bytes_per_second": round(write_rate), "read_bytes_per_second": round(read_rate)}
     if not direct:
         return warning(
             "disk",

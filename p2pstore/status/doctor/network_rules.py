@@ -136,10 +136,7 @@ def _judge_rdma_port(port: RdmaPortReading) -> Finding:
     text = f"{port.state.lower()}, {port.link_layer}, {port.rate}"
     if not port.active:
         return warning(
-            name,
-            text,
-            "the link is down",
-            "plug the cable in, bring the interface up, or ignore it",
+            name, text, "the link is down", "plug the cable in, bring the interface up, or ignore it"
         )
     if port.port != USED_PORT:
         return fine(name, f"{text}; peers use port {USED_PORT} only")
@@ -254,9 +251,7 @@ def judge_ssd(name: str, ssd: SsdReading) -> Finding:
     measured = {"read_p99_ms": ssd.read_p99_ms, "capacity_bytes": ssd.capacity_bytes}
     if ssd.state != "ok":
         state = "is only read" if ssd.state == "read_only" else "is not used any more"
-        return broken(
-            f"{name}: ssd", f"{state}: {text}", ssd.why, ssd.cure or "start the peer again"
-        )
+        return broken(f"{name}: ssd", f"{state}: {text}", ssd.why, ssd.cure or "start the peer again")
     if ssd.damaged:
         return warning(
             f"{name}: ssd",

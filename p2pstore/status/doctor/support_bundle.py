@@ -157,8 +157,7 @@ def _without_keys(document: dict[str, Any]) -> dict[str, Any]:
     """Statistics without the names of objects, and without what has a file of its own."""
     peer = {name: part for name, part in document["peer"].items() if name not in OWN_FILES}
     peer["hottest"] = [
-        {name: part for name, part in each.items() if name != "key"}
-        for each in peer.get("hottest", [])
+        {name: part for name, part in each.items() if name != "key"} for each in peer.get("hottest", [])
     ]
     return {**document, "peer": peer}
 

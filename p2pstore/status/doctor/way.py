@@ -229,9 +229,7 @@ class _Examination:
             tuple(record.data),
             members,
         )
-        return way_rules.judge_who(
-            reading, p2pstore.__version__, (MIN_DATA_VERSION, MAX_DATA_VERSION)
-        )
+        return way_rules.judge_who(reading, p2pstore.__version__, (MIN_DATA_VERSION, MAX_DATA_VERSION))
 
     # --- its data ----------------------------------------------------------------------------
 
@@ -257,10 +255,7 @@ class _Examination:
         else:
             self.report(skipped("shm", "the peer is on another machine"))
         await examine_rdma(
-            record,
-            office.ticket(record.peer_id, Scope.READ | Scope.PEER),
-            share_seconds,
-            self.report,
+            record, office.ticket(record.peer_id, Scope.READ | Scope.PEER), share_seconds, self.report
         )
 
 
@@ -295,7 +290,4 @@ def path_mtu(sock: socket.socket) -> tuple[int, int]:
         if sock.family == socket.AF_INET6
         else (socket.IPPROTO_IP, IP_MTU)
     )
-    return (
-        sock.getsockopt(level, option),
-        sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG),
-    )
+    return (sock.getsockopt(level, option), sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))

@@ -202,9 +202,7 @@ def judge_path_mtu(mtu_bytes: int, segment_bytes: int) -> Finding:
 def judge_clock_skew(offset_seconds: float, uncertainty_seconds: float) -> Finding:
     """`offset_seconds`: how far the other clock is ahead of this one."""
     ahead = "ahead" if offset_seconds > 0 else "behind"
-    text = (
-        f"{format_seconds(abs(offset_seconds))} {ahead} (+- {format_seconds(uncertainty_seconds)})"
-    )
+    text = f"{format_seconds(abs(offset_seconds))} {ahead} (+- {format_seconds(uncertainty_seconds)})"
     certain = abs(offset_seconds) - uncertainty_seconds
     cure = "run chrony, ntpd or systemd-timesyncd on both machines"
     if certain > LARGE_SKEW_SECONDS:

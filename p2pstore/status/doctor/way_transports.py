@@ -183,9 +183,7 @@ async def examine_rdma(
         report(skipped(RDMA_NAME, "the peer does not let others read it by RDMA"))
     elif not names:
         report(
-            skipped(
-                RDMA_NAME, "the peer lets others read it by RDMA, but this machine has no device"
-            )
+            skipped(RDMA_NAME, "the peer lets others read it by RDMA, but this machine has no device")
         )
     else:
         copy = RemoteCopy(record.peer_id, tuple(record.data), granted, rdma=True)

@@ -63,9 +63,7 @@ def network_bits(interface: str, gid: bytes) -> int | None:
     return None
 
 
-async def wake_neighbour(
-    interface: str, gid: bytes, sleep: Callable[[float], Awaitable[None]]
-) -> None:
+async def wake_neighbour(interface: str, gid: bytes, sleep: Callable[[float], Awaitable[None]]) -> None:
     """Send one datagram, to the discard port, to a RoCE address through that interface, and wait a moment.
     Does nothing for addresses of other kinds."""
     address = ipaddress.IPv6Address(gid).ipv4_mapped

@@ -175,9 +175,7 @@ class Lines:
         """Connect further lines in the background: through preferred devices, as many as the holder has."""
         holder = self.of(copy.peer_id)
         near = holder.ways[: self._preferred]
-        wanted = min(self._preferred, holder.devices) - sum(
-            way.usable() is not None for way in near
-        )
+        wanted = min(self._preferred, holder.devices) - sum(way.usable() is not None for way in near)
         for way in near:
             if wanted > 0 and not way.usable() and not self._why_not_through(way):
                 wanted -= 1
@@ -273,17 +271,11 @@ class Lines:
     ) -> tuple[RemoteMemory, int]:
         """Connect both queue pairs; the memory to read at the other end, and through how many devices."""
         own = pair.endpoint
-        request = RdmaConnect(
-            own.queue_pair, own.packet_number, own.gid, own.path_mtu_bytes, own.reads
-        )
+        request = RdmaConnect(own.queue_pair, own.packet_number, own.gid, own.path_mtu_bytes, own.reads)
         reply = await connection.request(DataKind.RDMA_CONNECT, request)
         assert isinstance(reply, RdmaConnected)
         other = Endpoint(
-            reply.queue_pair,
-            reply.packet_number,
-            reply.gid,
-            reply.path_mtu_bytes,
-            reply.reads,
+            reply.queue_pair, reply.packet_number, reply.gid, reply.path_mtu_bytes, reply.reads
         )
         path: Path = agree(own, other)
         await wake_neighbour(engine.device.interface, other.gid, trio.sleep)

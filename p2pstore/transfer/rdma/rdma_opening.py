@@ -57,10 +57,7 @@ class PeerRdma:
 
 @asynccontextmanager
 async def open_rdma(
-    config: PeerConfig,
-    view: memoryview,
-    pool: DataPool,
-    provide_pages: Callable[[], Awaitable[None]],
+    config: PeerConfig, view: memoryview, pool: DataPool, provide_pages: Callable[[], Awaitable[None]]
 ) -> AsyncIterator[PeerRdma | None]:
     """RDMA for the length of the block, with the memory of `view` registered; None when this peer is not to use it, or
     has no device. `provide_pages` has the kernel provide that memory.
@@ -96,12 +93,7 @@ async def open_rdma(
         stack.callback(server.close)
         async with open_rdma_reading(used.devices) as (engines, lines):
             transport = RdmaTransport(
-                engines,
-                pool,
-                lines,
-                staging=staging,
-                preferred=used.preferred,
-                registered=[used.memory],
+                engines, pool, lines, staging=staging, preferred=used.preferred, registered=[used.memory]
             )
             logger.info(
                 "rdma through %s",

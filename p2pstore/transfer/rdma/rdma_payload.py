@@ -220,8 +220,7 @@ async def _begin(
         ]
         reads = await line.engine.read_pieces(line, pieces, blocks[0].memory)
         begun = [
-            Chunk(chunk, line, read, block)
-            for (chunk, block), read in zip(some, reads, strict=True)
+            Chunk(chunk, line, read, block) for (chunk, block), read in zip(some, reads, strict=True)
         ]
     except ReadFailed as error:
         failure = error

@@ -61,11 +61,7 @@ def choose_gid(entries: Iterable[GidEntry]) -> GidEntry | None:
     usable: list[tuple[bool, int, GidEntry]] = []
     for entry in entries:
         address = ipaddress.IPv6Address(entry.gid)
-        if (
-            entry.kind == GidKind.ROCE_V2
-            and not address.is_unspecified
-            and not address.is_link_local
-        ):
+        if entry.kind == GidKind.ROCE_V2 and not address.is_unspecified and not address.is_link_local:
             usable.append((address.ipv4_mapped is None, entry.index, entry))
     return min(usable, key=lambda each: each[:2])[2] if usable else None
 
@@ -133,8 +129,7 @@ def agree(own: Endpoint, other: Endpoint) -> Path:
     ):
         raise ProtocolError("the other peer describes an RDMA queue pair that cannot be")
     return Path(
-        min(own.path_mtu_bytes, other.path_mtu_bytes),
-        min(own.reads, other.reads, MAX_OUTSTANDING_READS),
+        min(own.path_mtu_bytes, other.path_mtu_bytes), min(own.reads, other.reads, MAX_OUTSTANDING_READS)
     )
 
 

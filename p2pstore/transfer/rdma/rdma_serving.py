@@ -108,11 +108,7 @@ class RdmaServer:
     async def connect(self, request: RdmaConnect, claims: TicketClaims) -> ServedReader:
         """See `RdmaBackend`."""
         other = Endpoint(
-            request.queue_pair,
-            request.packet_number,
-            request.gid,
-            request.path_mtu_bytes,
-            request.reads,
+            request.queue_pair, request.packet_number, request.gid, request.path_mtu_bytes, request.reads
         )
         number = self._choose(other, claims.issuer)
         device = self._devices[number]
@@ -122,10 +118,7 @@ class RdmaServer:
         ):
             raise CapacityExceeded("too many RDMA connections: read over TCP")
         pair = device.queue_pair(
-            self._queues[number],
-            secrets.randbelow(MAX_PACKET_NUMBER),
-            requests=1,
-            may_be_read=True,
+            self._queues[number], secrets.randbelow(MAX_PACKET_NUMBER), requests=1, may_be_read=True
         )
         reader = ServedReader(self, claims.issuer, number, pair, self._memory.regions[number])
         self._readers.add(reader)

@@ -28,9 +28,7 @@ class Registered:
         self.regions = regions
 
     @classmethod
-    def with_all(
-        cls, devices: Sequence[Device], view: memoryview, *, remote_read: bool
-    ) -> Registered:
+    def with_all(cls, devices: Sequence[Device], view: memoryview, *, remote_read: bool) -> Registered:
         """Register memory with each of these devices. Raises what `Device.register` raises."""
         address = address_of(view)
         return cls([each.register(address, len(view), remote_read=remote_read) for each in devices])

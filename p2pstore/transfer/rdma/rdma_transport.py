@@ -216,9 +216,7 @@ class RdmaTransport:
         extent = await ExtentRead.begin(line, block, slot, self._progress_seconds)
         return await _found_by(extent, slot)
 
-    async def _look_again(
-        self, line: Line, number: int, slot: Slot, packed: bytes
-    ) -> _Found | None:
+    async def _look_again(self, line: Line, number: int, slot: Slot, packed: bytes) -> _Found | None:
         """The object where its slot was seen, when that says the same still. None too when it has several chunks."""
         block = await self._block_for(line, slot)
         if block is None:
@@ -239,9 +237,7 @@ class RdmaTransport:
 
     async def _read_bytes(self, line: Line, offset: int, length_bytes: int) -> bytes:
         """A private copy of a small part of the other side's memory."""
-        return await read_bytes(
-            line, self._staging.small, offset, length_bytes, self._progress_seconds
-        )
+        return await read_bytes(line, self._staging.small, offset, length_bytes, self._progress_seconds)
 
     # --- payload -----------------------------------------------------------------------------
 

@@ -219,10 +219,7 @@ class CompletionQueue(_Owned):
         try:
             self._channel.get_cq_event(self._queue)
         except self._device.verbs.error as error:
-            if (
-                getattr(error, "error_code", None) != errno.EAGAIN
-                and "again" not in str(error).lower()
-            ):
+            if getattr(error, "error_code", None) != errno.EAGAIN and "again" not in str(error).lower():
                 raise Unavailable(
                     f"rdma device {self._device.name}: taking an event failed: {error}"
                 ) from error
@@ -261,9 +258,7 @@ class QueuePair(_Owned):
             hop_limit=HOP_LIMIT,
         )
         attributes = verbs["qp.QPAttr"](port_num=PORT)
-        attributes.qp_access_flags = (
-            int(constants.IBV_ACCESS_REMOTE_READ) if self._may_be_read else 0
-        )
+        attributes.qp_access_flags = int(constants.IBV_ACCESS_REMOTE_READ) if self._may_be_read else 0
         attributes.pkey_index = 0
         attributes.path_mtu = (path.mtu_bytes // SMALLEST_MTU_BYTES).bit_length() - 1
         attributes.dest_qp_num = other.queue_pair
@@ -388,9 +383,7 @@ class Device:
 
     def gids(self) -> list[GidEntry]:
         """The addresses of the port."""
-        rows = self.attempt(
-            "reading its addresses", lambda: self._context.query_gid_table(MAX_GIDS)
-        )
+        rows = self.attempt("reading its addresses", lambda: self._context.query_gid_table(MAX_GIDS))
         return [
             GidEntry(row.gid_index, ipaddress.IPv6Address(row.gid_str()).packed, int(row.gid_type))
             for row in rows
@@ -464,9 +457,7 @@ class Device:
             cap=capacity,
             sq_sig_all=0,
         )
-        raw = self.attempt(
-            "making a queue pair", lambda: self.verbs["qp.QP"](self._domain, settings)
-        )
+        raw = self.attempt("making a queue pair", lambda: self.verbs["qp.QP"](self._domain, settings))
         self._queue_pairs = [each for each in self._queue_pairs if not each.closed]
         made = QueuePair(self, raw, packet_number, may_be_read=may_be_read)
         self._queue_pairs.append(made)

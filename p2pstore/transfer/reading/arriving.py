@@ -17,14 +17,7 @@ import numpy as np
 
 from p2pstore.errors import NoSuchKey
 from p2pstore.memory.segment_layout import Slot, TrailerBody
-from p2pstore.objects import (
-    CHUNK_BYTES,
-    PART_BYTES,
-    ZERO_VERSION,
-    Version,
-    chunk_count,
-    chunk_sum,
-)
+from p2pstore.objects import CHUNK_BYTES, PART_BYTES, ZERO_VERSION, Version, chunk_count, chunk_sum
 from p2pstore.runtime.flow import ASSUMED_RATE, PATIENCE, is_outrun
 from p2pstore.transfer.failover import PullFailed, Unannounced
 from p2pstore.transfer.transfer_trace import ReadWatch

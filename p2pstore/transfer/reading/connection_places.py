@@ -47,9 +47,7 @@ class ConnectionPlaces:
     """At most `max_places` connections to one peer, of which `idle_per_peer` are kept when idle; `max_idle` over all
     peers. Spare ones are closed. For any number of tasks or threads."""
 
-    def __init__(
-        self, driver: Driver, *, max_places: int, idle_per_peer: int, max_idle: int
-    ) -> None:
+    def __init__(self, driver: Driver, *, max_places: int, idle_per_peer: int, max_idle: int) -> None:
         self._driver = driver
         self._max_places = max_places
         self._idle_per_peer = idle_per_peer
@@ -91,9 +89,7 @@ class ConnectionPlaces:
         if place.failure is not None and place.failed_at > came_at:
             raise type(place.failure)(str(place.failure))
 
-    def choose(
-        self, peer_id: bytes, briefly: bool, *, may_queue: bool
-    ) -> tuple[Place, Event | None]:
+    def choose(self, peer_id: bytes, briefly: bool, *, may_queue: bool) -> tuple[Place, Event | None]:
         """A place, and the event to wait for when it is taken."""
         with self._state:
             if self._closed:
@@ -117,9 +113,7 @@ class ConnectionPlaces:
             place.turns.append(turn)
             return place, turn
 
-    async def wait_for(
-        self, turn: Event, peer_id: bytes, answer_seconds: float, place: Place
-    ) -> None:
+    async def wait_for(self, turn: Event, peer_id: bytes, answer_seconds: float, place: Place) -> None:
         """Queue for a place. Raises `DeadlineExceeded` after `QUEUE_SECONDS`, `PullFailed` (BUSY) when another holder
         is to be asked before that."""
         try:
@@ -183,9 +177,7 @@ class ConnectionPlaces:
             _close_oldest(places, self._idle_per_peer)
             self._drop_empty(peer_id)
             if not self._few_peers():
-                _close_oldest(
-                    [each for some in self._peers.values() for each in some], self._max_idle
-                )
+                _close_oldest([each for some in self._peers.values() for each in some], self._max_idle)
                 for other in list(self._peers):
                     self._drop_empty(other)
 
@@ -204,8 +196,7 @@ class ConnectionPlaces:
 def _close_oldest(places: Sequence[Place], keep: int) -> None:
     """Close idle connections, those unused for longest first, until `keep` are left."""
     idle = sorted(
-        (each for each in places if not each.users and _is_open(each)),
-        key=lambda each: each.idle_since,
+        (each for each in places if not each.users and _is_open(each)), key=lambda each: each.idle_since
     )
     for place in idle[: max(0, len(idle) - keep)]:
         assert place.connection is not None

@@ -13,10 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.memory.segment_layout import (
-    Slot,
-    TrailerBody,
-)
+from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES
 from p2pstore.runtime.flow import NO_HASTE, Haste
 from p2pstore.runtime.streams import ByteStream
@@ -51,13 +48,7 @@ from p2pstore.transfer.reading.span_reads import (
 )
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.transfer.transport import Destination, Pulled, PullFailed, resumable
-from p2pstore.wire import (
-    DATA_REQUEST_LIMITS,
-    ONE_WAY,
-    Code,
-    Message,
-    encode_frame,
-)
+from p2pstore.wire import DATA_REQUEST_LIMITS, ONE_WAY, Code, Message, encode_frame
 
 NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
 """Beyond the end of any object: asks for its slot and trailer alone."""
@@ -121,9 +112,7 @@ class DataConnection(DataRequests):
 
     async def _say_taken(self) -> None:
         try:
-            await self.stream.send(
-                encode_frame(DataKind.PIECE_TAKEN, 0, PieceTaken(), flags=ONE_WAY)
-            )
+            await self.stream.send(encode_frame(DataKind.PIECE_TAKEN, 0, PieceTaken(), flags=ONE_WAY))
         except OSError:
             self.close()  # the piece is here all the same
 
@@ -153,9 +142,7 @@ class DataConnection(DataRequests):
                     break
                 last = await self.receive(DataKind.MEASURE, under_way.popleft(), Measured)
                 if (self.bulk_left, last.received_bytes) != (len(receive), len(send)):
-                    raise ProtocolError(
-                        "the other peer measures with other sizes than it was asked"
-                    )
+                    raise ProtocolError("the other peer measures with other sizes than it was asked")
                 await self.inbox.read_into(receive)
                 self.bulk_left = 0
                 moved += len(send) + len(receive)
@@ -238,10 +225,7 @@ class DataConnection(DataRequests):
             return check_reply(reply, expected.items[0])
 
     async def pull_many(
-        self,
-        items: Sequence[BatchItem],
-        haste: Haste = NO_HASTE,
-        keeps: Keeps = Keeps.NO,
+        self, items: Sequence[BatchItem], haste: Haste = NO_HASTE, keeps: Keeps = Keeps.NO
     ) -> list[ItemOutcome]:
         """Read many objects, small ones together in few frames: per item what was pulled, or why not.
 
@@ -265,12 +249,7 @@ class DataConnection(DataRequests):
             return [failure if each.outcome is None else each.outcome for each in wanted]
 
     async def pull_slices(
-        self,
-        digest: bytes,
-        arriving: Arriving,
-        reader: int,
-        slot_hint: int = 0,
-        haste: Haste = NO_HASTE,
+        self, digest: bytes, arriving: Arriving, reader: int, slot_hint: int = 0, haste: Haste = NO_HASTE
     ) -> None:
         """Bring chunks of a value that others read as well, until none are free. Raises as `pull`, and
         `AnotherVersion` when this holder has another one."""

@@ -27,9 +27,7 @@ from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Drive
 from p2pstore.transfer.data_addresses import DataAddress, split_data_address
 from p2pstore.transfer.data_messages import DataKind, GetPiece, PieceReply, Store, Stored
 from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import (
-    Arriving,
-)
+from p2pstore.transfer.reading.arriving import Arriving
 from p2pstore.transfer.reading.connection_places import MAX_IDLE, MAX_PLACES, ConnectionPlaces
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.small_reads import Parts, in_parts, pull_one, pull_small
@@ -62,9 +60,7 @@ TicketSource = Callable[[RemotePeer], GrantedTicket]
 def carried_ticket(peer: RemotePeer) -> GrantedTicket:
     """The ticket source of a process that cannot issue tickets: the one that came with the copy."""
     if peer.ticket is None:
-        raise AuthenticationFailed(
-            "there is no ticket for this peer: ask the local peer for a plan"
-        )
+        raise AuthenticationFailed("there is no ticket for this peer: ask the local peer for a plan")
     return peer.ticket
 
 
@@ -148,10 +144,7 @@ class DataPool:
         )
 
     async def _ask(
-        self,
-        peer: RemotePeer,
-        timeout_seconds: float,
-        action: Callable[[DataConnection], Awaitable[T]],
+        self, peer: RemotePeer, timeout_seconds: float, action: Callable[[DataConnection], Awaitable[T]]
     ) -> T:
         """`_use`. Raises `Unavailable` when the connection breaks."""
         try:
@@ -296,9 +289,7 @@ class DataPool:
             least_rate = self._rates.least(peer.others, time.monotonic(), readers)
         return Haste(peer.answer_seconds, least_rate)
 
-    async def _measured(
-        self, peer: RemotePeer, connection: DataConnection, action: Awaitable[T]
-    ) -> T:
+    async def _measured(self, peer: RemotePeer, connection: DataConnection, action: Awaitable[T]) -> T:
         """Remember what this holder brings by a second."""
         try:
             return await action
@@ -388,20 +379,12 @@ class DataPool:
                 break
             try:
                 return await self._connect_to(
-                    address,
-                    peer.peer_id,
-                    self._ticket(peer),
-                    min(self._connect_seconds, left_seconds),
+                    address, peer.peer_id, self._ticket(peer), min(self._connect_seconds, left_seconds)
                 )
             except (AuthenticationFailed, ProtocolMismatch, ProtocolError) as error:
                 refusal = refusal or error
                 reasons.append(f"{address}: {error}")
-            except (
-                OSError,
-                DeadlineExceeded,
-                ConfigError,
-                ValueError,
-            ) as error:  # also: no address
+            except (OSError, DeadlineExceeded, ConfigError, ValueError) as error:  # also: no address
                 silent = silent and isinstance(error, DeadlineExceeded)
                 reasons.append(f"{address}: {str(error) or type(error).__name__}")
         if refusal is not None:
@@ -454,10 +437,5 @@ async def _used(using: Using, connection: DataConnection, action: Awaitable[T]) 
 def _is_connection_error(error: Exception) -> bool:
     return isinstance(
         error,
-        OSError
-        | ProtocolError
-        | ProtocolMismatch
-        | AuthenticationFailed
-        | Unavailable
-        | PullFailed,
+        OSError | ProtocolError | ProtocolMismatch | AuthenticationFailed | Unavailable | PullFailed,
     )

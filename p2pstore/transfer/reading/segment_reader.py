@@ -158,9 +158,7 @@ class SegmentReader:
     def contains(self, digest: bytes) -> bool:
         """Whether the index lists `digest` now. Not verified: expired objects count until the
         owner collects them, and a key may be missed for the moment in which its entry moves."""
-        there, _, used = index_entry_at_home(
-            self._view, self._index_offset, self._index_entries, digest
-        )
+        there, _, used = index_entry_at_home(self._view, self._index_offset, self._index_entries, digest)
         if not used or there == digest:  # nearly always that settles it
             return used
         return self._find_slot(digest) is not None
@@ -277,9 +275,7 @@ class SegmentReader:
             return None
         return trailer.sums
 
-    def copy_steps(
-        self, spots: Spots, rooms: Sequence[memoryview]
-    ) -> Generator[int, None, bytearray]:
+    def copy_steps(self, spots: Spots, rooms: Sequence[memoryview]) -> Generator[int, None, bytearray]:
         """Copy objects to the beginnings of `rooms` (writable bytes), one room a spot, and verify the copies. In steps
         of some 4 MiB, or of more where several threads do it: yields the bytes done so far between steps, so that a
         caller can run steps on a thread, or stop. Returns one byte a spot: 1 where the object was copied, 0 where it
@@ -347,11 +343,7 @@ class _Copying:
     """Copies of objects to rooms, piece by piece. Any thread may do pieces; each piece writes to its own rooms."""
 
     def __init__(
-        self,
-        view: memoryview,
-        memory: NDArray[np.uint8],
-        spots: Spots,
-        rooms: Sequence[memoryview],
+        self, view: memoryview, memory: NDArray[np.uint8], spots: Spots, rooms: Sequence[memoryview]
     ) -> None:
         self.good = bytearray(b"\1" * len(rooms))
         self._view = view

@@ -191,9 +191,7 @@ async def _receive(
         or in_all > MAX_SMALL_BULK_BYTES
         or max(lengths) > asked.most_bytes
     ):
-        raise ProtocolError(
-            "a reply's slots do not add up to its bulk, or to more than was asked for"
-        )
+        raise ProtocolError("a reply's slots do not add up to its bulk, or to more than was asked for")
     targets = views if lengths == room else list(map(_room, views, lengths))
     sums = await _receive_values(connection, targets, lengths)
     good = slots.are_only_chunks(asked.digests, b"".join(sums))

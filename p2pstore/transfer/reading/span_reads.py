@@ -315,9 +315,7 @@ def _deliver_small(
         type(destination) is BufferDestination
         and not reply.status
         and is_only_chunk(reply.slot, asked.digest, len(payload), chunk_sum(payload))
-        and (
-            destination.announced is None or destination.announced.allows(slot_version(reply.slot))
-        )
+        and (destination.announced is None or destination.announced.allows(slot_version(reply.slot)))
         and destination.take_in(payload)
     ):
         return len(payload)

@@ -53,12 +53,7 @@ from p2pstore.transfer.read_tickets import (
 )
 from p2pstore.transfer.serving.data_session import RECEIVE_BYTES, DataSession
 from p2pstore.transfer.serving.read_answers import Traffic
-from p2pstore.transfer.serving.serving_backends import (
-    Backends,
-    DataBackend,
-    StoreBackend,
-    SwarmBackend,
-)
+from p2pstore.transfer.serving.serving_backends import Backends, DataBackend, StoreBackend, SwarmBackend
 from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
 from p2pstore.transfer.tls.tls_streams import AcceptedTlsStream, TlsServing
 from p2pstore.wire import (
@@ -77,13 +72,7 @@ from p2pstore.wire import (
 
 logger = logging.getLogger("p2pstore.transfer")
 
-__all__ = [
-    "DataBackend",
-    "DataServer",
-    "ServerLimits",
-    "listener_address",
-    "open_data_listeners",
-]
+__all__ = ["DataBackend", "DataServer", "ServerLimits", "listener_address", "open_data_listeners"]
 
 LISTEN_BACKLOG: Final = 512
 MAX_SUBJECTS: Final = 1024
@@ -257,9 +246,7 @@ class DataServer:
         self.connections += 1
         nursery.start_soon(self._run_connection, sock, host, hello)
 
-    async def _run_connection(
-        self, sock: socket.socket, host: str, hello: trio.CancelScope
-    ) -> None:
+    async def _run_connection(self, sock: socket.socket, host: str, hello: trio.CancelScope) -> None:
         """One connection from hello to end. Only cancellation leaves this function as an exception.
 
         `hello` is around the hello: cancelled to make room for another stranger.
@@ -311,9 +298,7 @@ class DataServer:
             self.connections -= 1
             stream.close()
 
-    async def _serve_session(
-        self, session: DataSession, claims: TicketClaims, account: Account
-    ) -> None:
+    async def _serve_session(self, session: DataSession, claims: TicketClaims, account: Account) -> None:
         with trio.CancelScope() as scope:
             self._sessions[session] = claims, scope
             self.places.take(session, account.owner, scope.cancel)

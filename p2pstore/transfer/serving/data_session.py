@@ -104,9 +104,7 @@ class DataSession:
         self._traffic = traffic
         self._rules = RequestRules(Rights(claims, role), stores=backends.stores is not None)
         self._life = Lifecycle()
-        self._answers = ReadAnswers(
-            backends.objects, claims.issuer, traffic, limits.reply_bulk_bytes
-        )
+        self._answers = ReadAnswers(backends.objects, claims.issuer, traffic, limits.reply_bulk_bytes)
         """A thread that has the connection has them as well."""
         self._out = Outgoing(stream, self._answers, account, self._take_in)
         self._tasks = RequestTasks(backends.objects, claims, self._out, account, self._break)
@@ -146,7 +144,9 @@ class DataSession:
             try:
                 raise problem
             finally:
-                del problem  # it refers to this frame: only the collector of garbage would free what belongs to it
+                del (
+                    problem
+                )  # it refers to this frame: only the collector of garbage would free what belongs to it
 
     @property
     def idle_since(self) -> float | None:

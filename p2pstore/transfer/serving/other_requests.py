@@ -197,11 +197,7 @@ class SwarmAnswers:
 
 
 async def receive_value(
-    stream: AcceptedStream,
-    frames: FrameBuffer,
-    buffer: memoryview,
-    opened: OpenedStore,
-    seconds: float,
+    stream: AcceptedStream, frames: FrameBuffer, buffer: memoryview, opened: OpenedStore, seconds: float
 ) -> FrameHeader:
     """Receive all parts of a value straight into its place; returns the header of the last one.
 

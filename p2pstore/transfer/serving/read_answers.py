@@ -185,12 +185,7 @@ class ReadAnswers:
         return True
 
     def _reply(
-        self,
-        lent: LentObject,
-        payload: memoryview,
-        may_refuse: bool,
-        bulk_bytes: int,
-        body_bytes: int,
+        self, lent: LentObject, payload: memoryview, may_refuse: bool, bulk_bytes: int, body_bytes: int
     ) -> ObjectReply:
         """The reply about a lent object, in an answer that has `bulk_bytes` and `body_bytes` without it."""
         if len(payload) > SMALL_OBJECT_BYTES and not self._take_upload(may_refuse):

@@ -69,10 +69,7 @@ class ReadThread:
         Raises `DeadlineExceeded` when what is sent makes no progress, and `OSError` when the connection breaks.
         """
         limits = {"send_seconds": self._progress_seconds, "receive_seconds": PAUSE_SECONDS}
-        with (
-            waiting_in_kernel(sock, **limits),
-            taking_no_core() if self._in_bulk else nullcontext(),
-        ):
+        with waiting_in_kernel(sock, **limits), taking_no_core() if self._in_bulk else nullcontext():
             try:
                 return self._serve(sock)
             finally:
@@ -164,9 +161,7 @@ def _may_be_here_soon(data: memoryview) -> bool:
         return True
     kind, flags, _, body_length, bulk_length = HEADER.unpack_from(data)
     end = HEADER_BYTES + body_length
-    return (
-        kind in (GET, GET_SMALL) and not (flags or bulk_length) and len(data) < end <= REQUEST_BYTES
-    )
+    return kind in (GET, GET_SMALL) and not (flags or bulk_length) and len(data) < end <= REQUEST_BYTES
 
 
 class Briskness:

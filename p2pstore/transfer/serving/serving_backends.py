@@ -6,26 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from p2pstore.runtime.streams import (
-    BytesLike,
-)
+from p2pstore.runtime.streams import BytesLike
 from p2pstore.transfer.data_frames import FrameLink
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    GetItem,
-    GetPiece,
-    PieceReply,
-    Store,
-    Stored,
-)
+from p2pstore.transfer.data_messages import DataKind, GetItem, GetPiece, PieceReply, Store, Stored
 from p2pstore.transfer.rdma.rdma_serving import RdmaBackend
 from p2pstore.transfer.read_tickets import TicketClaims
-from p2pstore.transfer.serving.read_answers import (
-    ReadSource,
-)
-from p2pstore.wire import (
-    Message,
-)
+from p2pstore.transfer.serving.read_answers import ReadSource
+from p2pstore.wire import Message
 
 
 @dataclass(frozen=True, slots=True)

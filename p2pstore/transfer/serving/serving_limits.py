@@ -51,9 +51,7 @@ class DataPlaces:
         for session, place in self._places.items():
             idle_since = session.idle_since
             used_at = now if idle_since is None else idle_since
-            holders.append(
-                Holder(place.owner.host, place.owner.member, idle_since is None, used_at)
-            )
+            holders.append(Holder(place.owner.host, place.owner.member, idle_since is None, used_at))
         return holders
 
     def make_room(self, owner: Owner) -> bool:

@@ -70,11 +70,7 @@ class Event(IntEnum):
 
 TRANSITIONS: Final[dict[State, dict[Event, State]]] = {
     State.QUIET: {Event.RECEIVED: State.ANSWERING, Event.LENT: State.LENT, Event.END: State.ENDED},
-    State.PARTIAL: {
-        Event.RECEIVED: State.ANSWERING,
-        Event.LENT: State.LENT,
-        Event.END: State.ENDED,
-    },
+    State.PARTIAL: {Event.RECEIVED: State.ANSWERING, Event.LENT: State.LENT, Event.END: State.ENDED},
     State.ANSWERING: {
         Event.ANSWERED: State.QUIET,
         Event.CUT: State.PARTIAL,
@@ -173,9 +169,7 @@ def malformed(header: FrameHeader, text: str) -> Refused:
 
 def reply_frame(header: FrameHeader, message: Message, bulk_length: int = 0) -> bytes:
     """The answer to a request, without its bulk bytes."""
-    return encode_frame(
-        header.kind, header.request_id, message, flags=REPLY, bulk_length=bulk_length
-    )
+    return encode_frame(header.kind, header.request_id, message, flags=REPLY, bulk_length=bulk_length)
 
 
 def failure_frame(header: FrameHeader, error: Exception) -> bytes:
