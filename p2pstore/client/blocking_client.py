@@ -23,7 +23,7 @@ from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 
 if TYPE_CHECKING:
-    from p2pstore.checkpoint.client.blocking_checkpoints import BlockingCheckpoints
+    from p2pstore.client.blocking_checkpoints import BlockingCheckpoints
 
 T = TypeVar("T")
 
@@ -216,7 +216,7 @@ class BlockingClient(Facade):
     @property
     def checkpoints(self) -> BlockingCheckpoints:
         """Directories that are published and fetched as a whole; see `Checkpoints`."""
-        from p2pstore.checkpoint.client.blocking_checkpoints import BlockingCheckpoints
+        from p2pstore.client.blocking_checkpoints import BlockingCheckpoints
 
         return BlockingCheckpoints(self._session.checkpoints)
 
