@@ -1,38 +1,26 @@
 """The client for threads and plain scripts. Imports no event loop."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Coroutine
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from contextlib import contextmanager
-from contextlib import suppress
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from functools import wraps
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+
 from p2pstore.arguments import possible_keys
-from p2pstore.client.peer_link import LOOK_SECONDS
-from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.peer_link import TIDY_SECONDS
+from p2pstore.client.peer_link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
 from p2pstore.client.session import ClientSession
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.results import TransferRequest
-from p2pstore.runtime.blocking_streams import BlockingDriver
-from p2pstore.runtime.blocking_streams import run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
-from types import TracebackType
-from typing import Any
-from typing import Concatenate
-from typing import ParamSpec
-from typing import Self
-from typing import TYPE_CHECKING
-from typing import TypeVar
-import atexit
-import os
-import threading
-import weakref
 
 if TYPE_CHECKING:
     from p2pstore.client.blocking_checkpoints import BlockingCheckpoints
@@ -41,17 +29,21 @@ T = TypeVar("T")
 
 _connected: weakref.WeakSet[BlockingClient] = weakref.WeakSet()
 
+
 class _ThreadedSession(ClientSession):
     in_threads = True
 
+
 P = ParamSpec("P")
 """Parameters of a method, which its blocking form has, too."""
+
 
 class Facade:
     """Blocking methods over an async object, each made of the async one: see `in_blocking_form` and `_plain`."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
+
 
 def in_blocking_form(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
@@ -64,6 +56,7 @@ def in_blocking_form(
 
     return call
 
+
 def _plain(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Facade, P], T]:
     """A method of the async object that does not wait."""
 
@@ -72,6 +65,7 @@ def _plain(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Fac
         return method(self._original, *args, **kwargs)
 
     return call
+
 
 class BlockingTransfers(Facade):
     """Transfers of one blocking client, in threads of their own; made by its `transfers()`. Any thread may use it.
@@ -88,6 +82,7 @@ class BlockingTransfers(Facade):
     wait = in_blocking_form(TransferBatch.wait)
     results = in_blocking_form(TransferBatch.results)
     cancel = _plain(TransferBatch.cancel)
+
 
 class BlockingClient(Facade):
     """A connected client of the local peer; the methods are those of `p2pstore.ObjectStore`, plain.
@@ -223,12 +218,15 @@ class BlockingClient(Facade):
 
         return BlockingCheckpoints(self._session.checkpoints)
 
+
 async def _enter(manager: AbstractAsyncContextManager[T]) -> T:
     return await manager.__aenter__()
+
 
 async def _leave(manager: AbstractAsyncContextManager[Any], error: BaseException | None) -> None:
     kind, traceback = (None, None) if error is None else (type(error), error.__traceback__)
     await manager.__aexit__(kind, error, traceback)
+
 
 class _Janitor:
     """Tidies up behind a client: a thread that runs only while there is something to tidy, or memory of another peer
@@ -285,13 +283,16 @@ class _Janitor:
         with suppress(RuntimeError):  # released already
             self._running.release()
 
+
 def _close_all() -> None:
     """At the end of the program: its peers are told what it still held, and need not find out."""
     for client in list(_connected):
         if not client._session._link.connection.is_inherited:  # that is the parent's
             client.close()
 
+
 atexit.register(_close_all)
+
 
 def _reconnect(socket: str, namespace: str, timeout: float) -> BlockingClient:
     return BlockingClient(socket=socket, namespace=namespace, timeout=timeout)
