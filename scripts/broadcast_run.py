@@ -53,7 +53,7 @@ class Peer:
 
     def start(self, bootstrap: str | None) -> None:
         """Start it. `wait_until_ready` says when it serves."""
-        command = [sys.executable, "-m", "mooncake_p2p.local_cluster", str(os.getpid()), "join"]
+        command = [sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join"]
         command += ["--name", self.name, "--insecure", "--memory", "16MiB"]
         command += ["--listen", f"{self.host.address}:0", "--data-listen", f"{self.host.address}:0"]
         command += ["--state-dir", str(self._folder / f"{self.name}.state")]

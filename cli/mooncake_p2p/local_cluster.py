@@ -1,17 +1,13 @@
-"""Peers as processes of this machine, on loopback, that are gone without a trace at the end.
-
-`python -m mooncake_p2p.local_cluster PARENT ARGUMENTS...`: the command, killed when process PARENT ends, so that a
-peer does not outlive the process that started it even when that one is killed.
-"""
+"""Peers as processes of this machine, on loopback, that are gone without a trace at the end."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,13 +40,14 @@ class PeerProcess:
         self._log = folder / f"{name}.log"
         self._arguments = [
             *("--name", name),
-            *("--listen", "127.0.0.1:0"),
             *("--data-listen", "127.0.0.1:0"),
             *("--state-dir", str(folder / f"{name}.state")),
             *("--socket", str(self.socket)),
             *arguments,
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self.address = "127.0.0.1:0"
+        """Where it listens; port 0: any."""
 
     @property
     def process_id(self) -> int:
@@ -59,7 +56,8 @@ class PeerProcess:
 
     def start(self, bootstrap: str | None) -> None:
         """Start the process. `wait_until_ready` says when it serves."""
-        arguments = [*self._arguments, *(("--bootstrap", bootstrap) if bootstrap else ())]
+        arguments = [*self._arguments, "--listen", self.address]
+        arguments += ["--bootstrap", bootstrap] if bootstrap else []
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith("MOONCAKE_P2P_")
         }
@@ -67,15 +65,7 @@ class PeerProcess:
             self._process.stdout.close()  # of its life before
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "mooncake_p2p.local_cluster",
-                    str(os.getpid()),
-                    "join",
-                    *arguments,
-                ],
+                [sys.executable, "-P", "-m", "mooncake_p2p.tied", str(os.getpid()), "join", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -156,17 +146,20 @@ class LocalCluster:
         self.peers.append(PeerProcess(name, self.folder, [*self._arguments, *options]))
         return self.peers[-1]
 
-    def start(self, *peers: PeerProcess, bootstrap: str | None = None) -> None:
-        """Start peers side by side and wait until all are ready."""
-        for peer in peers:
-            with self._interrupts.held():  # else a signal could leave the new process behind
-                peer.start(bootstrap)
-        for peer in peers:
+    def start_all(self) -> None:
+        """Start all peers at once, the others through the first one, and wait until all are ready."""
+        first, *others = self.peers
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            first.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.begin(first, None)
+        for peer in others:
+            self.begin(peer, first.address)
+        for peer in self.peers:
             peer.wait_until_ready()
 
-    def begin(self, peer: PeerProcess, bootstrap: str) -> None:
+    def begin(self, peer: PeerProcess, bootstrap: str | None) -> None:
         """Start a peer, and wait for nothing."""
-        with self._interrupts.held():
+        with self._interrupts.held():  # else a signal could leave the new process behind
             peer.start(bootstrap)
 
     def close(self) -> None:
@@ -186,22 +179,3 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = READY_
         if time.monotonic() > deadline:
             raise CommandFailed(f"{what}: not within {seconds:g} s")
         time.sleep(POLL_SECONDS)
-
-
-PR_SET_PDEATHSIG: Final = 1
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; exits at once if it already has."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv.pop(1)))
-    from mooncake_p2p.main import main
-
-    main()

@@ -189,8 +189,7 @@ def replay(
         cluster.add(name, *_ssd_options(cluster, settings, scale, name))
         for name in (f"peer{number}" for number in range(settings.peers))
     ]
-    cluster.start(peers[0])
-    cluster.start(*peers[1:], bootstrap=peers[0].ready["control"])
+    cluster.start_all()
     with ExitStack() as stack:
         clients = [peer.connect() for peer in peers]
         stack.callback(_close_all, clients)

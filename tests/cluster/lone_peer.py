@@ -22,15 +22,7 @@ def peer_process(
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A peer, and its socket. `sources`: of another version than this checkout's."""
     path = str(folder / "s")
-    command = [
-        sys.executable,
-        "-m",
-        "mooncake_p2p.local_cluster",
-        str(os.getpid()),
-        "join",
-        "--name",
-        "p",
-    ]
+    command = [sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join", "--name", "p"]
     command += ["--memory", "16MiB", "--listen", "127.0.0.1:0", "--socket", path]
     command += ["--state-dir", str(folder / "state"), "--metrics", "127.0.0.1:0"]
     with (folder / "log").open("wb") as log:

@@ -76,7 +76,7 @@ class PeerProcess:
         self._cluster = cluster
         self.socket = cluster.folder / f"{self.name}.sock"
         self._command = [
-            *(*prefix, sys.executable, "-m", "mooncake_p2p.local_cluster", str(os.getpid()), "join"),
+            *(*prefix, sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join"),
             *("--name", self.name, "--cluster", cluster.folder.name),
             *("--cluster-key-file", str(cluster.key)),
             *("--listen", self.control, "--data-listen", f"{address}:0"),

@@ -78,8 +78,8 @@ def _live(
     parent: int,
 ) -> None:
     """Be a peer: nothing of the tests' process is left but what it imported."""
-    from mooncake_p2p.local_cluster import die_with_parent
     from mooncake_p2p.main import main
+    from mooncake_p2p.tied import die_with_parent
 
     die_with_parent(parent)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from mooncake_p2p.local_cluster import die_with_parent
+from mooncake_p2p.tied import die_with_parent
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.client.peer_link import PeerLink

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mooncake_p2p.local_cluster import die_with_parent
+from mooncake_p2p.tied import die_with_parent
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import NoLocalPeer, NoSuchKey, P2PStoreError, StoreClosed

@@ -128,8 +128,7 @@ class Peer:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.host.command(
-                    *(sys.executable, "-m", "mooncake_p2p.local_cluster", str(os.getpid()), "join"),
-                    *arguments,
+                    *(sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join"), *arguments
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

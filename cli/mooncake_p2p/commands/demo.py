@@ -161,9 +161,8 @@ def _play(cluster: LocalCluster, show: _Show, block_count: int, memory: str) -> 
             clients.callback(client.close)
             return client
 
-        with show.step("start alpha, then beta and gamma through it", spins=True) as step:
-            cluster.start(alpha)
-            cluster.start(beta, gamma, bootstrap=alpha.ready["control"])
+        with show.step("start alpha, and beta and gamma through it", spins=True) as step:
+            cluster.start_all()
             on_alpha, on_beta, on_gamma = map(connect, (alpha, beta, gamma))
             for client in (on_alpha, on_beta, on_gamma):
                 wait_until(lambda client=client: _alive(client) == 3, "all three see each other")  # type: ignore[misc]
@@ -190,7 +189,8 @@ def _play(cluster: LocalCluster, show: _Show, block_count: int, memory: str) -> 
 
         with show.step("start gamma again", spins=True) as step:
             peer_id = gamma.ready["peer_id"]
-            cluster.start(gamma, bootstrap=alpha.ready["control"])
+            cluster.begin(gamma, alpha.ready["control"])
+            gamma.wait_until_ready()
             if gamma.ready["peer_id"] != peer_id:
                 raise CommandFailed(f"gamma came back as {gamma.ready['peer_id']}, not {peer_id}")
             on_gamma = connect(gamma)

@@ -66,7 +66,7 @@ class OwnPeer:
 
     def _start(self, options: Sequence[str]) -> None:
         command = [
-            *(sys.executable, "-P", "-m", "mooncake_p2p.local_cluster", str(os.getpid()), "join"),
+            *(sys.executable, "-P", "-m", "mooncake_p2p.tied", str(os.getpid()), "join"),
             *("--state-dir", str(self.folder / "state"), "--socket", str(self.socket)),
             *options,
         ]
