@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from mooncake_p2p.join_settings import ready_for_people, spelled_as_given
 from mooncake_p2p.main import LazyCommands, run
-from mooncake_p2p.options import parse_timeout
+from mooncake_p2p.options import BLAS_THREADS, importing, parse_timeout
 from p2pstore.access.invite import Invite, format_invite
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, parse_duration
@@ -328,3 +329,18 @@ def test_what_the_peer_finds_wrong_is_told_as_it_was_spelled() -> None:
         with pytest.raises(ConfigError) as caught, spelled_as_given(settings):
             raise ConfigError(said)
         assert str(caught.value) == shown
+
+
+@pytest.mark.parametrize("before", [None, "4"])
+def test_modules_are_loaded_without_threads_of_numpy_and_the_environment_stays(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(BLAS_THREADS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(BLAS_THREADS, before)
+    with pytest.raises(ImportError), importing():
+        assert os.environ[BLAS_THREADS] == (before or "1")
+        assert not gc.isenabled()
+        raise ImportError
+    assert os.environ.get(BLAS_THREADS) == before
+    assert gc.isenabled()

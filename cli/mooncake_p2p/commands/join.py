@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import sys
@@ -24,7 +23,7 @@ from mooncake_p2p.join_settings import (
     spelled_as_given,
     start_detached,
 )
-from mooncake_p2p.options import Json
+from mooncake_p2p.options import Json, importing
 from mooncake_p2p.output import print_json, print_table, remark
 from p2pstore.objects import format_bytes
 from p2pstore.runtime.linux import survive_hangups
@@ -245,10 +244,8 @@ def _run(given: Mapping[str, Any], detached: bool, for_people: bool) -> None:
             refuse_name_of_another(settings)
         refuse_socket_of_another(settings)
         config = settings.checked()  # a mistake is told before the peer's modules are loaded
-        gc.disable()  # what the modules make stays: looking for garbage in it takes a tenth of the start
-        from p2pstore.peer import run_peer
-
-        gc.enable()
+        with importing():
+            from p2pstore.peer import run_peer
         try:
             with spelled_as_given(settings):
                 if for_people:
