@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 from tests.contract.worlds import peer_process
 from tests.optional import require_torch
+from tests.ports import free_port
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -121,6 +128,67 @@ def test_a_model_is_broadcast(machine: Machine, tmp_path: Path) -> None:
     assert "published model@" in printed
     assert printed.count("1 tensors, identical: True") == 3
     assert "all have it after" in printed
+
+
+class Engine(ThreadingHTTPServer):
+    """Stands where an engine would, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), EngineAnswers)
+        self.asked: list[dict[str, Any]] = []
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever).start()
+
+    def end(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class EngineAnswers(BaseHTTPRequestHandler):
+    server: Engine
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps({"tokens": body["max_tokens"]}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_proxy_of_prefill_and_decode_engines() -> None:
+    """With real engines: `scripts/check_vllm`."""
+    port = free_port("127.0.0.1")
+    prefill, decode = Engine(), Engine()
+    command = [sys.executable, str(EXAMPLES / "prefill_decode_proxy.py"), str(port)]
+    command += ["--prefill", prefill.address, "--decode", decode.address]
+    proxy = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def ask() -> Any:
+        body = json.dumps({"prompt": "p", "max_tokens": 7}).encode()
+        with urlopen(f"http://127.0.0.1:{port}/v1/completions", body, EXAMPLE_SECONDS) as answer:
+            return json.load(answer)
+
+    def listens() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        eventually(listens)
+        assert ask() == {"tokens": 7}
+        assert [each["max_tokens"] for each in prefill.asked] == [1]
+        assert decode.asked[0]["kv_transfer_params"]["p2pstore_wait_seconds"] > 0
+        prefill.end()
+        assert ask() == {"tokens": 7}
+        assert "kv_transfer_params" not in decode.asked[1]
+    finally:
+        proxy.kill()
+        proxy.wait()
+        prefill.end()
+        decode.end()
 
 
 def test_without_torch_the_example_says_what_to_install(tmp_path: Path) -> None:

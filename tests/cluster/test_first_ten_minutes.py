@@ -129,7 +129,7 @@ def test_the_first_ten_minutes_are_as_the_page_says(shell: Shell) -> None:
 
 
 def test_one_minute_is_as_the_readme_says(shell: Shell) -> None:
-    compare(shell, README, least=6)
+    compare(shell, README, least=5)
 
 
 def compare(shell: Shell, page: Path, *, least: int) -> None:
