@@ -17,7 +17,7 @@ from tests.unit.test_docs import HEADLESS, VAGUE
 
 ROOT: Final = Path(__file__).parents[2]
 MOST_SHIPPED_LINES: Final = 104_900
-MOST_TEST_LINES: Final = 101_900
+MOST_TEST_LINES: Final = 102_000
 MOST_MODULES: Final = 432
 MOST_LINES_OF_A_MODULE: Final = 500
 MOST_METHODS: Final = 25
