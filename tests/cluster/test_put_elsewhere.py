@@ -27,7 +27,6 @@ from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import MIB, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer, open_peer
-from p2pstore.peer import assembly as peer_api
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, Store, Stored, Ticket
 from p2pstore.transfer.peer_messages import Statistics
@@ -239,27 +238,13 @@ async def test_so_many_others_are_tried_and_each_reason_told(
         assert str(caught.value).count("25.0 MiB hard-pinned") == min(tries, 2)
 
 
-async def test_a_peer_of_the_version_before_is_no_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer_api, "MAX_DATA_VERSION", 1)
-    async with peers(tmp_path, NONE, {}) as (a, b):
-        with pytest.raises(errors.CapacityExceeded, match="no other live peer takes values"):
-            await a.put("k", b"value")
-        monkeypatch.setattr(peer_api, "MAX_DATA_VERSION", 2)
-        async with open_peer(config(tmp_path, "c", a, memory="8MiB")) as c:
-            await until(lambda: len(a.node.core.live_peers()) == 2)
-            assert (await a.put("k", b"value")).location == c.name
-            assert used(b) == 0
-
-
 async def test_a_peer_that_turns_out_to_be_too_old_is_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elsewhere, "MAX_TRIES", 1)
     async with peers(tmp_path, NONE, {}, {"memory": "16MiB"}) as (a, b, _):
         monkeypatch.setattr(data_server, "MAX_DATA_VERSION", 1)
-        with pytest.raises(errors.CapacityExceeded, match="speaks version 1") as caught:
+        with pytest.raises(errors.CapacityExceeded, match="upgrade the older one") as caught:
             await a.put("k", b"value")
         assert "b: " in str(caught.value)
         assert "c: " in str(caught.value)

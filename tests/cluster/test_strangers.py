@@ -465,7 +465,7 @@ async def test_an_overheard_ticket_answers_nothing_without_its_secret(tmp_path: 
     async with cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour):
         overheard = ticket(victim, neighbour.node.host.settings.identity, KeyRing([KEY])).ticket
         stream = await TrioDriver().connect_tcp(*split_address(victim.data[0], "data"), SECONDS)
-        hello = data.Hello(1, 1, overheard, bytes(32))
+        hello = data.Hello(data.MIN_DATA_VERSION, data.MAX_DATA_VERSION, overheard, bytes(32))
         await stream.send(
             PREFACE_DATA,
             encode_frame(DataKind.HELLO, 1, hello),

@@ -1013,7 +1013,7 @@ GARBAGE = {
     "huge bulk": HEADER.pack(DataKind.PING, 0, 1, 0, 0xFFFF_FFFF),
     "bulk in a request": HEADER.pack(DataKind.PING, 0, 1, 0, 100) + bytes(100),
     "second hello": encode_frame(DataKind.HELLO, 1, Ping()),
-    "short nonce": encode_frame(DataKind.HELLO, 1, Hello(1, 1, grant().ticket, b"short")),
+    "short nonce": encode_frame(DataKind.HELLO, 1, Hello(3, 4, grant().ticket, b"short")),
     "reply": encode_frame(DataKind.PING, 1, Ping(), flags=REPLY),
     "malformed body": HEADER.pack(DataKind.GET, 0, 1, 3, 0) + b"\xc1\xc1\xc1",
     "no items": encode_frame(DataKind.GET, 1, Get([])),
