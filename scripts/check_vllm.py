@@ -254,8 +254,9 @@ def check_pool(world: World, a: Engine, b: Engine, peers: dict[str, Any]) -> Non
     say("holder killed and started again")
 
 
-def check_stopped(b: Engine, alone: Engine, peers: dict[str, Any]) -> None:
+def check_stopped(world: World, a: Engine, b: Engine, alone: Engine, peers: dict[str, Any]) -> None:
     """A stopped peer costs next to nothing; `alone` has none."""
+    untried = world.ask_cold(a, prompt(4), "b")
     peers["b"].send_signal(signal.SIGSTOP)
     for seed in (3, 99):  # known and unknown, while the peer's table is still trusted
         b.ask(prompt(seed), max_tokens=1)
@@ -268,7 +269,7 @@ def check_stopped(b: Engine, alone: Engine, peers: dict[str, Any]) -> None:
     assert stopped < none + MOST_MORE_SECONDS, times
     peers["b"].send_signal(signal.SIGCONT)
     b.until_peer_answers()
-    b.ask_warm(prompt(3))
+    check_same(untried, b.ask_warm(prompt(4)))  # what could not be read is not tried again for 5 s
     say("stopped peer, which went on")
 
 
@@ -390,7 +391,7 @@ def run(python: str, *options: str) -> None:
         say("engines are ready, one of them without a peer")
         a, b, c = engines
         check_pool(world, a, b, peers)
-        check_stopped(b, c, peers)
+        check_stopped(world, a, b, c, peers)
         peers["c"] = world.peer("c")
         c.until_peer_answers()
         until(lambda: world.held("c", WEIGHTS) >= world.held("a", WEIGHTS), "all is announced")
