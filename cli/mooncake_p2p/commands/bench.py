@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mooncake_p2p.exit_errors import CommandFailed, Interrupts
-from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, parse_timeout
+from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, option, parse_timeout
 from mooncake_p2p.output import print_json, print_table, printable, progress, remark
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import chunk_sums, format_bytes, parse_bytes
@@ -119,11 +119,7 @@ PLAIN: Final = "memcpy + xxh3"
 def bench(
     size: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Length of the values; may be repeated  [default: 4KiB 1MiB 64MiB].",
-            show_default=False,
-        ),
+        option("SIZE", "Length of the values; may be repeated  [default: 4KiB 1MiB 64MiB]."),
     ] = None,
     seconds: Annotated[
         str, typer.Option(metavar="SECONDS", help="How long each figure is measured.")

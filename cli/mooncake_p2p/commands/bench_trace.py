@@ -14,7 +14,7 @@ import typer
 
 from mooncake_p2p.commands.bench import Result, machine
 from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.options import Json, with_records
+from mooncake_p2p.options import Json, argument, flag, option, with_records
 from mooncake_p2p.output import print_json, print_table, progress, remark
 from p2pstore.objects import format_bytes, parse_bytes
 
@@ -109,23 +109,14 @@ class ReplayOptions:
     ] = 0.0
     down: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long it is away.")] = 5.0
     plot: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Picture: hit rate by memory; of real peers, as it grows.",
-            show_default=False,
-        ),
+        str | None, option("FILE", "Picture: hit rate by memory; of real peers, as it grows.")
     ] = None
 
 
 @with_records
 def bench_trace(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="The trace, JSON lines.", show_default=False)
-    ],
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Only on simulated peers, and compare more.")
-    ] = False,
+    file: Annotated[str, argument("FILE", "The trace, JSON lines.")],
+    simulate: Annotated[bool, flag("--simulate", "Only on simulated peers, and compare more.")] = False,
     *,
     pool: PoolOptions,
     replay: ReplayOptions,

@@ -20,7 +20,9 @@ from mooncake_p2p.options import (
     Socket,
     Timeout,
     Yes,
+    argument,
     connected,
+    option,
     parse_timeout,
     with_records,
 )
@@ -51,10 +53,7 @@ def pin(
         ),
     ] = None,
     ttl: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SECONDS|10m", help="How long a soft pin lasts  [default: 30m].", show_default=False
-        ),
+        str | None, option("SECONDS|10m", "How long a soft pin lasts  [default: 30m].")
     ] = None,
     *,
     peer: AtPeer,
@@ -136,10 +135,7 @@ def _for_each(
 @with_records
 def replicate(
     key: Key,
-    copies: Annotated[
-        int,
-        typer.Option("--replicas", "-n", min=1, metavar="N", help="Copies in all.", show_default=False),
-    ],
+    copies: Annotated[int, option("N", "Copies in all.", "--replicas", "-n", min=1)],
     *,
     peer: AtPeer,
 ) -> None:
@@ -165,13 +161,8 @@ PAGE_KEYS: Final = 1000
 
 @with_records
 def rm(
-    keys: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY", help="Names of the objects.", show_default=False)
-    ] = None,
-    prefix: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Instead: all keys that begin with this.", show_default=False),
-    ] = None,
+    keys: Annotated[list[str] | None, argument("KEY", "Names of the objects.")] = None,
+    prefix: Annotated[str | None, option("TEXT", "Instead: all keys that begin with this.")] = None,
     yes: Yes = False,
     *,
     peer: AtPeer,
@@ -301,9 +292,7 @@ def incomplete(silent_peers: Iterable[str]) -> str:
 
 
 def flush(
-    namespace: Annotated[
-        str, typer.Argument(metavar="NAMESPACE", help="Namespace to remove.", show_default=False)
-    ],
+    namespace: Annotated[str, argument("NAMESPACE", "Namespace to remove.")],
     yes: Yes = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,

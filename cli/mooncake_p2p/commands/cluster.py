@@ -26,6 +26,7 @@ from mooncake_p2p.options import (
     Socket,
     Timeout,
     connected,
+    flag,
     parse_timeout,
     was_given,
 )
@@ -57,15 +58,11 @@ LOOK_SECONDS: Final = 0.05
 
 
 def stats(
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show rates, again and again, until Ctrl-C.")
-    ] = False,
+    watch: Annotated[bool, flag("--watch", "Show rates, again and again, until Ctrl-C.")] = False,
     interval: Annotated[
         str, typer.Option(metavar="SECONDS", help="Time between two readings of --watch.")
     ] = DEFAULT_INTERVAL,
-    slow: Annotated[
-        bool, typer.Option("--slow", help="Recent slow operations, and where their time went.")
-    ] = False,
+    slow: Annotated[bool, flag("--slow", "Recent slow operations, and where their time went.")] = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
@@ -109,11 +106,9 @@ def stats(
 
 def peers(
     everyone: Annotated[
-        bool, typer.Option("--all", help="Also those that died or left within the last 24 hours.")
+        bool, flag("--all", "Also those that died or left within the last 24 hours.")
     ] = False,
-    reads: Annotated[
-        bool, typer.Option("--reads", help="Reads from them: objects, bytes and latencies.")
-    ] = False,
+    reads: Annotated[bool, flag("--reads", "Reads from them: objects, bytes and latencies.")] = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,

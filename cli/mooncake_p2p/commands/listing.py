@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mooncake_p2p.options import AtPeer, Key, with_records
+from mooncake_p2p.options import AtPeer, Key, argument, flag, option, with_records
 from mooncake_p2p.output import print_json, print_table, printable, progress, remark, short_id
 from p2pstore.errors import NoSuchKey
 from p2pstore.objects import format_bytes, unix_seconds_from_clock
@@ -27,21 +27,14 @@ class ListOptions:
     limit: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Most keys to list.")] = (
         1000
     )
-    local: Annotated[bool, typer.Option("--local", help="Only what this peer holds.")] = False
-    pinned: Annotated[bool, typer.Option("--pinned", help="Only what is pinned.")] = False
-    after: Annotated[
-        str,
-        typer.Option(
-            metavar="KEY", help="Only keys behind this one: the next page.", show_default=False
-        ),
-    ] = ""
+    local: Annotated[bool, flag("--local", "Only what this peer holds.")] = False
+    pinned: Annotated[bool, flag("--pinned", "Only what is pinned.")] = False
+    after: Annotated[str, option("KEY", "Only keys behind this one: the next page.")] = ""
 
 
 @with_records
 def ls(
-    prefix: Annotated[
-        str, typer.Argument(metavar="PREFIX", help="Only keys that begin with this.", show_default=False)
-    ] = "",
+    prefix: Annotated[str, argument("PREFIX", "Only keys that begin with this.")] = "",
     *,
     which: ListOptions,
     peer: AtPeer,
