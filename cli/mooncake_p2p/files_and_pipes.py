@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from mooncake_p2p.exit_errors import CommandFailed, ExitCode
-from mooncake_p2p.output import progress
+from mooncake_p2p.output import CommandFailed, ExitCode, progress
 from p2pstore.objects import MAX_OBJECT_BYTES, MIB, check_object_length
 from p2pstore.runtime.linux import is_ready
 

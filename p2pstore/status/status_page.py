@@ -16,11 +16,17 @@ from typing import Any, Final
 
 from p2pstore.runtime.stepping import Steps
 from p2pstore.runtime.trio_tasks import in_turns
-from p2pstore.status.checkup import ObservedPeer
+from p2pstore.status.checkup import (
+    MAX_CHECKPOINTS,
+    ObservedPeer,
+    Progress,
+    Survey,
+    member_document,
+    progress_document,
+)
 from p2pstore.status.doctor.finding import MAX_KEY_LETTERS, shown
 from p2pstore.status.http_server import Answer, Pages, text_answer
 from p2pstore.status.slow_operations import SlowOperation, SlowOperations
-from p2pstore.status.survey import MAX_CHECKPOINTS, Progress, Survey, member_document, progress_document
 
 FORMAT: Final = 1
 """Of the document. It only grows."""

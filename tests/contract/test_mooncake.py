@@ -17,7 +17,7 @@ import pytest
 
 from p2pstore import blocking, errors
 from p2pstore.integrations import mooncake
-from p2pstore.integrations.mooncake.own_peer import OwnPeer
+from p2pstore.integrations.mooncake.base import OwnPeer
 from p2pstore.integrations.mooncake.tensor_format import TensorHeader, encode_header
 from p2pstore.local import socket_paths as paths
 from p2pstore.values import Gathered

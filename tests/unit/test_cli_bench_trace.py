@@ -11,10 +11,9 @@ import msgspec
 import pytest
 
 from mooncake_p2p.commands import bench_trace
-from mooncake_p2p.exit_errors import ExitCode
 from mooncake_p2p.main import run
-from p2pstore.trace.comparison import cases
-from p2pstore.trace.pool import PoolSettings
+from mooncake_p2p.output import ExitCode
+from p2pstore.trace.pool import PoolSettings, cases
 from tests.unit.trace_requests import conversations
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake_p2p.exit_errors import ENDING_SIGNALS, Interrupts
+from mooncake_p2p.output import ENDING_SIGNALS, Interrupts
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake_p2p.commands.listing import how_cut_off
+from mooncake_p2p.commands.stored_keys import how_cut_off
 from p2pstore.results import PeerInfo
 
 

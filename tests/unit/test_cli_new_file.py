@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.files_and_pipes import NewFile
+from mooncake_p2p.output import CommandFailed
 
 REAL_OPEN = os.open
 

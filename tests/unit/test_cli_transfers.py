@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_p2p import files_and_pipes as transfers
-from mooncake_p2p.exit_errors import CommandFailed, ExitCode
+from mooncake_p2p.output import CommandFailed, ExitCode
 from p2pstore.errors import ObjectTooLarge
 from p2pstore.objects import MIB
 

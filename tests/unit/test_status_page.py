@@ -15,13 +15,10 @@ from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Participation, TakesPart, member_of, sign_peer_record
 from p2pstore.objects import GIB
-from p2pstore.status.checkup import RecentCounts
-from p2pstore.status.doctor.finding import MAX_NAME_LETTERS, shown
-from p2pstore.status.slow_operations import Request, SlowOperation, SlowOperations, Stage
-from p2pstore.status.status_page import StatusSource, page_bytes, page_headers, slow_document
-from p2pstore.status.survey import (
+from p2pstore.status.checkup import (
     MAX_SHOWN,
     MAX_WRONG,
+    RecentCounts,
     failures,
     member_document,
     name_of,
@@ -30,6 +27,9 @@ from p2pstore.status.survey import (
     survey,
     versions_of,
 )
+from p2pstore.status.doctor.finding import MAX_NAME_LETTERS, shown
+from p2pstore.status.slow_operations import Request, SlowOperation, SlowOperations, Stage
+from p2pstore.status.status_page import StatusSource, page_bytes, page_headers, slow_document
 from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
 
 HOSTILE = "<script>alert(1)</script>\u202e\n\x1b[2J"

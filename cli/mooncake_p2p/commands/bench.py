@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import CommandFailed, Interrupts
 from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, option, parse_timeout
-from mooncake_p2p.output import print_json, print_table, printable, progress, remark
+from mooncake_p2p.output import (
+    CommandFailed,
+    Interrupts,
+    print_json,
+    print_table,
+    printable,
+    progress,
+    remark,
+)
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import chunk_sums, format_bytes, parse_bytes
 

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mooncake_p2p.commands.bench import Result, machine
-from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.options import Json, argument, flag, option, with_records
-from mooncake_p2p.output import print_json, print_table, progress, remark
+from mooncake_p2p.output import CommandFailed, print_json, print_table, progress, remark
 from p2pstore.objects import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from mooncake_p2p.trace_replay import OutagePlan, RealOutcome, Scale
-    from p2pstore.trace.comparison import Replayed
-    from p2pstore.trace.pool import PoolSettings
+    from p2pstore.trace.pool import PoolSettings, Replayed
     from p2pstore.trace.trace_requests import Model, Request
 
 _BLOCKS: Final = re.compile(r"([0-9]{1,12}) ?blocks?")
@@ -134,7 +132,7 @@ def bench_trace(
     Eq. 1 of the paper for LLaMA3-70B. The rest is bytes of KVCache read, by where they were.
     """
     from mooncake_p2p.trace_replay import OutagePlan
-    from p2pstore.trace.comparison import cases, compare
+    from p2pstore.trace.pool import cases, compare
     from p2pstore.trace.trace_requests import Model
 
     model = Model(kv_bytes_per_token=_at_least_one(parse_bytes(replay.token_bytes, "--token-bytes")))
@@ -216,8 +214,8 @@ def _replay_for_real(
     plot: str | None,
 ) -> None:
     from mooncake_p2p import trace_replay
-    from mooncake_p2p.exit_errors import Interrupts
     from mooncake_p2p.local_cluster import LocalCluster
+    from mooncake_p2p.output import Interrupts
 
     with Interrupts() as interrupts, progress("replaying") as bar:
 
@@ -345,7 +343,7 @@ def _show(replayed: Sequence[Replayed], model: Model) -> None:
 
 
 def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, path: str) -> None:
-    from p2pstore.trace.comparison import by_memory
+    from p2pstore.trace.pool import by_memory
 
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")

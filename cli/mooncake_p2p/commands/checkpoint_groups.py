@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mooncake_p2p.commands.checkpoint import Keep, Name, Publisher, Target
-from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import (
     AtPeer,
     Exclude,
@@ -31,6 +30,7 @@ from mooncake_p2p.options import (
 )
 from mooncake_p2p.output import (
     confirm,
+    describe,
     print_json,
     print_json_line,
     print_table,

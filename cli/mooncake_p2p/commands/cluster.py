@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
@@ -32,6 +31,7 @@ from mooncake_p2p.options import (
 )
 from mooncake_p2p.output import (
     ProgressBar,
+    describe,
     print_json,
     print_json_line,
     print_table,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import CommandFailed, ExitCode
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
@@ -26,7 +25,7 @@ from mooncake_p2p.options import (
     was_given,
     with_records,
 )
-from mooncake_p2p.output import print_json, printable, progress, remark
+from mooncake_p2p.output import CommandFailed, ExitCode, print_json, printable, progress, remark
 from p2pstore.objects import format_bytes
 
 if TYPE_CHECKING:

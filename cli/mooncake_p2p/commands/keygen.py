@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
@@ -24,7 +23,7 @@ from mooncake_p2p.options import (
     option,
     with_records,
 )
-from mooncake_p2p.output import print_json, remark
+from mooncake_p2p.output import CommandFailed, print_json, remark
 
 if TYPE_CHECKING:
     from p2pstore.access.keyring import KeyRing

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mooncake_p2p import files_and_pipes as transfers
-from mooncake_p2p.exit_errors import STANDARD_OUTPUT, CommandFailed
 from mooncake_p2p.files_and_pipes import NewFile
 from mooncake_p2p.options import AtPeer, Key, argument, flag, option, parse_timeout, with_records
 from mooncake_p2p.output import (
+    STANDARD_OUTPUT,
+    CommandFailed,
     format_rate,
     format_transfer,
     print_json,

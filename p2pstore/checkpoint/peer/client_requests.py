@@ -12,9 +12,9 @@ from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.checkpoint.content.manifest import Manifest, Signer, Verifier
 from p2pstore.checkpoint.content.sources import SourceMemory
+from p2pstore.checkpoint.peer.bringing import Job
 from p2pstore.checkpoint.peer.fetching import Fetching, Finder
 from p2pstore.checkpoint.peer.following import Following, Preparer, Updating
-from p2pstore.checkpoint.peer.jobs import Job
 from p2pstore.checkpoint.peer.piece_flow import Paces
 from p2pstore.checkpoint.peer.publishing import Publications, Publishing
 from p2pstore.checkpoint.peer.running import SwarmParts

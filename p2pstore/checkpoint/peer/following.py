@@ -11,8 +11,8 @@ import trio
 from p2pstore.checkpoint.checkpoint_messages import Fetch, Follow
 from p2pstore.checkpoint.content.directory_versions import current_version, switch_current, versions_with
 from p2pstore.checkpoint.content.manifest import format_version
+from p2pstore.checkpoint.peer.bringing import Job, News
 from p2pstore.checkpoint.peer.fetching import Fetching
-from p2pstore.checkpoint.peer.jobs import Job, News
 from p2pstore.checkpoint.peer.stores import HeldDirectory
 from p2pstore.checkpoint.peer.surroundings import ACQUAINTED_SECONDS, PeerInterface
 from p2pstore.checkpoint.swarm.group import (

@@ -20,7 +20,7 @@ from p2pstore.checkpoint.content.manifest import (
     sign_manifest,
 )
 from p2pstore.checkpoint.content.sources import SourceDirectory, SourceMemory
-from p2pstore.checkpoint.peer.jobs import Job, JobPhase, reader_of
+from p2pstore.checkpoint.peer.bringing import Job, JobPhase, reader_of
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import (
     HeldDirectory,
