@@ -360,11 +360,11 @@ class VersionFiles:
 
     def _read_file(self, number: int, view: memoryview, offset: int) -> None:
         try:
-            _read_fully(self.place(number), view, offset)
+            _read_file(self.place(number), view, offset)
         except FileNotFoundError:
             with self._switch:
                 place = self.place(number)
-            _read_fully(place, view, offset)
+            _read_file(place, view, offset)
 
     def write(self, piece: int, data: memoryview) -> None:
         """Write a piece to its files, but for those in their place. Raises `OSError`."""
@@ -418,7 +418,7 @@ def reader(root: Path, manifest: Manifest) -> ReadFile:
     """Reads files of a complete version in a folder."""
 
     def read(file: int, view: memoryview, offset: int) -> None:
-        _read_fully(root / manifest.files[file].path, view, offset)
+        _read_file(root / manifest.files[file].path, view, offset)
 
     return read
 
@@ -433,14 +433,18 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _read_fully(path: Path, view: memoryview, offset: int) -> None:
+def read_fully(descriptor: int, view: memoryview, offset: int) -> None:
+    """Fill a view with a file's bytes from an offset on. Raises `OSError`, and `EOFError` for a short file."""
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if not count:
+            raise EOFError(f"the file ends before byte {offset:,}")
+        view, offset = view[count:], offset + count
+
+
+def _read_file(path: Path, view: memoryview, offset: int) -> None:
     with opened(path) as descriptor:
-        while view:
-            count = os.preadv(descriptor, [view], offset)
-            if not count:
-                raise EOFError(f"{path} is shorter than it should be")
-            view = view[count:]
-            offset += count
+        read_fully(descriptor, view, offset)
 
 
 def _write_fully(path: Path, view: memoryview, offset: int) -> None:

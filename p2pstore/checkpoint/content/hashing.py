@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import trio
 from blake3 import blake3
 
+from p2pstore.checkpoint.content.directory_versions import read_fully
 from p2pstore.checkpoint.content.manifest import (
     HASH_BYTES,
     FileEntry,
@@ -31,6 +32,7 @@ from p2pstore.checkpoint.content.manifest import (
     make_manifest,
 )
 from p2pstore.checkpoint.content.pieces import Extent, PieceLayout, choose_piece_bytes
+from p2pstore.checkpoint.content.sources import Source
 from p2pstore.errors import CheckpointChanged
 
 STEP_BYTES: Final = 16 * 1024 * 1024
@@ -41,32 +43,6 @@ Progress = Callable[[int], None]
 """Called with the number of bytes hashed since the last call."""
 Opened = Callable[[int], AbstractContextManager[int]]
 """Opens a file, by number, for one thread: a descriptor for the time of a block."""
-
-
-class SourceEntry(Protocol):
-    """A file or a tensor, as a manifest describes it, without its hash."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def mode(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class Source(Protocol):
-    """A publication: `SourceDirectory` or `SourceMemory`."""
-
-    @property
-    def files(self) -> Sequence[SourceEntry]: ...
-
-    def opened(self, file: int) -> AbstractContextManager[int]: ...
-
-    def check(self) -> None: ...
 
 
 class PieceHashes:
@@ -250,13 +226,13 @@ class BulkReader:
             for number, begin in enumerate(range(offset, offset + length, BLOCK_BYTES)):
                 view = whole[: min(BLOCK_BYTES, offset + length - begin)]
                 if cached[number]:
-                    _read_fully(descriptor, view, begin)
+                    read_fully(descriptor, view, begin)
                 elif not (on_disk and self.past_cache and _read_past(descriptor, whole, view, begin)):
                     asked = max(asked, begin)
                     more = min(begin + AHEAD_BYTES, offset + length) - asked
                     with price.of(more):
                         os.posix_fadvise(descriptor, asked, more, os.POSIX_FADV_WILLNEED)
-                        _read_fully(descriptor, view, begin)
+                        read_fully(descriptor, view, begin)
                     asked += more
                     if price.is_high:
                         self.past_cache = True
@@ -317,15 +293,6 @@ def _read_past(descriptor: int, whole: memoryview, view: memoryview, offset: int
         return False  # reading it through the cache says what is wrong, if something is
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-
-
-def _read_fully(descriptor: int, view: memoryview, offset: int) -> None:
-    while view:
-        count = os.preadv(descriptor, [view], offset)
-        if not count:
-            raise EOFError(f"the file ends before byte {offset:,}")
-        view = view[count:]
-        offset += count
 
 
 LOCAL_FILE_SYSTEMS: Final = frozenset(

@@ -22,7 +22,7 @@ from typing import Annotated, Final, Protocol
 import msgspec
 from blake3 import blake3
 
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name, check_paths
+from p2pstore.checkpoint.content.content_paths import check_paths
 from p2pstore.checkpoint.content.pieces import (
     NO_PIECES,
     Extent,
@@ -32,7 +32,7 @@ from p2pstore.checkpoint.content.pieces import (
     pieces_in,
 )
 from p2pstore.errors import CheckpointRefused, ProtocolError
-from p2pstore.objects import format_peer_id
+from p2pstore.objects import check_checkpoint_name, format_peer_id
 from p2pstore.wire import Message, decode_body, encode_body
 
 MANIFEST_FORMAT: Final = 1

@@ -10,7 +10,6 @@ from typing import Final
 import trio
 
 from p2pstore.checkpoint.checkpoint_messages import Publish
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import (
     Manifest,
@@ -19,7 +18,7 @@ from p2pstore.checkpoint.content.manifest import (
     format_version,
     sign_manifest,
 )
-from p2pstore.checkpoint.content.sources import SourceDirectory, SourceMemory
+from p2pstore.checkpoint.content.sources import Source, SourceDirectory, SourceMemory
 from p2pstore.checkpoint.peer.bringing import Job, JobPhase, reader_of
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import (
@@ -40,7 +39,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.checkpoint_records import checkpoint_digest
 from p2pstore.gossip.records import TakesPart
-from p2pstore.objects import format_peer_id
+from p2pstore.objects import check_checkpoint_name, format_peer_id
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.wire import Message, decode_body, encode_body
 
@@ -228,7 +227,7 @@ class Publishing:
     async def _publish(
         self,
         order: Publish,
-        source: SourceDirectory | SourceMemory,
+        source: Source,
         make_store: Callable[[Manifest, bytes], PieceStore],
         job: Job,
         keep: Callable[[SignedManifest], None] = lambda _: None,
