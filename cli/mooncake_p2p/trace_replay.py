@@ -261,7 +261,7 @@ class _Replay:
     def _serve(self, request: Request) -> None:
         """Read what is anywhere, put the rest where the request went; elsewhere, when that peer dies meanwhile."""
         keys = [str(block) for block in request.hash_ids]
-        chosen = self._router.choose(self._local(keys))
+        chosen = self._router(self._local(keys))
         while True:
             chosen = next_up(chosen, self._outages.up)
             try:

@@ -8,12 +8,11 @@ the real segments, with their ranks; the SSD keeps blocks by the rule of the rea
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import islice
+from itertools import count, islice
 from math import inf
 from random import Random
 from typing import Final, Literal
@@ -133,7 +132,7 @@ class Pool:
 
     def _serve(self, request: Request) -> None:
         blocks, now = request.hash_ids, request.seconds
-        chosen = self._router.choose(self._local_blocks(blocks))
+        chosen = self._router(self._local_blocks(blocks))
         reader = next_up(chosen, [peer.up for peer in self._peers])
         hits = leading_hits(blocks, lambda block: self._is_found(block, reader))
         self.outcome.counts.count(request, hits, self._model)
@@ -345,50 +344,16 @@ def next_up(chosen: int, up: Sequence[bool]) -> int:
 RoutingName = Literal["round-robin", "random", "affine", "unequal"]
 
 
-class Router(ABC):
-    """Chooses among peers by number."""
-
-    @abstractmethod
-    def choose(self, local: Sequence[int]) -> int:
-        """The peer for a request, of whose prefix each peer n has `local[n]` blocks in its own memory."""
+Router = Callable[[Sequence[int]], int]
+"""The peer for a request, by its number, of whose prefix each peer n has `local[n]` blocks in its own memory."""
 
 
-class RoundRobin(Router):
-    """One after the other."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def choose(self, local: Sequence[int]) -> int:
-        chosen = self._next % len(local)
-        self._next = chosen + 1
-        return chosen
-
-
-class AtRandom(Router):
-    """Any, each time."""
-
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
-
-    def choose(self, local: Sequence[int]) -> int:
-        return self._rng.randrange(len(local))
-
-
-class Unequal(Router):
+def _unequal(turn: int, peers: int) -> int:
     """The first peer in 70 of 100 cases, else the others in turns."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def choose(self, local: Sequence[int]) -> int:
-        self._count += 1
-        if self._count % 10 < UNEQUAL_TENTHS or len(local) == 1:
-            return 0
-        return 1 + self._count % (len(local) - 1)
+    return 0 if turn % 10 < UNEQUAL_TENTHS or peers == 1 else 1 + turn % (peers - 1)
 
 
-class PrefixAffine(Router):
+class PrefixAffine:
     """The peer that has most of the prefix, among those that were sent less than `load_bound` times the mean of all
     requests so far, this one among them. Without a bound one peer would get all, since all share their first block."""
 
@@ -410,8 +375,13 @@ class PrefixAffine(Router):
 def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
     """A new router."""
     if name == "affine":
-        return PrefixAffine(load_bound)
-    return RoundRobin() if name == "round-robin" else Unequal() if name == "unequal" else AtRandom(rng)
+        return PrefixAffine(load_bound).choose
+    if name == "random":
+        return lambda local: rng.randrange(len(local))
+    turns = count()
+    if name == "unequal":
+        return lambda local: _unequal(next(turns) + 1, len(local))
+    return lambda local: next(turns) % len(local)
 
 
 PRIVATE: Final = "each peer alone"

@@ -161,7 +161,7 @@ def test_an_ssd_has_room_for_some_segments() -> None:
 def test_blind_routers_spread_requests() -> None:
     for name in ("round-robin", "random"):
         router = make_router(name, 1.0, Random(1))
-        chosen = [router.choose([0, 5, 0]) for _ in range(3000)]
+        chosen = [router([0, 5, 0]) for _ in range(3000)]
         assert all(
             abs(chosen.count(peer) - 1000) <= (100 if name == "random" else 0) for peer in range(3)
         )
