@@ -71,8 +71,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "completion": ("about", "Print a script that completes commands, options and keys with Tab."),
     "help": ("about", "Show the help of a command."),
 }
-"""Command -> (module that holds the function of that name, summary for the list of commands). One of two words is a
-command of its own."""
+"""Command -> (module with the function of that name, summary). One of two words is a command of its own."""
 
 MEANT: Final = {
     **dict.fromkeys(("set", "store", "write", "add", "upload"), "put"),
@@ -438,8 +437,7 @@ def complete(instruction: str) -> int:
 
 
 def _end(status: int) -> NoReturn:
-    """End the process at once: all is written and closed, and to take the modules apart costs
-    another 20 ms."""
+    """End the process at once: all is written and closed, and taking modules apart costs another 20 ms."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

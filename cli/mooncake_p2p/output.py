@@ -49,8 +49,7 @@ class JsonOutput:
         self._document, self._has_lines = None, False
 
     def end(self, error: dict[str, Any] | None = None, *, stopped: bool = False) -> None:
-        """Print the document, if there is one or an error. `stopped`: the user ended the command, so lines need no
-        error."""
+        """Print the document, if there is one, or an error. `stopped`: by the user, so printed lines need no error."""
         document = self._document
         if error is not None:
             if stopped and self._has_lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, TextIO
 
 from mooncake_p2p.output import printable, short_id
@@ -100,19 +100,15 @@ def rates(before: Reading | None, after: Reading) -> Activity | None:
     def per_second(older: float, newer: float) -> float:
         return max(0.0, newer - older) / seconds
 
-    def each(older: dict[str, float], newer: dict[str, float]) -> dict[str, float]:
-        return {name: per_second(older.get(name, 0.0), value) for name, value in newer.items()}
-
-    return Activity(
-        puts=per_second(first.puts, last.puts),
-        put_bytes=per_second(first.put_bytes, last.put_bytes),
-        failed_puts=per_second(first.failed_puts, last.failed_puts),
-        gets=per_second(first.gets, last.gets),
-        gets_elsewhere=per_second(first.gets_elsewhere, last.gets_elsewhere),
-        misses=per_second(first.misses, last.misses),
-        received_bytes=each(first.received_bytes, last.received_bytes),
-        served_bytes=each(first.served_bytes, last.served_bytes),
-    )
+    found: dict[str, Any] = {}
+    for each in fields(Activity):
+        was, now = getattr(first, each.name), getattr(last, each.name)
+        found[each.name] = (
+            {name: per_second(was.get(name, 0.0), value) for name, value in now.items()}
+            if isinstance(now, dict)
+            else per_second(was, now)
+        )
+    return Activity(**found)
 
 
 # --- lines -----------------------------------------------------------------------------------

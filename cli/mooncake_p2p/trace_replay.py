@@ -63,8 +63,7 @@ class Outages:
             self._arm()
 
     def between(self, request: int) -> None:
-        """Before the request of this number is served: start a peer that was away long enough, and take back one that
-        is ready."""
+        """Before this request is served: start a peer that was away long enough; take back one that is ready."""
         self._request = request
         if self._away is None or self.up[self._away]:
             return
@@ -112,8 +111,7 @@ class Outages:
 
 PAGE_BYTES: Final = 4096
 TRAILER_BYTES: Final = PAGE_BYTES
-"""Key, sums and header of a block in memory. The value is shorter by that, so that a block takes what was asked for, in
-whole pages as blocks of KVCache."""
+"""Key, sums and header of a block in memory: the value is shorter by that, so that a block takes whole pages."""
 BLOCK_BYTES: Final = 16 * 1024
 LEAST_BLOCK_BYTES: Final = 2 * PAGE_BYTES
 LEAST_COLD_BLOCK_BYTES: Final = 32 * 1024

@@ -220,8 +220,7 @@ def _facts(
 
 
 def _without_replaced(members: Survey, live: Sequence[MemberState]) -> list[MemberState]:
-    """The dead, but for those whose name another member has by now: a peer without a state directory comes back as
-    a new identity."""
+    """The dead whose name no other member has by now: without a state directory a peer comes back as a new identity."""
     dead = members.by_state["dead"]
     if not dead:
         return []
@@ -256,8 +255,7 @@ STATES: Final = ("dead", "suspect", "leaving", "alive")
 
 @dataclass(slots=True)
 class Survey:
-    """Of all members. `by_state` has those to be shown, those first that came into their state last. Sizes in bytes,
-    over the living."""
+    """Of all members. `by_state` has those to be shown, the latest in their state first. Bytes, over the living."""
 
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*STATES, "left"), 0))
     by_state: dict[str, list[MemberState]] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local.local_messages import PullCount
@@ -163,22 +163,33 @@ ROUND_TRIPS: Final = 8
 
 @dataclass(slots=True)
 class Use:
-    """One transport's use: objects and bytes that came, and attempts that failed; and how many microseconds those took
-    that were read one by one."""
+    """One transport's use: objects and bytes that came, failures, and microseconds of single reads."""
 
     objects: int = 0
     bytes: int = 0
     failures: int = 0
     durations: Histogram = field(default_factory=Histogram)
 
-    def add(self, objects: int, length_bytes: int, failures: int) -> None:
-        self.objects += objects
-        self.bytes += length_bytes
-        self.failures += failures
+    def add(self, came: Came) -> None:
+        self.objects += came.objects
+        self.bytes += came.length_bytes
+        self.failures += came.failures
+        if came.durations:
+            self.durations.merge(came.durations, came.microseconds)
 
     def document(self) -> dict[str, int]:
         """For JSON."""
         return {"objects": self.objects, "bytes": self.bytes, "failures": self.failures}
+
+
+class Came(NamedTuple):
+    """Objects that came from a member, and attempts that failed. `durations`: counts of a `Histogram`."""
+
+    objects: int = 0
+    length_bytes: int = 0
+    failures: int = 0
+    durations: Sequence[int] = ()
+    microseconds: int = 0
 
 
 class Traffic:
@@ -190,27 +201,12 @@ class Traffic:
         self._by_member: dict[Member, dict[str, Use]] = {}
         self._round_trips: dict[PeerId, deque[float]] = {}
 
-    def came(
-        self,
-        member: Member,
-        transport: str,
-        *,
-        objects: int = 0,
-        length_bytes: int = 0,
-        failures: int = 0,
-        durations: Sequence[int] = (),
-        microseconds: int = 0,
-    ) -> None:
-        """Objects arrived from a member, or attempts to get them failed. `durations`: counts of a `Histogram`."""
+    def came(self, member: Member, transport: str, came: Came) -> None:
+        """Objects arrived from a member, or attempts to get them failed."""
         if member not in self._by_member and len(self._by_member) >= MAX_PEERS:
             del self._by_member[next(iter(self._by_member))]
         for uses in (self.totals, self._by_member.setdefault(member, {})):
-            use = uses.get(transport)
-            if use is None:
-                use = uses[transport] = Use()
-            use.add(objects, length_bytes, failures)
-            if durations:
-                use.durations.merge(durations, microseconds)
+            uses.setdefault(transport, Use()).add(came)
 
     def took(self, member: Member, transport: str, seconds: float) -> None:
         """Duration of one object that `came` counted."""

@@ -21,7 +21,7 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.memory.segment_layout import digests_in_slots
 from p2pstore.objects import DIGEST_BYTES, key_digest
 from p2pstore.put_facts import PutStatus
-from p2pstore.status.measures import IN_PLACE, ON_SSD, Fallbacks, Measures, Traffic
+from p2pstore.status.measures import IN_PLACE, ON_SSD, Came, Fallbacks, Measures, Traffic
 from p2pstore.status.slow_operations import (
     MAX_DIGESTS,
     Request,
@@ -195,8 +195,7 @@ class PeerWatch:
             self.measures.missed(client.namespace, misses)
 
     def _take_report(self, client: LocalClient, message: Message) -> None:
-        """Count the client's own reads from other peers. A read counts when it has ended: it may ask for several
-        plans, or for none."""
+        """Count the client's own reads from other peers. A read counts when it has ended, whatever its plans."""
         assert isinstance(message, local.Report)
         self._counters["client_misses"] += max(0, message.misses)
         self.measures.missed(client.namespace, max(0, message.misses))
@@ -206,20 +205,15 @@ class PeerWatch:
             transport, text = _transport(fallback.transport), fallback.text[:MAX_OUTCOME_LETTERS]
             self._fell_back(fallback.member, transport, text, count=max(0, fallback.count))
         for pulls in message.pulls[:MAX_REPORTED]:
-            objects, length_bytes = max(0, pulls.objects), max(0, pulls.bytes)
-            transport = _transport(pulls.transport)
-            self._counters["client_reads_elsewhere"] += objects
-            self._came(
-                pulls.member,
-                transport,
-                objects=objects,
-                length_bytes=length_bytes,
-                failures=max(0, pulls.failures),
-                durations=pulls.durations,
-                microseconds=pulls.microseconds,
+            objects, length_bytes, failures = (
+                max(0, each) for each in (pulls.objects, pulls.bytes, pulls.failures)
             )
+            came = Came(objects, length_bytes, failures, pulls.durations, pulls.microseconds)
+            transport = _transport(pulls.transport)
+            self._counters["client_reads_elsewhere"] += came.objects
+            self._came(pulls.member, transport, came)
             self.measures.client_pulled(transport, pulls)
-            self.measures.read_of(client.namespace, objects, length_bytes)
+            self.measures.read_of(client.namespace, came.objects, came.length_bytes)
         for read in message.slow[:MAX_REPORTED]:
             self._take_slow_read(client, read)
 
@@ -277,13 +271,13 @@ class PeerWatch:
             for fallback in report.fallbacks:
                 self._fell_back(fallback.member, fallback.transport, fallback.text)
             for failure in report.failures:
-                self._came(failure.member, failure.transport, failures=1)
+                self._came(failure.member, failure.transport, Came(failures=1))
             text = "; ".join(f"{each.transport}: {each.text}" for each in report.failures)
             if report.pulled is not None and report.copy is not None:
                 transport, member = report.pulled.transport, report.copy.member
                 for share in report.brought():
                     whole = int(share.member == member)
-                    self._came(share.member, transport, objects=whole, length_bytes=share.length_bytes)
+                    self._came(share.member, transport, Came(whole, share.length_bytes))
                 self.traffic.took(member, transport, seconds)
                 self.measures.pulled(transport, seconds, report.pulled.length)
                 outcome = f"ok after {text}" if text else "ok"
@@ -300,7 +294,7 @@ class PeerWatch:
     ) -> None:
         """Copies came from their writer in one pull; `failures` did not."""
         member, total = member_of(holder), sum(lengths)
-        self._came(member, "tcp", objects=len(lengths), length_bytes=total, failures=failures)
+        self._came(member, "tcp", Came(len(lengths), total, failures))
         for length in lengths:
             self.measures.pulled("tcp", seconds / len(lengths), length)
         self._counters["pulls_delivered"] += len(lengths)
@@ -314,28 +308,9 @@ class PeerWatch:
         stage = Stage("load", seconds, transport="ssd", outcome=outcome)
         self.slow.stage([effect.digest], stage, time.monotonic())
 
-    def _came(
-        self,
-        member: Member,
-        transport: str,
-        *,
-        objects: int = 0,
-        length_bytes: int = 0,
-        failures: int = 0,
-        durations: Sequence[int] = (),
-        microseconds: int = 0,
-    ) -> None:
-        """Objects came from a member, or attempts to get them failed."""
-        self.traffic.came(
-            member,
-            transport,
-            objects=objects,
-            length_bytes=length_bytes,
-            failures=failures,
-            durations=durations,
-            microseconds=microseconds,
-        )
-        if objects:
+    def _came(self, member: Member, transport: str, came: Came) -> None:
+        self.traffic.came(member, transport, came)
+        if came.objects:
             self._fallbacks.worked(member, transport)
 
     def _fell_back(self, member: Member, transport: str, text: str, count: int = 1) -> None:
@@ -448,8 +423,7 @@ def _outcome(answer: Message | Exception | None) -> str:
 
 
 def _transport(name: str) -> str:
-    """A transport as a client names it. All unknown names count as one, so that a client cannot add names without
-    limit."""
+    """A transport as a client names it. All unknown names count as one, so that clients cannot add names."""
     return name if name in TRANSPORTS else "other"
 
 

@@ -146,8 +146,7 @@ class SlowOperations:
         return operation
 
     def may_log(self, now: float) -> int | None:
-        """Whether a line about a slow operation may be written now: None for no, else how many there were
-        since the last line without one."""
+        """None when no line about a slow operation may be written now, else how many had none since the last line."""
         if now - self._log_at < LOG_INTERVAL_SECONDS:
             self._unlogged += 1
             return None

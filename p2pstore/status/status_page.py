@@ -179,8 +179,7 @@ def page_bytes() -> bytes:
 
 @cache
 def page_headers() -> tuple[tuple[str, str], ...]:
-    """For that page alone. No other script or style runs, even if some text of others became part of the page; and it
-    sends what it shows nowhere."""
+    """For that page alone: no script or style of others runs, even in its text, and it sends nothing anywhere."""
     policy = (
         "default-src 'none'",
         f"script-src {_hash(_source('page.js'))}",

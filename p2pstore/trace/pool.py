@@ -27,8 +27,7 @@ from p2pstore.trace.block_cache import OFFERED, OWN, BlockCache, ColdBlocks, blo
 from p2pstore.trace.trace_requests import LLAMA3_70B, HitCounts, Model, Request, leading_hits
 
 DEFAULT_LOAD_BOUND: Final = 1.05
-"""With a looser bound those that had the first block first get as many new conversations as it lets them, and the
-memory of the others is not used."""
+"""With a looser bound the first holders get most new conversations, and the memory of others is not used."""
 
 
 UNEQUAL_TENTHS: Final = 7
@@ -323,8 +322,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class PeerChange:
-    """A peer was killed (`up` is false) or came back, just before the request of this number (from 0 on), or while it
-    was served."""
+    """A peer was killed (`up` is false) or came back, before the request of this number (from 0), or during it."""
 
     request: int
     peer: int
@@ -332,8 +330,7 @@ class PeerChange:
 
 
 def next_up(chosen: int, up: Sequence[bool]) -> int:
-    """The peer that takes what `chosen` would get: itself, or the next one that is up. Raises `ValueError` when none
-    is."""
+    """The peer that takes what `chosen` would: itself, or the next one up. Raises `ValueError` when none is."""
     for step in range(len(up)):
         peer = (chosen + step) % len(up)
         if up[peer]:
@@ -432,8 +429,7 @@ def compare(requests: Sequence[Request], compared: Iterable[Case], model: Model)
 def by_memory(
     requests: Sequence[Request], settings: PoolSettings, model: Model
 ) -> dict[str, list[tuple[float, float]]]:
-    """For a picture: the hit rate over the memory of each peer, which is scaled up and down. By name of the curve,
-    (blocks, hit rate)."""
+    """For a picture: (blocks, hit rate) over the memory of each peer, scaled up and down, by name of the curve."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for scale in SCALES:
         memory = max(1, round(settings.memory_blocks * scale))

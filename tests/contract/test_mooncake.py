@@ -69,7 +69,7 @@ def test_calls_give_what_mooncake_gives(name: str, calls: mooncake_calls.Calls) 
         if case == name:
             assert theirs[number] != value, "no difference any more"
             theirs[number] = value
-    assert mooncake_calls.outcome(lambda: mooncake_calls.CASES[name](calls)) == theirs
+    assert mooncake_calls.outcome(lambda: mooncake_calls.CASES[name](calls, calls.store)) == theirs
 
 
 def test_before_setup_and_after_close_nothing_is_there_and_nothing_crashes() -> None:

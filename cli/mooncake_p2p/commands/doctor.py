@@ -1,5 +1,4 @@
-"""`doctor` and `support-bundle`: faults of this machine or of the way to a peer, with their cure; diagnostics in a
-file."""
+"""`doctor` and `support-bundle`: faults of this machine or of the way to a peer, and diagnostics in a file."""
 
 from __future__ import annotations
 

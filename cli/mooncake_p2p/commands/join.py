@@ -123,8 +123,7 @@ SETTINGS: Final[dict[str, Setting]] = {
     "log_file": Setting("FILE", "Log there instead of stderr"),
     "config": Setting("FILE.toml", "Settings: option names with underscores"),
 }
-"""The settings of `PeerConfig`, `invite` and `config`. A test compares them with `PeerConfig`, which takes 0.1 s
-to load, too long for `--help`."""
+"""The settings of `PeerConfig` (which takes 0.1 s to load; a test compares them), `invite` and `config`."""
 
 
 GROUPS: Final[dict[str, tuple[str, ...]]] = {

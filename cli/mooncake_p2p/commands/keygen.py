@@ -126,8 +126,7 @@ def keygen(
 
 
 def _make(path: Path, source: str | None, namespaces: Sequence[str]) -> list[str]:
-    """A new file with one key, or with the readers' and writers' keys that go with those in `source`. Returns their
-    ids."""
+    """A new file with one key, or with the readers' and writers' keys of those in `source`. Returns their ids."""
     from p2pstore.access.keyring import new_cluster_key
     from p2pstore.state.key_files import readers_key_file
 

@@ -237,8 +237,7 @@ class TensorsWanted:
         self._ask_rows(version)
 
     def check(self, manifest: Manifest) -> None:
-        """Raises `NoSuchKey` for a name or pattern without a match, naming the nearest; `CheckpointRefused` when a
-        match is broken. Logs other faults."""
+        """Raises `NoSuchKey` for a name without a match, `CheckpointRefused` for a broken one. Logs other faults."""
         called = f"checkpoint {manifest.name!r}"
         for pattern in self._names:
             if not unmatched(self.places, (pattern,)):

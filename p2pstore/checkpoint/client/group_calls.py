@@ -168,8 +168,7 @@ class CheckpointGroups:
         return await self._known(local.ListCheckpoints("" if everywhere else self._namespace))
 
     async def status(self, name: str) -> list[CheckpointInfo]:
-        """A name and what members have of it; one item a publisher, the trusted one first. Raises `NoSuchKey` when no
-        peer publishes it."""
+        """A name and its members: an item a publisher, the trusted one first. Raises `NoSuchKey` without any."""
         found = await self._known(local.ListCheckpoints(self._namespace, checkpoint_name(name)))
         return sorted(found, key=lambda each: not each.trusted)
 
@@ -182,8 +181,7 @@ class CheckpointGroups:
         timeout: float = UPDATE_SECONDS,
         progress: StatusWatch | None = None,
     ) -> None:
-        """Wait until `count` followers of this peer's name have verified a version. Raises `FollowersLag` after
-        `timeout` seconds."""
+        """Wait until `count` followers of this peer's name have a version. Raises `FollowersLag` after the timeout."""
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         while True:
             own = [each for each in await self.status(name) if each.mine]

@@ -51,8 +51,7 @@ def check_path(path: str) -> None:
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Check each path, and all together: in order, without duplicates, none below another. Raises
-    `CheckpointRefused`."""
+    """Check each path; and that they are in order, each once, none below another. Raises `CheckpointRefused`."""
     files = set(paths)
     for path in paths:
         check_path(path)

@@ -49,8 +49,7 @@ class _Part(Message, frozen=True):
 
 
 def current_version(directory: Path) -> bytes:
-    """The version that `current` names, perhaps with some files only; empty for none. Raises `ConfigError` when it is
-    no link, and `OSError`."""
+    """The version that `current` names; empty for none. Raises `ConfigError` when it is no link, and `OSError`."""
     current = directory / CURRENT
     if current.exists() and not current.is_symlink():
         raise ConfigError(f"{current} is not a link: choose another directory")
@@ -64,8 +63,7 @@ def current_version(directory: Path) -> bytes:
 def versions_with(
     directory: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> list[bytes]:
-    """The versions with all their files, or with all that are chosen (`choose_files`). Raises `ConfigError` for a
-    damaged record, and `OSError`."""
+    """The versions with all files that are chosen. Raises `ConfigError` for a damaged record, and `OSError`."""
     return [
         version
         for version in kept_versions(directory)
@@ -94,8 +92,7 @@ def kept_versions(directory: Path) -> list[bytes]:
 
 
 def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
-    """The signed manifest of a version in the directory; None for none. Any writer of the directory may have changed
-    it: verify it. Raises `OSError`."""
+    """The signed manifest of a version; None for none. Verify it: any writer may have changed it. Raises `OSError`."""
     name = format_version(version)
     try:
         return decode_body(SignedManifest, read_regular_file(directory / STATE / f"{name}.manifest"))
@@ -175,8 +172,7 @@ def forgetting_versions(directory: Path, keep: int, placed: str = "") -> Iterato
 
 
 def removing_tree(root: Path) -> Iterator[None]:
-    """Remove a folder with its content, if there is one, in steps of a folder or some files each. Links are not
-    followed. Raises `OSError`."""
+    """Remove a folder and its content, if there, in steps of some files. No link is followed. Raises `OSError`."""
     for folder, folders, files in os.walk(root, topdown=False):
         for count, name in enumerate(files):
             os.unlink(os.path.join(folder, name))

@@ -87,8 +87,7 @@ class PieceHashes:
             raise failures[0]
 
     def hash_run(self, pieces: range) -> int:
-        """Hash neighbouring pieces of one file, or one shared piece; returns their bytes. Blocking. Raises like
-        `find`."""
+        """Hash neighbouring pieces of one file, or a shared piece; blocking. Returns their bytes. Raises as `find`."""
         extents = self._layout.extents(pieces[0])
         if self._layout.is_shared(pieces[0]):
             return self._hash_shared(pieces[0], extents)
@@ -264,8 +263,7 @@ class _Price:
 
 
 def cached_blocks(descriptor: int, offset: int, length: int) -> list[bool]:
-    """For each block of a range, whether the page cache has all of it. (Of files of other users, the kernel reports all
-    pages as cached.)"""
+    """For each block of a range, whether the page cache has all of it; of other users' files the kernel says yes."""
     blocks = -(-length // BLOCK_BYTES)
     try:
         mapping = mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=offset)
@@ -301,8 +299,7 @@ LOCAL_FILE_SYSTEMS: Final = frozenset(
 
 
 def is_local(file_systems: str, device: int) -> bool:
-    """Whether files on `device` (`st_dev`) are known to be on a disk or in memory of this machine. `file_systems`:
-    content of /proc/self/mountinfo."""
+    """Whether files on `device` (`st_dev`) are on a disk or in memory of this machine, by /proc/self/mountinfo."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in file_systems.splitlines():
         before, _, after = line.partition(" - ")

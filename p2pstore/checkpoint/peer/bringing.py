@@ -202,8 +202,7 @@ class Bringing:
             await trio.sleep(REPORT_SECONDS)
 
     async def _give_up_without_publisher(self, part: Part) -> None:
-        """Fail when the live publisher has withdrawn the version and no neighbour has a missing piece. A publisher that
-        is away may come back."""
+        """Fail when the live publisher has withdrawn the version and no neighbour has a missing piece."""
         run, publisher = part.run, self._signed.signer
         since = trio.current_time()
         while True:

@@ -71,8 +71,7 @@ class ClientRequests:
         self._service.fetching.memory_left(client.holder)
 
     async def watch(self) -> None:
-        """Serve gossip to the swarms, measure how fast members fetch, and publish what the previous run published;
-        until cancelled."""
+        """Serve gossip to swarms, sample members' progress, publish again after a restart; until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._service.parts.watch)
             nursery.start_soon(self._service.publishing.publish_again)

@@ -243,8 +243,7 @@ class Following:
 
     @contextmanager
     def _again(self) -> Iterator[HeldDirectory]:
-        """Another handle of the directory, closed at the end unless a swarm has it by then; errors name it as its user
-        does."""
+        """Another handle of the directory, closed at the end unless a swarm has it; errors name it as its user does."""
         with closing(self.directory.again()) as directory, directory.users_words():
             yield directory
 

@@ -279,8 +279,7 @@ class Publishing:
     # --- after a restart -------------------------------------------------------------------------
 
     async def publish_again(self) -> None:
-        """Publish the directories of the previous run that are still the newest of their names, or in use. Announces a
-        failure for those with changed files."""
+        """Publish the directories of the previous run that count still; announce a failure for changed files."""
         try:
             for kept in await trio.to_thread.run_sync(self._publications.load):
                 await self._publish_if_it_counts(kept)
@@ -305,8 +304,7 @@ class Publishing:
             logger.warning("checkpoint %s is not published again: %s", kept.called, error, extra=_FAILED)
 
     def _counts(self, kept: Publication) -> bool:
-        """Whether other peers may want the version. An unknown head was lost in the last moments of the previous
-        run, so its version counts."""
+        """Whether other peers may want the version. An unknown head was lost when the previous run ended."""
         if kept.manifest.signer != self._peer.peer_id:
             return False
         version = kept.manifest.version

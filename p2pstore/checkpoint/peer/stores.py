@@ -53,8 +53,7 @@ class PieceStore(Protocol):
         ...
 
     def read(self, piece: int, room: memoryview | None = None) -> BytesLike:
-        """A piece that is here, at the beginning of `room` if given and useful. Raises `OSError`, and
-        `CheckpointChanged` for a changed file."""
+        """A piece that is here, perhaps in `room`. Raises `OSError`, and `CheckpointChanged` for a changed file."""
         ...
 
     def write(self, piece: int, data: memoryview) -> bool:
@@ -200,8 +199,7 @@ class MemoryTarget:
         return self._closed
 
     def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool:
-        """Verify a piece and store it. False for wrong bytes. A piece that is here is never written again: clients have
-        it mapped."""
+        """Verify a piece and store it; False for wrong bytes. One that is here stays: clients have it mapped."""
         if not self.manifest.is_piece(piece, data):
             return False
         with self._lock:
@@ -296,8 +294,7 @@ class Memories:
             del self._coming[version]
 
     def check_published(self, length_bytes: int) -> None:
-        """Raises `CapacityExceeded` when a version published from memory exceeds the limit. (Without one it is in
-        memory already, so there was room.)"""
+        """Raises `CapacityExceeded` when a version published from memory exceeds the limit, if there is one."""
         if self._limit_bytes is not None and self.used_bytes + length_bytes > self._limit_bytes:
             room = self._limit_bytes - self.used_bytes
             raise CapacityExceeded(

@@ -87,8 +87,7 @@ class StoreBase:
         """From then on no call waits for the peer, which has let one time out and not answered since."""
 
     def _begin(self, settings: SetupSettings, *, may_start: bool = True) -> None:
-        """Connect to this machine's peer; where none runs, start one if that `may_start`. Raises `P2PStoreError`,
-        `ValueError` or `OSError`."""
+        """Connect to this machine's peer, or start one. Raises `P2PStoreError`, `ValueError` or `OSError`."""
         for text in settings.ignored:
             LOG.info("%s is no peer: ignored, as only peers are needed", text)
         with self._lock:
@@ -214,8 +213,7 @@ class StoreBase:
         self._hung_from = math.inf
 
     def _read_code(self, error: Exception) -> int:
-        """`_code` for reads and removals: a text that cannot be a key is an unknown key. Any other `ValueError`
-        is about what was asked for."""
+        """`_code` for reads and removals: a text that cannot be a key is an unknown key."""
         if is_about_a_key(error) and self._client is not None:
             return int(ErrorCode.OBJECT_NOT_FOUND)
         return self._code(error)
@@ -228,16 +226,14 @@ class StoreBase:
             self._pools.add(pool)
 
     def _segment_name(self, peer: PeerInfo) -> str:
-        """The name of a peer's memory. Other stores know a peer by its name, which is what its own one was told
-        as `local_hostname`."""
+        """The name of a peer's memory. Others know a peer by its name, which its store was told as `local_hostname`."""
         name = self._settings.hostname if peer.me and self._settings is not None else peer.name
         if not peer.data or has_port(name):
             return name if peer.data else NO_SEGMENT
         return f"{name}:{peer.data[0].rpartition(':')[2]}"
 
     def _segments_by_name(self) -> dict[str, str]:
-        """The ids of the living peers by the names of their segments, and by the addresses where they are read. Raises
-        what the client raises."""
+        """The ids of living peers by the names of their segments and by their addresses. Raises as the client."""
         peers = sorted(self._live.peers(), key=lambda peer: peer.me)  # of one name, this one
         names = {each.removeprefix("tls://"): peer.peer_id for peer in peers for each in peer.data}
         return names | {self._segment_name(peer): peer.peer_id for peer in peers}
@@ -258,8 +254,7 @@ class StoreBase:
             LOG.warning("%s", text)
 
     def _reconnect(self) -> None:
-        """The peer has gone: connect to the one that took its place at that socket, if one did; one of the store's own
-        is started again. At most once a second."""
+        """The peer has gone: connect to the one in its place, or start the own one again. At most once a second."""
         client = self._client
         if client is None or time.monotonic() < self._retry_at:
             return
@@ -435,8 +430,7 @@ class OwnPeer:
         return " / ".join(lines[-LOG_LINES:]) or "it logged nothing"
 
     def close(self) -> None:
-        """End the peer, with a farewell to the others, and remove its folder; may be called twice. A forked child
-        does nothing: the peer is its parent's."""
+        """End the peer in good order, and remove its folder; idempotent. A forked child does nothing."""
         if os.getpid() != self._made_by:
             return
         atexit.unregister(self.close)

@@ -71,8 +71,7 @@ class RemovingCalls(ObjectCalls):
         return removed
 
     def remove_all(self, force: bool = False) -> int:
-        """Remove everything in this store's namespace (the tenant), and nothing else. Returns how many objects there
-        were."""
+        """Remove everything in this store's namespace (the tenant), and nothing else. Returns the number of objects."""
         try:
             count = sum(len(keys) for keys in self._pages())
             self._live.flush()
@@ -377,8 +376,7 @@ class SegmentCalls(ObjectCalls):
         return mounted | {"allocated_size": 0 if mounted["ret"] else size}
 
     def unmount_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:
-        """Take segments back: their peers first hand over what they alone hold, where others have room. 0, or -1 for an
-        id that is not one of this store's."""
+        """Take segments back; peers first hand over what they alone hold. 0, or -1 for an id of no segment here."""
         return self._unmount(segment_ids, grace_period_seconds)
 
     def unmount_and_free_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:

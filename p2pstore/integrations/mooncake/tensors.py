@@ -15,7 +15,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     alike,
     put_and_upsert,
 )
-from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ITEM_FAILURES
+from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ITEM_FAILURES, filled
 from p2pstore.integrations.mooncake.tensor_format import (
     TensorHeader,
     cut,
@@ -41,8 +41,7 @@ SMALL_BYTES: Final = 2**16
 
 
 class TensorCalls(AddressCalls):
-    """Calls about tensors. They need torch, which is imported with the first of them. Tensors on a GPU are copied to
-    the host first."""
+    """Calls about tensors. Torch is imported with the first of them. Tensors on a GPU are copied to the host first."""
 
     # --- put -----------------------------------------------------------------------------------
 
@@ -92,24 +91,15 @@ class TensorCalls(AddressCalls):
         """`put_tensor_from` for many; a code for each."""
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
-        codes = [INVALID] * len(keys)
-        memory: dict[int, memoryview] = {}
-        for number, place in enumerate(zip(buffer_ptrs, sizes, strict=True)):
-            try:
-                view = self._buffers.host(*place)
-                if decode_header(view).total_bytes == len(view):
-                    memory[number] = view
-            except ITEM_FAILURES as error:
-                codes[number] = self._item_code(error)
-        stored = self._store_some(
-            [keys[number] for number in memory],
-            list(memory.values()),
-            DEFAULT_CONFIG,
-            overwrite=overwrite,
-        )
-        for number, code in zip(memory, stored, strict=True):
-            codes[number] = code
-        return codes
+
+        def tensor_at(place: tuple[int, int]) -> memoryview | None:
+            view = self._buffers.host(*place)
+            return view if decode_header(view).total_bytes == len(view) else None
+
+        codes, memory = self._sorted_out(zip(buffer_ptrs, sizes, strict=True), tensor_at)
+        good = {number: view for number, view in memory.items() if view is not None}
+        some, values = [keys[number] for number in good], list(good.values())
+        return filled(codes, good, self._store_some(some, values, DEFAULT_CONFIG, overwrite=overwrite))
 
     batch_put_tensor_from, batch_upsert_tensor_from = put_and_upsert(_batch_put_tensor_from)
 
@@ -138,8 +128,7 @@ class TensorCalls(AddressCalls):
         return [tensor_in_answer(each) for each in self._read_tensors(keys, places)]
 
     def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
-        """Copy the elements into a tensor of the same dtype and shape, on whatever device: 0, -704, or -600 when they
-        differ. They come by way of the host."""
+        """Copy the elements, by way of the host, into a tensor of the same dtype and shape: 0, -704, or -600."""
         return self.batch_get_tensor_into_cuda([key], [tensor])[0]
 
     def batch_get_tensor_into_cuda(
@@ -148,17 +137,12 @@ class TensorCalls(AddressCalls):
         """`get_tensor_into_cuda` for many; a code for each."""
         if not alike(keys, tensors_list):
             return [INVALID] * len(keys)
-        codes = [0] * len(keys)
-        lengths: dict[int, int] = {}
-        for number, tensor in enumerate(tensors_list):
-            try:
-                lengths[number] = describe(tensor).data_bytes
-            except FAILURES as error:
-                codes[number] = self._code(error)
+        codes, headers = self._sorted_out(tensors_list, describe, FAILURES)
+        lengths = {number: header.data_bytes for number, header in headers.items()}
         for some in in_groups(lengths):  # limits the host memory in use
             got = self._read_tensors([keys[number] for number in some])
-            for number, found in zip(some, got, strict=True):
-                codes[number] = self._copy_to(tensors_list[number], found)
+            pairs = zip(some, got, strict=True)
+            filled(codes, some, [self._copy_to(tensors_list[number], found) for number, found in pairs])
         return codes
 
     # --- files ---------------------------------------------------------------------------------
@@ -203,13 +187,8 @@ class TensorCalls(AddressCalls):
         """`_read_tensor` for many, in one go."""
         if places is None:
             return self._read_new_tensors(keys)
-        found: list[Found] = [INVALID] * len(keys)
-        rooms: dict[int, memoryview] = {}
-        for number, place in enumerate(places):
-            try:
-                rooms[number] = self._buffers.host(*place, writes=True)
-            except ITEM_FAILURES as error:
-                found[number] = self._item_code(error)
+        codes, rooms = self._sorted_out(places, lambda each: self._buffers.host(*each, writes=True))
+        found: list[Found] = [*codes]
         lengths = self._get_many_into([keys[number] for number in rooms], list(rooms.values()))
         for (number, room), length in zip(rooms.items(), lengths, strict=True):
             found[number] = length if length < 0 else self._decoded(room[:length])
@@ -260,27 +239,16 @@ class TensorCalls(AddressCalls):
         """Store tensors, as many at a time as 64 MiB; a code for each."""
         if not alike(keys, tensors):
             return [INVALID] * len(keys)
-        codes = [0] * len(keys)
-        lengths: dict[int, int] = {}
-        about: dict[int, TensorHeader] = {}
-        for number, tensor in enumerate(tensors):
-            try:
-                about[number] = describe(tensor) if headers is None else headers[number]
-                lengths[number] = about[number].total_bytes
-            except FAILURES as error:
-                codes[number] = self._code(error)
-        for some in in_groups(lengths):
-            packed: dict[int, Gathered] = {}
-            for number in some:
-                try:
-                    packed[number] = _packed(about[number], tensors[number])
-                except FAILURES as error:
-                    codes[number] = self._code(error)
-            stored = self._store_some(
-                [keys[number] for number in packed], list(packed.values()), config, overwrite=overwrite
-            )
-            for number, code in zip(packed, stored, strict=True):
-                codes[number] = code
+        codes, about = [0] * len(keys), dict(enumerate(headers or ()))
+        if headers is None:
+            codes, about = self._sorted_out(tensors, describe, FAILURES)
+        for some in in_groups({number: header.total_bytes for number, header in about.items()}):
+            pairs = [(about[number], tensors[number]) for number in some]
+            failed, made = self._sorted_out(pairs, lambda each: _packed(*each), FAILURES)
+            filled(codes, some, failed)
+            packed = {some[place]: value for place, value in made.items()}
+            keys_of, values = [keys[number] for number in packed], list(packed.values())
+            filled(codes, packed, self._store_some(keys_of, values, config, overwrite=overwrite))
         return codes
 
     def _store_some(

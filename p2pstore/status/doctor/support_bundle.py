@@ -167,8 +167,7 @@ def log_of(settings: dict[str, Any]) -> Path | None:
 
 
 def secrets_of(settings: dict[str, Any]) -> Iterator[bytes]:
-    """The secrets in the files of a peer with these settings, as far as this user may read them. A user who may not
-    cannot put them into the bundle either."""
+    """The secrets in the files of a peer with these settings, as far as this user may read them."""
     state = settings.get("state_dir")
     paths = [Path(state) / name for name in SECRET_FILES] if state else []
     if settings.get("cluster_key_file"):
