@@ -136,21 +136,15 @@ async def _accept(
     listener: trio.SocketListener, site: Site, guests: Strangers[trio.CancelScope], nursery: trio.Nursery
 ) -> None:
     async with listener:
-        await _accept_at(listener.socket.fileno(), site, guests, nursery)
-
-
-async def _accept_at(
-    descriptor: int, site: Site, guests: Strangers[trio.CancelScope], nursery: trio.Nursery
-) -> None:
-    with (
-        closing(Accepting(logger, "readers of the status page", _turn_away)) as accepting,
-        socket.socket(fileno=os.dup(descriptor)) as waiting,
-    ):
-        waiting.setblocking(False)
-        while True:
-            sock, _ = await accepting.accept(waiting)
-            stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
-            nursery.start_soon(_serve, site, guests, stream)
+        with (
+            closing(Accepting(logger, "readers of the status page", _turn_away)) as accepting,
+            socket.socket(fileno=os.dup(listener.socket.fileno())) as waiting,
+        ):
+            waiting.setblocking(False)
+            while True:
+                sock, _ = await accepting.accept(waiting)
+                stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+                nursery.start_soon(_serve, site, guests, stream)
 
 
 def _turn_away(sock: socket.socket, reason: str) -> None:

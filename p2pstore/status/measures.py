@@ -233,29 +233,6 @@ class Traffic:
         return {name: use.document() for name, use in sorted(self.totals.items())}
 
 
-MAX_REMEMBERED: Final = 4096
-
-
-class Fallbacks:
-    """Remembers what was said."""
-
-    def __init__(self) -> None:
-        self._said: set[tuple[Member, str]] = set()
-
-    def failed(self, member: Member, transport: str) -> bool:
-        """A transport to a peer gave way to another one. Whether that was not said yet: now it is."""
-        if (member, transport) in self._said:
-            return False
-        if len(self._said) >= MAX_REMEMBERED:
-            self._said.clear()
-        self._said.add((member, transport))
-        return True
-
-    def worked(self, member: Member, transport: str) -> None:
-        """The transport works: its next failure is news."""
-        self._said.discard((member, transport))
-
-
 INTERVAL_SECONDS: Final = 2.0
 WORTH_TELLING_PERMILLE: Final = 250
 """An announcement costs a signature here, and a check at each other peer."""

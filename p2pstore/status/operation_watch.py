@@ -21,7 +21,7 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.memory.segment_layout import digests_in_slots
 from p2pstore.objects import DIGEST_BYTES, key_digest
 from p2pstore.put_facts import PutStatus
-from p2pstore.status.measures import IN_PLACE, ON_SSD, Came, Fallbacks, Measures, Traffic
+from p2pstore.status.measures import IN_PLACE, ON_SSD, Came, Measures, Traffic
 from p2pstore.status.slow_operations import (
     MAX_DIGESTS,
     Request,
@@ -50,6 +50,7 @@ TRANSPORTS: Final = frozenset(get_args(TransportName)) | {""}
 logger = logging.getLogger("p2pstore.peer")
 
 MAX_OUTCOME_LETTERS: Final = 120
+MAX_REMEMBERED: Final = 4096
 MAX_REPORTED: Final = 1024
 """Entries of one client's report that are looked at."""
 
@@ -72,7 +73,8 @@ class PeerWatch:
         self.slow = SlowOperations(threshold_seconds)
         self.traffic = Traffic()
         self.measures = Measures()
-        self._fallbacks = Fallbacks()
+        self._fell: set[tuple[Member, str]] = set()
+        """Transports that gave way to another one, which was said; until they work again."""
         self._core = core
         self._counters = core.counters
         self._count: dict[LocalKind, Callable[[LocalClient, Any, Any], None]] = {
@@ -108,9 +110,8 @@ class PeerWatch:
         if kind not in TAKE_THEIR_TIME and not getattr(message, "wait_ms", 0):
             self.measures.requested(_REQUEST_NAMES[kind], seconds)
         if isinstance(began, Watched):
-            self._note(
-                self.slow.end(began, self._request(client, kind, message, answer), time.monotonic())
-            )
+            request = self._request(client, kind, message, answer)
+            self._note(self.slow.end(began, request, time.monotonic()))
         elif 0 < self.slow.threshold_seconds <= seconds:
             request = self._request(client, kind, message, answer)
             self._note(self.slow.add(SlowOperation(request, seconds, waiting_seconds=0.0)))
@@ -220,23 +221,11 @@ class PeerWatch:
     def _take_slow_read(self, client: LocalClient, read: local.SlowRead) -> None:
         outcome = "ok" if not read.code else _code_name(read.code)
         name, transport = self._name_of_member(read.member), _transport(read.transport)
-        self._note(
-            self.slow.add(
-                SlowOperation(
-                    Request(
-                        what="get",
-                        key=self._key_text(read.digest, read.key, client.namespace),
-                        keys=1,
-                        client=client.name or str(client.process_id),
-                        unix=time.time(),
-                        outcome=outcome,
-                    ),
-                    seconds=read.seconds,
-                    waiting_seconds=0.0,
-                    stages=(Stage("pull", read.seconds, name, transport, outcome),),
-                )
-            )
-        )
+        key = self._key_text(read.digest, read.key, client.namespace)
+        reader = client.name or str(client.process_id)
+        request = Request("get", key, 1, reader, time.time(), outcome)
+        stage = Stage("pull", read.seconds, name, transport, outcome)
+        self._note(self.slow.add(SlowOperation(request, read.seconds, 0.0, (stage,))))
 
     # --- what other peers did ----------------------------------------------------------------
 
@@ -311,11 +300,14 @@ class PeerWatch:
     def _came(self, member: Member, transport: str, came: Came) -> None:
         self.traffic.came(member, transport, came)
         if came.objects:
-            self._fallbacks.worked(member, transport)
+            self._fell.discard((member, transport))
 
     def _fell_back(self, member: Member, transport: str, text: str, count: int = 1) -> None:
         self._counters["transport_fallbacks"] += count
-        if self._fallbacks.failed(member, transport):
+        if (member, transport) not in self._fell:
+            if len(self._fell) >= MAX_REMEMBERED:
+                self._fell.clear()
+            self._fell.add((member, transport))
             logger.warning(
                 "%s to %s did not work (%s): falling back to another transport",
                 transport,
@@ -376,11 +368,8 @@ def _asked_about(request: Message) -> Sequence[bytes]:
 
 
 def _split(packed: bytes, limit: int = 1 << 20) -> list[bytes]:
-    whole = len(packed) // DIGEST_BYTES
-    return [
-        packed[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        for number in range(min(whole, limit))
-    ]
+    whole = min(len(packed) // DIGEST_BYTES, limit)
+    return [packed[at : at + DIGEST_BYTES] for at in range(0, whole * DIGEST_BYTES, DIGEST_BYTES)]
 
 
 def _digests_of(kind: LocalKind, message: Message) -> list[bytes]:

@@ -26,7 +26,7 @@ from p2pstore.status.checkup import (
 )
 from p2pstore.status.doctor.finding import MAX_KEY_LETTERS, shown
 from p2pstore.status.http_server import Answer, Pages, text_answer
-from p2pstore.status.slow_operations import SlowOperation, SlowOperations
+from p2pstore.status.slow_operations import SlowOperation, SlowOperations, Stage
 
 FORMAT: Final = 1
 """Of the document. It only grows."""
@@ -120,13 +120,12 @@ class StatusSource:
 
 
 def _cluster(name: str, members: Survey) -> dict[str, Any]:
+    left_out = sum(members.counts.values()) - members.counts["left"] - len(members.shown)
     return {
         "name": name,
         "live": members.live,
         "counts": members.counts,
-        "members_left_out": max(
-            0, sum(members.counts.values()) - members.counts["left"] - len(members.shown)
-        ),
+        "members_left_out": max(0, left_out),
         "memory_capacity_bytes": members.memory_capacity,
         "memory_used_bytes": members.memory_used,
         "ssd_capacity_bytes": members.ssd_capacity,
@@ -221,16 +220,13 @@ def _operation(operation: SlowOperation, *, with_keys: bool) -> dict[str, Any]:
         "seconds": round(operation.seconds, 4),
         "waiting_seconds": round(operation.waiting_seconds, 4),
         "failed": operation.request.outcome != "ok",
-        "stages": [
-            {
-                "what": stage.what,
-                "seconds": round(stage.seconds, 4),
-                "peer": shown(stage.peer),
-                "transport": stage.transport,
-            }
-            for stage in longest
-        ],
+        "stages": [_stage(each) for each in longest],
     }
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    where = {"peer": shown(stage.peer), "transport": stage.transport}
+    return {"what": stage.what, "seconds": round(stage.seconds, 4), **where}
 
 
 DATA_HEADERS: Final = (("Cross-Origin-Resource-Policy", "same-origin"),)

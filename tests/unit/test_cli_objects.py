@@ -161,7 +161,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
         store.namespace = namespace
         yield store
 
-    for module in ("commands.changing", "options"):
+    for module in ("commands.stored_keys", "options"):
         monkeypatch.setattr(f"mooncake_p2p.{module}.connected", connected)
     return store
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -236,12 +237,8 @@ def _replay_for_real(
         _draw_growth(real, simulated_ratios, settings, plot)
     compression = requests[-1].seconds / real.seconds if real.seconds else 0.0
     if as_json:
-        print_json(
-            {
-                "results": [asdict(each) for each in _real_results(real, simulated, compression)],
-                "machine": machine(),
-            }
-        )
+        results = [asdict(each) for each in _real_results(real, simulated, compression)]
+        print_json({"results": results, "machine": machine()})
         return
     print_table(
         ("WHAT", f"{settings.peers} PEERS, {settings.policy}"),
@@ -345,41 +342,33 @@ def _show(replayed: Sequence[Replayed], model: Model) -> None:
 def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, path: str) -> None:
     from p2pstore.trace.pool import by_memory
 
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for name, points in by_memory(requests, settings, model).items():
-        sizes = [blocks * model.block_bytes / 2**30 for blocks, _ in points]
-        axis.plot(sizes, [ratio for _, ratio in points], marker="o", label=name)
-    axis.set(
-        title=f"{settings.peers} peers, {settings.policy}, {settings.routing}",
-        xlabel="memory of each peer, GiB",
-        ylabel="hit rate",
-        xscale="log",
-    )
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    axes = {"xlabel": "memory of each peer, GiB", "ylabel": "hit rate", "xscale": "log"}
+    with _picture(settings, path, **axes) as axis:
+        for name, points in by_memory(requests, settings, model).items():
+            sizes = [blocks * model.block_bytes / 2**30 for blocks, _ in points]
+            axis.plot(sizes, [ratio for _, ratio in points], marker="o", label=name)
 
 
 def _draw_growth(
     real: RealOutcome, simulated: Sequence[float], settings: PoolSettings, path: str
 ) -> None:
     """The hit rate so far, over time, and when peers were killed."""
+    with _picture(settings, path, xlabel="seconds", ylabel="hit rate so far") as axis:
+        axis.plot(real.served_at, real.ratios, label="real peers")
+        axis.plot(real.served_at, simulated, label="simulated", linestyle="--")
+        killed = [change.request for change in real.changes if not change.up]
+        for number, request in enumerate(killed):
+            label = "a peer is killed" if number == 0 else None
+            axis.axvline(real.served_at[request], color="gray", linewidth=0.5, label=label)
+
+
+@contextmanager
+def _picture(settings: PoolSettings, path: str, **axes: str) -> Iterator[Any]:
+    """The axis to draw on; the picture is saved at the end."""
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axis.plot(real.served_at, real.ratios, label="real peers")
-    axis.plot(real.served_at, simulated, label="simulated", linestyle="--")
-    killed = [change.request for change in real.changes if not change.up]
-    for number, request in enumerate(killed):
-        label = "a peer is killed" if number == 0 else None
-        axis.axvline(real.served_at[request], color="gray", linewidth=0.5, label=label)
-    axis.set(
-        title=f"{settings.peers} peers, {settings.policy}, {settings.routing}",
-        xlabel="seconds",
-        ylabel="hit rate so far",
-    )
+    yield axis
+    axis.set(title=f"{settings.peers} peers, {settings.policy}, {settings.routing}", **axes)
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend()
