@@ -141,6 +141,7 @@ def clip(line: str, columns: int) -> str:
 
 def _peer_lines(peer: Document, blocks: bool) -> list[str]:
     leased = peer["leased_bytes"]
+    role = peer.get("role", "member")
     lonely = peer.get("bootstrap") and not peer.get("joined", True)
     return [
         f"peer {printable(peer['name'])}",
@@ -150,7 +151,7 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
             f"{duration(peer['uptime_seconds'])}, p2pstore {printable(peer['software'])}"
             f"{', no bootstrap peer has answered yet' if lonely else ''}",
         ),
-        *_role_lines(peer.get("role", "member")),
+        *([] if role == "member" else [_fact("role", printable(role))]),
         _fact("memory", memory_bar(peer["memory_used_bytes"], peer["memory_capacity_bytes"], blocks)),
         _fact(
             "objects",
@@ -163,11 +164,6 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
         *_directory_lines(peer.get("directory", {})),
         *_repair_lines(peer.get("repair", {})),
     ]
-
-
-def _role_lines(role: str) -> list[str]:
-    """The role of the peer's key, unless it is a member's."""
-    return [] if role == "member" else [_fact("role", printable(role))]
 
 
 def _problem_lines(problem: Document, columns: int) -> list[str]:

@@ -70,7 +70,8 @@ class Outages:
         peer = self._cluster.peers[self._away]
         if not self._starting:
             if time.monotonic() >= self._killed_at + self._plan.down_seconds:
-                self._cluster.begin(peer, self._living().ready["control"])
+                living = self._cluster.peers[self.up.index(True)]
+                self._cluster.begin(peer, living.ready["control"])
                 self._starting = True
         elif peer.has_spoken:
             peer.wait_until_ready()
@@ -104,9 +105,6 @@ class Outages:
         self._away = number
         self.up[number] = False  # before it dies, so that failures to reach it are expected
         self._cluster.peers[number].kill()
-
-    def _living(self) -> PeerProcess:
-        return self._cluster.peers[self.up.index(True)]
 
 
 PAGE_BYTES: Final = 4096
@@ -189,19 +187,13 @@ def replay(
     ]
     cluster.start_all()
     with ExitStack() as stack:
-        clients = [peer.connect() for peer in peers]
-        stack.callback(_close_all, clients)
+        clients = [stack.enter_context(peer.connect()) for peer in peers]
         wait_until(lambda: all(len(each.peers()) == len(peers) for each in clients), "the cluster")
         outages = Outages(cluster, clients, plan)
         stack.callback(outages.close)
         replayed = _Replay(clients, outages, settings, model, scale.value_bytes)
         replayed.serve_all(requests, advanced)
     return replayed.outcome
-
-
-def _close_all(clients: Sequence[BlockingClient]) -> None:
-    for client in clients:
-        client.close()
 
 
 def _ssd_options(

@@ -8,7 +8,6 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -154,7 +153,8 @@ def bench(
         raise ValueError(f"--seconds: {seconds!r} is above {MAX_SECONDS:g}")
     namespace = f"bench-{os.getpid()}-{secrets.token_hex(4)}"
     figures: list[Figure] = []
-    with Interrupts() as interrupts, _open(socket, namespace, timeout) as peer:
+    with Interrupts() as interrupts, connected(socket, namespace, timeout) as client:
+        peer = _measured(client)
         others = _others(peer, namespace, timeout)
         try:
             with interrupts.allowed(), progress("measuring") as bar:
@@ -212,12 +212,6 @@ class _Measured:
 def _footprint(length_bytes: int) -> int:
     """Bytes of a peer's memory that a value takes up, with its trailer."""
     return -(-length_bytes // 4096) * 4096 + 4096
-
-
-@contextmanager
-def _open(socket: str | None, namespace: str, timeout: str) -> Iterator[_Measured]:
-    with connected(socket, namespace, timeout) as client:
-        yield _measured(client)
 
 
 def _measured(client: BlockingClient) -> _Measured:

@@ -9,6 +9,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from p2pstore import arguments
@@ -91,7 +92,7 @@ class CheckpointGroups:
         make_directory(directory)
         news = LocalKind.CHECKPOINT_FOLLOW_NEWS, local.FollowNewsReply
         job = await self._open(directory), LocalKind.CHECKPOINT_FOLLOW, request, Empty
-        await self._do(job, news, _followed, changed)
+        await self._do(job, news, partial(result_of, FollowedCheckpoint), changed)
 
     async def _do(
         self,
@@ -299,10 +300,6 @@ def result_of(kind: type[T], message: Message, **more: Any) -> T:
             name, value = name.rpartition("_")[0], value / 1000
         found[name] = value
     return kind(**{name: value for name, value in found.items() if name in kind.__annotations__} | more)
-
-
-def _followed(reply: local.FollowNewsReply) -> FollowedCheckpoint:
-    return result_of(FollowedCheckpoint, reply)
 
 
 def _update(reply: local.UpdateNewsReply | local.Updated) -> CheckpointUpdate:

@@ -244,7 +244,9 @@ class TensorCalls(AddressCalls):
             codes, about = self._sorted_out(tensors, describe, FAILURES)
         for some in in_groups({number: header.total_bytes for number, header in about.items()}):
             pairs = [(about[number], tensors[number]) for number in some]
-            failed, made = self._sorted_out(pairs, lambda each: _packed(*each), FAILURES)
+            failed, made = self._sorted_out(
+                pairs, lambda pair: Gathered([encode_header(pair[0]), elements_of(pair[1])]), FAILURES
+            )
             filled(codes, some, failed)
             packed = {some[place]: value for place, value in made.items()}
             keys_of, values = [keys[number] for number in packed], list(packed.values())
@@ -261,11 +263,6 @@ class TensorCalls(AddressCalls):
             return [self._store(keys[0], values[0], config, overwrite=overwrite)]
         except ITEM_FAILURES as error:
             return [self._item_code(error)]
-
-
-def _packed(header: TensorHeader, tensor: Tensor) -> Gathered:
-    """Header and elements, as they are stored."""
-    return Gathered([encode_header(header), elements_of(tensor)])
 
 
 def tensor_in_answer(found: Found) -> Tensor | None:

@@ -155,18 +155,6 @@ def _socket_directories() -> Finding:
     return machine_rules.judge_socket_directories("", reasons)
 
 
-def _open_files() -> Finding:
-    return machine_rules.judge_open_files(*readings.read_limit(resource.RLIMIT_NOFILE))
-
-
-def _congestion_control() -> Finding:
-    return network_rules.judge_congestion_control(*readings.read_congestion_control())
-
-
-def _backlog() -> Finding:
-    return network_rules.judge_backlog(int(readings.read_text("/proc/sys/net/core/somaxconn")))
-
-
 def _rdma() -> list[Finding]:
     ports = readings.read_rdma_ports()
     problem = readings.read_pyverbs_problem() if ports else ""
@@ -196,10 +184,19 @@ def _network_checks(peers: LocalPeers) -> Iterator[Check]:
             return network_rules.judge_port(number, what, readings.try_port(number), user)
 
         yield Check(f"port {number}", port)
-    yield Check("congestion control", _congestion_control)
-    yield Check("somaxconn", _backlog)
+    yield from _NETWORK
 
 
+_NETWORK: Final = (
+    Check(
+        "congestion control",
+        lambda: network_rules.judge_congestion_control(*readings.read_congestion_control()),
+    ),
+    Check(
+        "somaxconn",
+        lambda: network_rules.judge_backlog(int(readings.read_text("/proc/sys/net/core/somaxconn"))),
+    ),
+)
 _MACHINE: Final = (
     Check(
         "python",
@@ -214,7 +211,10 @@ _MACHINE: Final = (
     Check("shared memory", lambda: machine_rules.judge_memfd(readings.try_memfd())),
     Check("/dev/shm", lambda: machine_rules.judge_shm_directory(*readings.read_shm_directory())),
     Check("locked memory", _locked_memory),
-    Check("open files", _open_files),
+    Check(
+        "open files",
+        lambda: machine_rules.judge_open_files(*readings.read_limit(resource.RLIMIT_NOFILE)),
+    ),
     Check("socket directory", _socket_directories),
     Check("state directory", _state_directory),
 )
