@@ -21,15 +21,15 @@ from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from mooncake_p2p.output import CommandFailed
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import MIB
+from p2pstore.trace.one_cache import HitCounts, Model
 from p2pstore.trace.pool import PeerChange, make_router, next_up
-from p2pstore.trace.trace_requests import HitCounts, Model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from p2pstore.blocking import BlockingClient
+    from p2pstore.trace.one_cache import Request
     from p2pstore.trace.pool import PoolSettings
-    from p2pstore.trace.trace_requests import Request
 
 LEAST_PEERS: Final = 2
 

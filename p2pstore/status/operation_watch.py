@@ -21,13 +21,17 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.memory.segment_layout import digests_in_slots
 from p2pstore.objects import DIGEST_BYTES, key_digest
 from p2pstore.put_facts import PutStatus
-from p2pstore.status.measures import IN_PLACE, ON_SSD, Came, Measures, Traffic
-from p2pstore.status.slow_operations import (
+from p2pstore.status.measures import (
+    IN_PLACE,
     MAX_DIGESTS,
+    ON_SSD,
+    Came,
+    Measures,
     Request,
     SlowOperation,
     SlowOperations,
     Stage,
+    Traffic,
     Watched,
     describe,
 )

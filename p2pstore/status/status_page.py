@@ -26,7 +26,7 @@ from p2pstore.status.checkup import (
 )
 from p2pstore.status.doctor.finding import MAX_KEY_LETTERS, shown
 from p2pstore.status.http_server import Answer, Pages, text_answer
-from p2pstore.status.slow_operations import SlowOperation, SlowOperations, Stage
+from p2pstore.status.measures import SlowOperation, SlowOperations, Stage
 
 FORMAT: Final = 1
 """Of the document. It only grows."""

@@ -23,8 +23,18 @@ from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.segment_layout import GRANULE_BYTES
 from p2pstore.objects import Version
-from p2pstore.trace.block_cache import OFFERED, OWN, BlockCache, ColdBlocks, block_of
-from p2pstore.trace.trace_requests import LLAMA3_70B, HitCounts, Model, Request, leading_hits
+from p2pstore.trace.one_cache import (
+    LLAMA3_70B,
+    OFFERED,
+    OWN,
+    BlockCache,
+    ColdBlocks,
+    HitCounts,
+    Model,
+    Request,
+    block_of,
+    leading_hits,
+)
 
 DEFAULT_LOAD_BOUND: Final = 1.05
 """With a looser bound the first holders get most new conversations, and the memory of others is not used."""

@@ -33,8 +33,8 @@ from p2pstore.status.checkup import (
     versions_of,
 )
 from p2pstore.status.doctor.finding import MAX_NAME_LETTERS, shown
+from p2pstore.status.measures import Request, SlowOperation, SlowOperations, Stage
 from p2pstore.status.metrics import histograms
-from p2pstore.status.slow_operations import Request, SlowOperation, SlowOperations, Stage
 from p2pstore.status.status_page import StatusSource, page_bytes, page_headers, slow_document
 from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
 

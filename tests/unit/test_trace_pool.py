@@ -11,8 +11,15 @@ import pytest
 
 from p2pstore.errors import ConfigError
 from p2pstore.memory.eviction_policies import PolicyName, make_policy
-from p2pstore.trace import trace_requests
-from p2pstore.trace.block_cache import BlockCache, ColdBlocks, replay_one_cache
+from p2pstore.trace import one_cache
+from p2pstore.trace.one_cache import (
+    MAX_LINE_BYTES,
+    BlockCache,
+    ColdBlocks,
+    Request,
+    read_requests,
+    replay_one_cache,
+)
 from p2pstore.trace.pool import (
     PeerChange,
     Pool,
@@ -24,7 +31,6 @@ from p2pstore.trace.pool import (
     make_router,
     next_up,
 )
-from p2pstore.trace.trace_requests import MAX_LINE_BYTES, Request, read_requests
 from tests.unit.test_trace_one_cache import conversation_trace, oracle, published
 from tests.unit.trace_requests import conversations
 
@@ -295,7 +301,7 @@ def test_a_line_that_is_no_request_is_named(line: bytes, problem: str) -> None:
 def test_a_trace_has_requests_but_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no requests"):
         list(read_requests([b"\n"]))
-    monkeypatch.setattr(trace_requests, "MAX_REQUESTS", 3)
+    monkeypatch.setattr(one_cache, "MAX_REQUESTS", 3)
     assert len(list(read_requests([LINE] * 3))) == 3
     with pytest.raises(ConfigError, match=r"line 4 .*at most 3"):
         list(read_requests([LINE] * 4))

@@ -20,8 +20,8 @@ from p2pstore.objects import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from mooncake_p2p.trace_replay import OutagePlan, RealOutcome, Scale
+    from p2pstore.trace.one_cache import Model, Request
     from p2pstore.trace.pool import PoolSettings, Replayed
-    from p2pstore.trace.trace_requests import Model, Request
 
 _BLOCKS: Final = re.compile(r"([0-9]{1,12}) ?blocks?")
 
@@ -65,7 +65,7 @@ class PoolOptions:
 
     def settings(self, model: Model) -> PoolSettings:
         """Checked, in blocks. Raises `ValueError` naming an option."""
-        from p2pstore.trace.block_cache import LEAST_BLOCKS
+        from p2pstore.trace.one_cache import LEAST_BLOCKS
         from p2pstore.trace.pool import PoolSettings
 
         memory_blocks = _blocks(self.memory, "--memory", model)
@@ -133,8 +133,8 @@ def bench_trace(
     Eq. 1 of the paper for LLaMA3-70B. The rest is bytes of KVCache read, by where they were.
     """
     from mooncake_p2p.trace_replay import OutagePlan
+    from p2pstore.trace.one_cache import Model
     from p2pstore.trace.pool import cases, compare
-    from p2pstore.trace.trace_requests import Model
 
     model = Model(kv_bytes_per_token=_at_least_one(parse_bytes(replay.token_bytes, "--token-bytes")))
     settings, plot = pool.settings(model), replay.plot
@@ -183,7 +183,7 @@ def _at_least_one(size: int) -> int:
 
 
 def _read(file: str) -> list[Request]:
-    from p2pstore.trace.trace_requests import MAX_LINE_BYTES, read_requests
+    from p2pstore.trace.one_cache import MAX_LINE_BYTES, read_requests
 
     with Path(file).open("rb") as lines:
         return list(read_requests(iter(partial(lines.readline, MAX_LINE_BYTES + 1), b"")))
