@@ -17,7 +17,6 @@ from p2pstore.client.batches import fetch_many, fetch_many_new
 from p2pstore.client.destinations import BytesDestination, NewMemoryDestination, TensorDestination
 from p2pstore.client.device_memory import GpuMapping, GpuSource, read_in_place, usable_gpu
 from p2pstore.client.key_calls import AskCalls, ChangeCalls
-from p2pstore.client.leasing import take_many
 from p2pstore.client.open_session import OpenSession
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.client.writing import put_options
@@ -336,10 +335,7 @@ class ClientSession(PutCalls, GetCalls, AskCalls, ChangeCalls):
         the error) per key, in order. Never raises for one key that fails."""
         here = arguments.flag("here", here)
         keys = arguments.key_list(keys)
-        parts = self._live
-        views = await take_many(
-            parts.link, parts.fetcher, parts.neighbours, keys, self._digests, here=here
-        )
+        views = await self._live.leaser.take_many(keys, self._digests, here=here)
         return [
             ItemResult(key, view) if isinstance(view, memoryview) else ItemResult(key, None, view)
             for key, view in zip(keys, views, strict=True)
