@@ -40,20 +40,15 @@ class AskCalls(OpenSession):
     """Questions of one client."""
 
     async def contains(self, key: str) -> bool:
-        """Whether some live peer is known to hold the key. May lag behind by a moment."""
         return await self._live.presence.contains(self._digest(key))
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:
-        """`contains` for many keys, in at most one request per 4,096."""
         return await self._live.presence.contains_many(arguments.key_list(keys))
 
     async def match_prefix(self, keys: Sequence[str]) -> int:
-        """How many of these keys, from the first on, some live peer is known to hold."""
         return await self._live.presence.match_prefix(arguments.key_list(keys))
 
     async def match_prefix_by_peer(self, keys: Sequence[str]) -> list[PrefixHolder]:
-        """For each live peer that holds the first of these keys, how many it holds from there on; the longest run
-        first. May lag behind by a moment."""
         known = arguments.key_list(keys)[: await self.match_prefix(keys)]
         runs = answers.PrefixRuns()
         cuts = Cuts(LocalKind.LOCATE, len(known))
@@ -69,7 +64,6 @@ class AskCalls(OpenSession):
         return runs.holders()
 
     async def locate(self, key: str) -> list[Location]:
-        """The known copies of an object, after asking its home peers."""
         request = local.Locate(self._digest(key))
         reply = await self._link.request(LocalKind.LOCATE, request, local.Located)
         return [answers.location(copy) for copy in reply.items[0]] if reply.items else []
@@ -83,14 +77,10 @@ class AskCalls(OpenSession):
         local: bool = False,
         pinned: bool = False,
     ) -> KeyPage:
-        """A page of this namespace's keys in order, of all peers or of the local one.
-
-        The peer answers in pages of at most 2,000 keys; this one is made of as many as it takes.
-        """
         prefix, after = arguments.text("prefix", prefix), arguments.text("after", after)
         limit = arguments.whole_number("limit", limit)
         local, pinned = arguments.flag("local", local), arguments.flag("pinned", pinned)
-        whole = KeyPage([], True)
+        whole = KeyPage([], True)  # made of as many pages of at most 2,000 keys as it takes
         most = MOST_ITEMS[LocalKind.LIST]
         while whole.more and len(whole.keys) < limit:
             request = _ListKeys(
@@ -120,13 +110,11 @@ class AskCalls(OpenSession):
         return whole
 
     async def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
-        """The members of the cluster; with `everyone` also those that died or left within the last 24 hours."""
         request = local.Peers(arguments.flag("everyone", everyone))
         reply = await self._link.request(LocalKind.PEERS, request, local.PeersReply)
         return answers.peer_infos(reply)
 
     async def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
-        """What the peer counts: `{"peer": {...}, "cluster": {...}}`."""
         request = local.Statistics(arguments.flag("cluster", cluster))
         reply = await self._link.request(LocalKind.STATISTICS, request, local.StatisticsReply)
         document: dict[str, Any] = json.loads(reply.document)
@@ -137,13 +125,10 @@ class ChangeCalls(OpenSession):
     """Changes by one client, of what is stored already."""
 
     async def remove(self, key: str) -> bool:
-        """Remove the object everywhere. Whether any copy of it was known."""
         encode_key(key)
         return (await self.remove_many([key]))[0].unwrap()
 
     async def remove_many(self, keys: Sequence[str]) -> list[ItemResult[bool]]:
-        """`remove` for many keys; one result per key, in order. Where a request fails, its keys and those after it
-        carry the error; raises `StoreClosed` once the peer is gone."""
         keys = arguments.key_list(keys)
         self._link.check()
         results: dict[int, ItemResult[bool]] = {}
@@ -180,10 +165,6 @@ class ChangeCalls(OpenSession):
     async def pin(
         self, key: str, pin: PinName = "soft", *, ttl: float | None = None, fetch: bool = True
     ) -> PinResult:
-        """Keep an object in the local peer's memory, and in that of all that hold it as far as they can be told: a
-        soft pin (30 minutes unless `ttl` says otherwise) is evicted last, a hard one not at all. An object that only
-        other peers hold is brought here first; without `fetch` it is pinned where it is. Raises `NoSuchKey`, and
-        what a lease raises when it cannot be brought here."""
         fetch = arguments.flag("fetch", fetch) and pin != "none"
         request = local.SetPin(
             self._digest(key), arguments.pin_number(pin), arguments.milliseconds("ttl", ttl)
@@ -207,11 +188,9 @@ class ChangeCalls(OpenSession):
         )
 
     async def unpin(self, key: str) -> PinResult:
-        """Undo `pin`, wherever the object is. Raises `NoSuchKey`."""
         return await self.pin(key, "none")
 
     async def replicate(self, key: str, copies: int) -> PutResult:
-        """Have `copies` copies of the object, as far as there are peers. Raises `NoSuchKey`."""
         copies = arguments.whole_number("copies", copies)
         request = local.Replicate(self._digest(key), copies, deadline_ms(self.timeout))
         try:
@@ -223,7 +202,6 @@ class ChangeCalls(OpenSession):
         return answers.put_result(key, outcome, self.peer_name)
 
     async def prefetch(self, keys: Sequence[str]) -> None:
-        """Have the peer bring these objects into local memory; does not wait for them."""
         digests, _ = arguments.possible_keys(arguments.key_list(keys), self._digests)
         self._link.check()
         for some in Cuts(LocalKind.PREFETCH, len(digests)):
@@ -231,7 +209,6 @@ class ChangeCalls(OpenSession):
             await self._link.request(LocalKind.PREFETCH, request, Empty)
 
     async def flush(self) -> None:
-        """Remove everything in this namespace, everywhere."""
         request = local.Flush(self.namespace, deadline_ms(self.timeout))
         await self._link.request(LocalKind.FLUSH, request, local.Flushed, extra_seconds=REMOVE_SECONDS)
 

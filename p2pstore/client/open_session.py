@@ -12,6 +12,7 @@ from p2pstore.client.device_memory import GpuMapping
 from p2pstore.client.fetcher import Fetcher
 from p2pstore.client.host_neighbours import Neighbours
 from p2pstore.client.leasing import Leaser
+from p2pstore.client.object_store import ObjectStore
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.presence_calls import PrefixChains, Presence
 from p2pstore.client.writing import Writer
@@ -53,8 +54,9 @@ class _Parts:
             self.writer.close()
 
 
-class OpenSession:
-    """The connection of one client to the local peer: `open` it, use it, `close` it."""
+class OpenSession(ObjectStore):
+    """The connection of one client to the local peer: `open` it, use it, `close` it. Its subclasses have the methods of
+    `ObjectStore`, which says what each of them does."""
 
     how_to_connect: ClassVar[str] = "open() it first"
     """Hint in the error of a call before `open`."""
