@@ -16,6 +16,7 @@ from p2pstore.client.object_store import ObjectStore
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.presence_calls import PrefixChains, Presence
 from p2pstore.client.writing import Writer
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access
 from p2pstore.local.socket_paths import find_socket
 from p2pstore.objects import DEFAULT_NAMESPACE, batch_key_hasher, key_hasher
@@ -83,13 +84,8 @@ class OpenSession(ObjectStore):
     async def open(self) -> None:
         """Connect. Raises `NoLocalPeer`, `AmbiguousLocalPeer`, `ProtocolMismatch`."""
         path = str(find_socket(self._wanted_socket))
-        link = await PeerLink.open(
-            self._driver,
-            path,
-            namespace=self.namespace,
-            access=Access.WRITE,
-            timeout_seconds=self.timeout,
-        )
+        opening = Opening(self.namespace, Access.WRITE, location_table=True, hazards=True)
+        link = await PeerLink.open(self._driver, path, opening, self.timeout)
         try:
             self._parts = _Parts(link, self.namespace, self._digests, in_threads=self.in_threads)
         except BaseException:

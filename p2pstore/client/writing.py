@@ -16,8 +16,8 @@ from p2pstore.client.put_elsewhere import ElsewhereWriter
 from p2pstore.client.puts import WINDOW_BYTES, WINDOW_SHARE, fill, fill_many, trailer_bound, windows
 from p2pstore.errors import CapacityExceeded, GpuCopyFailed, ObjectTooLarge, P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
+from p2pstore.local.local_connection import RequestAhead
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.local_requests import RequestAhead
 from p2pstore.objects import check_object_length, encode_namespace, key_hasher, root_checksum
 from p2pstore.put_facts import PutFacts
 from p2pstore.results import Buffer, ItemResult, OnConflict, PutResult

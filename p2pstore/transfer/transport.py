@@ -145,24 +145,6 @@ class Transport(Protocol):
         ...
 
 
-class Helpers(Protocol):
-    """Other holders that may bring parts of a large object. Not for several threads at once."""
-
-    @property
-    def left(self) -> bool:
-        """Whether `next` returns one."""
-        ...
-
-    def next(self) -> RemoteCopy | None:
-        """One that begins to help now."""
-        ...
-
-    def ended(self, copy: RemoteCopy, failure: PullFailed | None, brought_bytes: int) -> None:
-        """A holder brought this many verified bytes, and failed, or did not. Also for the holder that was to be helped,
-        unless the read failed with it."""
-        ...
-
-
 @runtime_checkable
 class TeamTransport(Transport, Protocol):
     """A transport that can read one object from several holders at once."""
@@ -267,7 +249,7 @@ async def pull_with_failover(
             # Several bring it together: none of them sends the reader on to others.
             attempt = replace(attempt, copy=replace(attempt.copy, keeps=Keeps.NO))
         if attempt.copy.length_bytes >= SLICED_BYTES:
-            helpers = _HelpingHolders(attempts, attempt, transport.name, watch)
+            helpers = Helpers(attempts, attempt, transport.name, watch)
         destination.announced = attempt.copy.announced
         try:
             pulled = await _pull(attempt, transport, helpers, digest, destination)
@@ -296,7 +278,7 @@ async def pull_with_failover(
 async def _pull(
     attempt: Attempt,
     transport: Transport,
-    helpers: _HelpingHolders | None,
+    helpers: Helpers | None,
     digest: bytes,
     destination: ResumableDestination,
 ) -> Pulled:
@@ -317,8 +299,8 @@ def _brought_first(destination: ResumableDestination) -> int | None:
     return None if arriving is None else arriving.brought_bytes[ONLY_READER]
 
 
-class _HelpingHolders:
-    """`Helpers` of one attempt."""
+class Helpers:
+    """Other holders that may bring parts of the large object of one attempt. Not for several threads at once."""
 
     def __init__(
         self, attempts: PullAttempts, attempt: Attempt, name: str, watch: ReadWatch | None
@@ -333,9 +315,11 @@ class _HelpingHolders:
 
     @property
     def left(self) -> bool:
+        """Whether `next` returns one."""
         return self._attempts.has_helper
 
     def next(self) -> RemoteCopy | None:
+        """One that begins to help now."""
         copy = self._attempts.next_helper()
         if copy is not None:
             self._copies[copy.member] = copy
@@ -344,6 +328,8 @@ class _HelpingHolders:
         return copy
 
     def ended(self, copy: RemoteCopy, failure: PullFailed | None, brought_bytes: int) -> None:
+        """A holder brought this many verified bytes, and failed, or did not. Also for the holder that was to be helped,
+        unless the read failed with it."""
         member = copy.member
         self._brought[member] += brought_bytes
         if failure is not None:
