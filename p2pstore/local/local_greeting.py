@@ -17,8 +17,7 @@ from p2pstore.local.local_protocol import Access, Hello, HelloReply, LocalKind, 
 from p2pstore.local.local_requests import reply_in
 from p2pstore.local.socket_paths import CHOICES, not_a_socket
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
-from p2pstore.memory.mapped.joined_memory import map_joined
-from p2pstore.memory.mapped.mapped_memory import map_read_only, map_table, map_writable
+from p2pstore.memory.mapped.mapped_memory import map_joined, map_read_only, map_table, map_writable
 from p2pstore.runtime import memory_barrier
 from p2pstore.runtime.linux import is_shortage, shortage
 from p2pstore.runtime.streams import MAX_PASSED_DESCRIPTORS, ByteStream, Driver

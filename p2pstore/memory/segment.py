@@ -23,12 +23,11 @@ from p2pstore.memory.entries import (
     Written,
 )
 from p2pstore.memory.eviction import EvictionOrder
-from p2pstore.memory.eviction_policies import make_policy
-from p2pstore.memory.kept_memory import Kept
+from p2pstore.memory.kept_memory import Kept, ReturnedObjects
 from p2pstore.memory.object_table import ObjectTable, slot_of
+from p2pstore.memory.policies import make_policy
 from p2pstore.memory.policies.interface import EvictionPolicy
 from p2pstore.memory.references import References
-from p2pstore.memory.returned_objects import ReturnedObjects
 from p2pstore.memory.room import Room
 from p2pstore.memory.segment_layout import (
     EXPIRY_BYTES,

@@ -57,7 +57,6 @@ from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_dig
 from p2pstore.runtime.streams import BytesLike, ByteStream, Driver
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import transport as transport_module
-from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
     MIN_DATA_VERSION,
@@ -73,6 +72,7 @@ from p2pstore.transfer.data_messages import (
     Ping,
     Pong,
     Proof,
+    over_tls,
 )
 from p2pstore.transfer.failover import Unannounced
 from p2pstore.transfer.peer_messages import (

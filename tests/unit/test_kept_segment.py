@@ -18,8 +18,8 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.entries import ObjectEntry, Written
-from p2pstore.memory.eviction_policies import PolicyName, make_policy
 from p2pstore.memory.kept_memory import (
+    EARLIER_CLIENTS,
     Expected,
     Kept,
     KeptElsewhere,
@@ -32,7 +32,7 @@ from p2pstore.memory.kept_memory import (
     tail_bytes,
     tail_offset,
 )
-from p2pstore.memory.returned_objects import EARLIER_CLIENTS
+from p2pstore.memory.policies import PolicyName, make_policy
 from p2pstore.memory.segment import SOFT_PIN_SECONDS, Segment
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,

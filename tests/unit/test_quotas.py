@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
 from p2pstore.memory.areas import MAX_QUOTAS, NO_CAPS, Areas, Place
 from p2pstore.memory.entries import ObjectEntry, Written
-from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
+from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import GRANULE_BYTES, Pin, TrailerBody, encode_trailer, plan_geometry
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from p2pstore.client.leases import LeaseBook
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
-from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
 from p2pstore.memory.key_listing import KeyListing
+from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import MAX_RESERVATIONS_PER_HOLDER, SOFT_PIN_SECONDS, Segment
 from p2pstore.memory.segment_layout import (

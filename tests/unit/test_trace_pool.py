@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from p2pstore.memory.eviction_policies import PolicyName, make_policy
+from p2pstore.memory.policies import PolicyName, make_policy
 from p2pstore.trace.block_cache import BlockCache, ColdBlocks, replay_one_cache
 from p2pstore.trace.pool import (
     PeerChange,

@@ -24,8 +24,15 @@ from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import KIB
 from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver
-from p2pstore.transfer.data_addresses import DataAddress, split_data_address
-from p2pstore.transfer.data_messages import DataKind, GetPiece, PieceReply, Store, Stored
+from p2pstore.transfer.data_messages import (
+    DataAddress,
+    DataKind,
+    GetPiece,
+    PieceReply,
+    Store,
+    Stored,
+    split_data_address,
+)
 from p2pstore.transfer.read_tickets import GrantedTicket
 from p2pstore.transfer.reading.arriving import Arriving
 from p2pstore.transfer.reading.connection_places import MAX_IDLE, MAX_PLACES, ConnectionPlaces
@@ -412,7 +419,7 @@ async def open_connection(
     any error, the stream is closed."""
     if at.tls:
         # TLS is imported only where it is used.
-        from p2pstore.transfer.tls.tls_streams import dial_tls
+        from p2pstore.transfer.tls_streams import dial_tls
 
         stream, granted = await dial_tls(stream, peer_id, granted)
     return await DataConnection.open(stream, granted)

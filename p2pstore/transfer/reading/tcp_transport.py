@@ -17,7 +17,7 @@ from p2pstore.addresses import is_loopback
 from p2pstore.errors import ConfigError
 from p2pstore.objects import CHUNK_BYTES, MIB
 from p2pstore.runtime.streams import Event, HelperTask, StartHelper
-from p2pstore.transfer.data_addresses import split_data_address
+from p2pstore.transfer.data_messages import split_data_address
 from p2pstore.transfer.reading.arriving import AHEAD_CHUNKS, ALONE, ONLY_READER, Arriving, Sharing, Step
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.data_pool import MAX_READERS, DataPool

@@ -55,7 +55,7 @@ from p2pstore.transfer.serving.data_session import RECEIVE_BYTES, DataSession
 from p2pstore.transfer.serving.read_answers import Traffic
 from p2pstore.transfer.serving.serving_backends import Backends, DataBackend, StoreBackend, SwarmBackend
 from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
-from p2pstore.transfer.tls.tls_streams import AcceptedTlsStream, TlsServing
+from p2pstore.transfer.tls_streams import AcceptedTlsStream, TlsServing
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
     HELLO_LIMITS,
