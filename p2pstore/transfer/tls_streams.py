@@ -390,7 +390,7 @@ class Certificate:
     A peer makes a key for TLS alone and a certificate that this key signs, as libp2p does it. An extension holds the
     signature of the peer's ed25519 identity over that key and the time that the certificate is good for; so no
     authority is needed, the dialing side knows the peer id that it wants, and a stolen TLS key is of no use
-    for longer than a few days. A certificate (DER) and its private key, both as `pem` as well. Keep it in memory only."""
+    for longer than a few days. `der` is the certificate, `pem` it and its private key: to be kept in memory only."""
 
     der: bytes
     pem: bytes

@@ -1,8 +1,9 @@
 """RDMA of one peer: devices of this machine, the segment registered with them once, and a queue pair for each reader.
 
 Where there is no device, nothing of pyverbs is imported. Registering memory holds the interpreter lock, so it happens
-before the peer serves, and after the kernel has provided the pages, which takes most of the time. A reader asks on a data connection, which so is what its right to read hangs on: when the connection ends, by
-whatever end, its queue pair does too. The reads themselves need nothing of this process.
+before the peer serves, and after the kernel has provided the pages, which takes most of the time. A reader asks on a
+data connection, which so is what its right to read hangs on: when the connection ends, by whatever end, its queue pair
+does too. The reads themselves need nothing of this process.
 """
 
 from __future__ import annotations
