@@ -17,8 +17,7 @@ from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import Holder, LeaseGrant
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MOST_ITEMS
-from p2pstore.objects import Version
-from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.objects import Announced, Version
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
 from p2pstore.wire import Code

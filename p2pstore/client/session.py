@@ -16,8 +16,7 @@ from p2pstore.client.answers import plain_error
 from p2pstore.client.batches import fetch_many, fetch_many_new
 from p2pstore.client.destinations import BytesDestination, NewMemoryDestination, TensorDestination
 from p2pstore.client.device_memory import GpuMapping, GpuSource, read_in_place, usable_gpu
-from p2pstore.client.key_calls import AskCalls, ChangeCalls
-from p2pstore.client.open_session import OpenSession
+from p2pstore.client.open_session import AskCalls, ChangeCalls, OpenSession
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.client.writing import put_options
 from p2pstore.errors import GpuCopyFailed, P2PStoreError

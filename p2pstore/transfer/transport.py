@@ -18,13 +18,12 @@ from p2pstore.memory.segment_layout import (
     decode_trailer,
     trailer_matches,
 )
-from p2pstore.objects import MIB, ZERO_VERSION, Version, format_bytes
+from p2pstore.objects import MIB, ZERO_VERSION, Announced, Version, format_bytes
 from p2pstore.transfer.data_messages import Keeps
 from p2pstore.transfer.failover import Attempt, HolderReport, PullAttempts, PullFailed
 from p2pstore.transfer.read_tickets import GrantedTicket
 from p2pstore.transfer.reading.arriving import (
     ONLY_READER,
-    Announced,
     Arriving,
     Destination,
     ResumableDestination,

@@ -341,7 +341,7 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
             there = [digest for digest in there if segment.find(digest, 0.0) is not None]
             assert 64 <= len(there) < len(new), "the memory was not filled"
             *_, body, bulk = await read_frame(stream)
-            lengths = SlotRows(decode_body(SmallObjects, body).slots).lengths
+            lengths = SlotRows(decode_body(SmallObjects, body).slots).column("length")
             assert lengths == [64 * KIB] * 64
             assert bulk == b"".join(values)
             ask = encode_frame(DataKind.GET_SMALL, 2, GetSmall(b"".join(there[-64:])))

@@ -53,7 +53,16 @@ from p2pstore.memory.segment_layout import (
     encode_trailer,
     plan_geometry,
 )
-from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import (
+    CHUNK_BYTES,
+    KIB,
+    MIB,
+    Announced,
+    Version,
+    chunk_sums,
+    key_digest,
+    root_checksum,
+)
 from p2pstore.runtime.streams import BytesLike, ByteStream, Driver
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import transport as transport_module
@@ -93,7 +102,6 @@ from p2pstore.transfer.read_tickets import (
     open_ticket,
     prove,
 )
-from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.span_reads import ItemOutcome
 from p2pstore.transfer.reading.tcp_transport import TcpTransport

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.memory.key_index import decode_index_entry, index_entry_at_home, index_home
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     INDEX_ENTRY_BYTES,
@@ -28,17 +27,19 @@ from p2pstore.memory.segment_layout import (
     Slot,
     SlotRows,
     TrailerBody,
+    decode_index_entry,
     decode_segment_header,
     decode_slot,
     decode_trailer,
+    index_entry_at_home,
+    index_home,
     needs_trailer,
     slot_matches,
     trailer_matches,
     trailer_offset,
 )
-from p2pstore.objects import CHUNK_BYTES, Version, chunk_bounds
+from p2pstore.objects import CHUNK_BYTES, Announced, Version, chunk_bounds
 from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
-from p2pstore.transfer.reading.arriving import Announced
 
 PROBE_LIMIT: Final = 4096
 """Index entries looked at before a search gives up; at half load, runs are far shorter."""
@@ -263,7 +264,8 @@ class SegmentReader:
                 sums[int(places[row])] = found
         if not good.all():
             places, rows = places[good], rows.only(good)
-        return Spots(places.tolist(), rows.offsets, rows.lengths, rows.roots, sums)
+        offsets, lengths, roots = map(rows.column, ("offset", "length", "root"))
+        return Spots(places.tolist(), offsets, lengths, roots, sums)
 
     def _sums_of(self, start: int, packed: bytes, slot: Slot) -> bytes | None:
         """The sums of the chunks, packed, where there are several. None for an object that has expired, or has

@@ -18,9 +18,8 @@ from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_messages import ItemError, Lease, Leased, Release
 from p2pstore.local.local_protocol import Access, LocalKind
-from p2pstore.objects import DEFAULT_NAMESPACE, Version
+from p2pstore.objects import DEFAULT_NAMESPACE, Announced, Version
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
-from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.segment_reader import Copied, SegmentReader, Spots, expired
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
