@@ -9,8 +9,15 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from p2pstore.client.answers import plain_error
-from p2pstore.client.destinations import BufferRooms, DigestsOf, NewMemoryRooms, Rooms, SmallRooms
-from p2pstore.client.fetcher import Fetcher, NewMemory
+from p2pstore.client.destinations import (
+    BufferRooms,
+    DigestsOf,
+    NewMemory,
+    NewMemoryRooms,
+    Rooms,
+    SmallRooms,
+)
+from p2pstore.client.fetcher import Fetcher
 from p2pstore.client.read_plan import (
     HolderGroup,
     ReadPlan,

@@ -329,16 +329,17 @@ class _Batch:
     ) -> None:
         """Have the local peer lease these: with `fetch` all of them are settled then, but for what may fit alone;
         otherwise what it had."""
-        grants = await ask(
-            link,
-            self._keys[numbers[0]],
-            [self._wanted[number] for number in numbers],
-            fetch=fetch,
-            wait_seconds=self._wait_seconds if fetch else 0.0,
-            fetch_seconds=FETCH_SECONDS * len(numbers),
-        )
+        grants: list[LeaseGrant] = []
         refused = []
         try:
+            grants = await ask(
+                link,
+                self._keys[numbers[0]],
+                [self._wanted[number] for number in numbers],
+                fetch=fetch,
+                wait_seconds=self._wait_seconds if fetch else 0.0,
+                fetch_seconds=FETCH_SECONDS * len(numbers),
+            )
             for number, grant in zip(numbers, grants, strict=True):
                 code = grant.error.code
                 if code == Code.LEASE_LIMIT_EXCEEDED and not again:
@@ -369,6 +370,8 @@ class _Batch:
             return True
         number, holder = left[0]
         is_cold = holder.tier == SSD
+        grants: list[LeaseGrant] = []
+        refused, viewed = [], []
         try:
             grants = await ask(
                 link,
@@ -377,12 +380,6 @@ class _Batch:
                 fetch=is_cold,
                 fetch_seconds=0.0,
             )
-        except DeadlineExceeded:
-            if is_cold:  # its SSD takes long: that says nothing of what it has in memory
-                return False
-            raise
-        refused, viewed = [], []
-        try:
             for (number, holder), grant in zip(left, grants, strict=True):
                 code = grant.error.code
                 if not code and announced(holder).allows(version_of(grant)):
@@ -393,8 +390,10 @@ class _Batch:
                     refused.append((number, holder))
                 else:  # an older one may be forbidden
                     forsake(link, grant)
-        except BaseException:
+        except BaseException as error:  # Ctrl-C, too, at any moment
             _forsake_all(link, grants)
+            if is_cold and isinstance(error, DeadlineExceeded):
+                return False  # its SSD takes long: that says nothing of what it has in memory
             raise
         note_viewed(self._link, holder, viewed)
         if refused and not again and link.make_room():

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import groupby
-from types import MappingProxyType
-from typing import Final
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
-from p2pstore.memory.areas import NO_CAPS, Areas
+from p2pstore.memory.areas import NO_QUOTAS, Areas
 from p2pstore.memory.entries import (
     MAX_RESERVATIONS_PER_HOLDER,
     ObjectEntry,
@@ -58,8 +56,6 @@ __all__ = [
     "Segment",
 ]
 
-NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
-
 
 class Segment:
     """One segment and everything in it. For one thread.
@@ -87,7 +83,7 @@ class Segment:
         geometry: Geometry,
         policy: EvictionPolicy | None = None,
         quotas: Mapping[str, int] = NO_QUOTAS,
-        caps: Mapping[str, int] = NO_CAPS,
+        caps: Mapping[str, int] = NO_QUOTAS,
         marks: memoryview | None = None,
         kept: Kept | None = None,
         now: float = 0.0,

@@ -226,17 +226,7 @@ class PullAttempts:
         attempt = self._current
         assert attempt is not None, "failed() without an attempt"
         self._current = None
-        report = HolderReport(
-            attempt.copy.member,
-            failure.code,
-            failure.text,
-            self._transports[attempt.transport].name,
-            failure.incarnation,
-            failure.sequence,
-            attempt.hurried,
-            failure.keep,
-            failure.others,
-        )
+        report = self._report_of(attempt.copy, attempt.transport, failure, attempt.hurried)
         if failure.retriable and self._ways:
             self.fallbacks.append(report)  # the holder itself is not to blame yet
             return
@@ -246,6 +236,21 @@ class PullAttempts:
             self._again.append(attempt.copy)
             return
         self._report(attempt.copy, report, failure)
+
+    def _report_of(
+        self, copy: RemoteCopy, transport: int, failure: PullFailed, hurried: bool
+    ) -> HolderReport:
+        return HolderReport(
+            copy.member,
+            failure.code,
+            failure.text,
+            self._transports[transport].name,
+            failure.incarnation,
+            failure.sequence,
+            hurried,
+            failure.keep,
+            failure.others,
+        )
 
     def _report(self, copy: RemoteCopy, report: HolderReport, failure: PullFailed) -> None:
         """Tell of a holder, the last time that it failed. One that was too slow may do when no other delivers."""
@@ -285,16 +290,7 @@ class PullAttempts:
         if failure.code is Code.BUSY or isinstance(failure, AnotherVersion):
             self._again.append(copy)
             return
-        report = HolderReport(
-            copy.member,
-            failure.code,
-            failure.text,
-            self._transports[transport].name,
-            failure.incarnation,
-            failure.sequence,
-            hurried=True,
-        )
-        self._report(copy, report, failure)
+        self._report(copy, self._report_of(copy, transport, failure, hurried=True), failure)
 
     def error(self) -> NoSuchKey | Unavailable:
         """The error for the caller after `next` returned None."""

@@ -20,6 +20,7 @@ from p2pstore.runtime.streams import ByteStream
 from p2pstore.transfer.data_messages import (
     REPLIES,
     DataKind,
+    Get,
     GetItem,
     GetPiece,
     Keeps,
@@ -37,11 +38,11 @@ from p2pstore.transfer.data_messages import (
 from p2pstore.transfer.reading.arriving import Arriving
 from p2pstore.transfer.reading.data_requests import DataRequests
 from p2pstore.transfer.reading.span_reads import (
+    Asked,
     BatchItem,
     ItemOutcome,
     SpanReader,
     Wanted,
-    ask,
     check_reply,
     failure_of,
     receive_answer,
@@ -220,9 +221,10 @@ class DataConnection(DataRequests):
     ) -> tuple[Slot, TrailerBody]:
         """An object's slot and trailer, verified, and none of its bytes. Raises like `pull`."""
         with self.operation(haste):
-            expected = await ask(self, (GetItem(digest, NO_CHUNK, 0, slot_hint),))
-            (reply,) = await receive_answer(self, expected)
-            return check_reply(reply, expected.items[0])
+            item = GetItem(digest, NO_CHUNK, 0, slot_hint)
+            number = await self.send(DataKind.GET, Get([item]))
+            (reply,) = await receive_answer(self, Asked(number, (item,)))
+            return check_reply(reply, item)
 
     async def pull_many(
         self, items: Sequence[BatchItem], haste: Haste = NO_HASTE, keeps: Keeps = Keeps.NO

@@ -333,18 +333,6 @@ class Asked(NamedTuple):
     items: tuple[GetItem, ...]
 
 
-async def ask(
-    connection: DataRequests,
-    items: tuple[GetItem, ...],
-    *,
-    may_refuse: bool = False,
-    keeps: Keeps = Keeps.NO,
-) -> Asked:
-    """Send a GET; see `Get` for what it may say."""
-    get = Get(list(items), may_refuse, int(keeps))
-    return Asked(await connection.send(DataKind.GET, get), items)
-
-
 async def receive_answer(connection: DataRequests, asked: Asked) -> list[ObjectReply]:
     """The replies about each item. Their bytes come next, one item's after the other's, all bulk there is. Raises
     `ProtocolError` when these do not add up."""
