@@ -312,3 +312,34 @@ class Lines:
                 return
             if idle_seconds < PING_SECONDS:
                 await connection.request(DataKind.PING, Ping())
+
+
+class ChosenLines:
+    """Which line to read each chunk of one object through."""
+
+    def __init__(self, lines: Lines, copy: RemoteCopy) -> None:
+        self._lines = lines
+        self._copy = copy
+        self._holder = lines.of(copy.peer_id)
+        self._given_up: set[int] = set()
+
+    def count(self) -> int:
+        """How many lines work, at least 1."""
+        return max(1, len(self._lines.in_use(self._holder, self._given_up)))
+
+    async def line(self) -> Line:
+        """The one to use next. Raises `PullFailed` when there is none."""
+        return await self._lines.connected(self._copy, self._given_up)
+
+    async def another(self, line: Line, reason: str) -> bool:
+        """Whether there is a line to use instead of this one, which failed for that reason."""
+        number = line.engine.number
+        if number in self._given_up:  # several reads of it fail
+            return True
+        self._given_up.add(number)
+        try:
+            await self._lines.connected(self._copy, self._given_up)
+        except PullFailed:
+            return False
+        self._lines.give_up(line, self._holder, reason)
+        return True

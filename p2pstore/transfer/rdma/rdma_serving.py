@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -51,30 +51,8 @@ NO_COMPLETIONS: Final = 16
 """Entries of a queue that stays empty: one-sided reads leave no completions at the holder."""
 
 
-class ReadableEnd(Protocol):
-    """A queue pair that lets another peer read, until it is closed."""
-
-    @property
-    def reply(self) -> RdmaConnected:
-        """What the reader has to know of it."""
-        ...
-
-    def close(self) -> None:
-        """End it; never blocks, may be called twice."""
-        ...
-
-
-class RdmaBackend(Protocol):
-    """The side that lets others read by RDMA."""
-
-    async def connect(self, request: RdmaConnect, claims: TicketClaims) -> ReadableEnd:
-        """Let the queue pair that `request` describes read. Raises `CapacityExceeded` when there are too many,
-        `ProtocolError` for a queue pair that cannot be, `Unavailable` when there is no way to it."""
-        ...
-
-
 class ServedReader:
-    """The `ReadableEnd` of one reader."""
+    """A queue pair that lets another peer read, until it is closed. `reply`: what the reader has to know of it."""
 
     def __init__(
         self, server: RdmaServer, issuer: bytes, number: int, pair: QueuePair, region: Region
@@ -97,7 +75,7 @@ class ServedReader:
         self._server = server
 
     def close(self) -> None:
-        """End it: what the reader still has under way fails."""
+        """End it: what the reader still has under way fails. Never blocks, may be called twice."""
         self._server.drop(self)
 
 
@@ -122,7 +100,8 @@ class RdmaServer:
         return len(self._readers)
 
     async def connect(self, request: RdmaConnect, claims: TicketClaims) -> ServedReader:
-        """See `RdmaBackend`."""
+        """Let the queue pair that `request` describes read. Raises `CapacityExceeded` when there are too many,
+        `ProtocolError` for a queue pair that cannot be, `Unavailable` when there is no way to it."""
         other = Endpoint(
             request.queue_pair, request.packet_number, request.gid, request.path_mtu_bytes, request.reads
         )

@@ -41,7 +41,7 @@ from p2pstore.transfer.data_messages import (
     Proof,
     Refused,
 )
-from p2pstore.transfer.rdma.rdma_serving import RdmaBackend
+from p2pstore.transfer.rdma.rdma_serving import RdmaServer
 from p2pstore.transfer.read_tickets import (
     NONCE_BYTES,
     SignerLike,
@@ -167,7 +167,7 @@ class DataServer:
         unix_clock: Callable[[], float] = time.time,
         allowed: AllowList | None = None,
         stores: StoreBackend | None = None,
-        rdma: RdmaBackend | None = None,
+        rdma: RdmaServer | None = None,
         tls: bool = False,
         swarms: SwarmBackend | None = None,
         budget: ByteBudget | None = None,
