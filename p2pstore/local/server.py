@@ -29,8 +29,14 @@ from p2pstore.errors import (
     ProtocolMismatch,
     StoreClosed,
 )
-from p2pstore.local.local_clients import LocalBackend, LocalClient, RequestObserver
-from p2pstore.local.local_protocol import Access, Hello, LocalKind
+from p2pstore.local.local_protocol import (
+    Access,
+    Hello,
+    LocalBackend,
+    LocalClient,
+    LocalKind,
+    RequestObserver,
+)
 from p2pstore.objects import encode_namespace
 from p2pstore.runtime.linux import connected_user, is_shortage, shortage
 from p2pstore.runtime.streams import ANCILLARY_BYTES, check_descriptors
