@@ -70,7 +70,7 @@ HURRIED_ANSWER_SECONDS: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class RemotePeer:
-    """A peer to connect to: `data` are its data addresses (see `data_addresses`), best first.
+    """A peer to connect to: `data` are its data addresses (`DataAddress`), best first.
 
     Without `ticket` the connection pool asks its ticket source.
     """
