@@ -15,7 +15,8 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.results import Framework
-from p2pstore.transfer.transport import BufferDestination, Destination, too_small
+from p2pstore.transfer.reading.arriving import Destination
+from p2pstore.transfer.transport import BufferDestination, too_small
 from p2pstore.values import destination_view, empty_tensor, fresh_bytes
 
 R = TypeVar("R")

@@ -44,18 +44,10 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import Cuts
 from p2pstore.objects import CHUNK_BYTES, namespace_digest
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
+from p2pstore.transfer.reading.arriving import Destination, ResumableDestination, resumable, watch_of
 from p2pstore.transfer.reading.segment_reader import Copied
 from p2pstore.transfer.reading.shm import RoomsFor, copy_into, copy_many, read_mapped
-from p2pstore.transfer.transport import (
-    BufferDestination,
-    Destination,
-    Pulled,
-    PullReport,
-    RemoteCopy,
-    ResumableDestination,
-    resumable,
-    watch_of,
-)
+from p2pstore.transfer.transport import BufferDestination, Pulled, PullReport, RemoteCopy
 from p2pstore.wire import Code, Empty
 
 if TYPE_CHECKING:

@@ -46,16 +46,6 @@ from p2pstore.memory.views import DROPPED_PER_STEP, Views
 from p2pstore.objects import MAX_OBJECT_BYTES, are_sums_of
 from p2pstore.runtime.stepping import Steps, run_through
 
-__all__ = [
-    "MAX_RESERVATIONS_PER_HOLDER",
-    "NO_QUOTAS",
-    "SOFT_PIN_SECONDS",
-    "ObjectEntry",
-    "Reservation",
-    "Restoring",
-    "Segment",
-]
-
 
 class Segment:
     """One segment and everything in it. For one thread.

@@ -22,44 +22,9 @@ from p2pstore.objects import MIB, ZERO_VERSION, Announced, Version, format_bytes
 from p2pstore.transfer.data_messages import Keeps
 from p2pstore.transfer.failover import Attempt, HolderReport, PullAttempts, PullFailed
 from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import (
-    ONLY_READER,
-    Arriving,
-    Destination,
-    ResumableDestination,
-    checked_view,
-    resumable,
-    resume,
-    unpack_sums,
-    verify_chunk,
-    watch_of,
-)
+from p2pstore.transfer.reading.arriving import ONLY_READER, Destination, ResumableDestination, resumable
 from p2pstore.transfer.transfer_trace import ReadWatch, TransportTry
 from p2pstore.wire import Code
-
-__all__ = [
-    "Arriving",
-    "BufferDestination",
-    "Destination",
-    "PullFailed",
-    "PullReport",
-    "Pulled",
-    "RemoteCopy",
-    "RemotePeer",
-    "ResumableDestination",
-    "Transport",
-    "check_object",
-    "checked_view",
-    "failed_report",
-    "hurried",
-    "pull_with_failover",
-    "resumable",
-    "resume",
-    "unpack_sums",
-    "verify_chunk",
-    "watch_of",
-]
-
 
 SLICED_BYTES: Final = 64 * MIB
 """Least length of an object that is read from several holders at once. Below, joining costs too much."""

@@ -24,9 +24,9 @@ from p2pstore.transfer.data_messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.data_requests import Inbox
 from p2pstore.transfer.serving import data_session
-from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.serving.read_answers import TAKE_IN_OBJECTS
 from p2pstore.transfer.serving.read_thread import BRISK_READS
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame
 from simulation.segment_checks import check_segment

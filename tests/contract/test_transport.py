@@ -83,7 +83,7 @@ from p2pstore.transfer.data_messages import (
     Proof,
     over_tls,
 )
-from p2pstore.transfer.failover import Unannounced
+from p2pstore.transfer.failover import PullFailed, Unannounced
 from p2pstore.transfer.peer_messages import (
     ClusterRecords,
     Lookup,
@@ -102,22 +102,17 @@ from p2pstore.transfer.read_tickets import (
     open_ticket,
     prove,
 )
+from p2pstore.transfer.reading.arriving import Destination
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.span_reads import ItemOutcome
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.serving.data_server import (
-    DataServer,
-    ServerLimits,
-    listener_address,
-    open_data_listeners,
-)
+from p2pstore.transfer.serving.data_server import DataServer, listener_address, open_data_listeners
 from p2pstore.transfer.serving.read_answers import LentObject
 from p2pstore.transfer.serving.serving_backends import StoreBackend
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import (
     BufferDestination,
-    Destination,
     Pulled,
-    PullFailed,
     RemoteCopy,
     RemotePeer,
     Transport,

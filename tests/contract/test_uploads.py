@@ -13,12 +13,12 @@ from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.runtime.streams import ByteStream
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, Get, GetItem, GetSmall
-from p2pstore.transfer.serving.data_server import ServerLimits
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.serving.read_answers import MAX_READ_THREADS
 from p2pstore.transfer.serving.read_thread import BRISK_READS
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import (
     BufferDestination,
-    PullFailed,
     PullReport,
     RemoteCopy,
     hurried,

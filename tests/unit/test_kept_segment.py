@@ -33,7 +33,7 @@ from p2pstore.memory.kept_memory import (
     tail_offset,
 )
 from p2pstore.memory.policies import PolicyName, make_policy
-from p2pstore.memory.segment import SOFT_PIN_SECONDS, Segment
+from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     SLOT_BYTES,
@@ -42,6 +42,7 @@ from p2pstore.memory.segment_layout import (
     SlotState,
     plan_geometry,
 )
+from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from simulation.segment_checks import check_segment

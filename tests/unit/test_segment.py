@@ -16,12 +16,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from p2pstore.client.leases import LeaseBook
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
-from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
+from p2pstore.memory.entries import (
+    MAX_RESERVATIONS_PER_HOLDER,
+    ObjectEntry,
+    Reservation,
+    SmallObjectsLent,
+    Written,
+)
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
 from p2pstore.memory.key_listing import KeyListing
 from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.references import Loan
-from p2pstore.memory.segment import MAX_RESERVATIONS_PER_HOLDER, SOFT_PIN_SECONDS, Segment
+from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     SegmentState,
@@ -36,6 +42,7 @@ from p2pstore.memory.segment_layout import (
     trailer_offset,
 )
 from p2pstore.memory.segment_layout import Pin as PinKind
+from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
 from p2pstore.memory.victims import AHEAD_SHARE
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import SegmentReader

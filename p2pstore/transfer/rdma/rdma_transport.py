@@ -34,6 +34,7 @@ from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES
 from p2pstore.runtime.flow import ASSUMED_RATE, LOWEST_RATE, PATIENCE, Flow
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.runtime.trio_tasks import open_background_nursery
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.rdma.rdma_lines import ChosenLines, Lines
 from p2pstore.transfer.rdma.rdma_payload import (
     MOST_PIECES,
@@ -58,20 +59,13 @@ from p2pstore.transfer.rdma.rdma_staging import (
     Staging,
 )
 from p2pstore.transfer.rdma.rdma_verbs import Device
+from p2pstore.transfer.reading.arriving import Destination, checked_view, resume, watch_of
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.segment_reader import expired
 from p2pstore.transfer.reading.shm import ON_SSD
 from p2pstore.transfer.reading.span_reads import failure_of
 from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import (
-    Destination,
-    Pulled,
-    PullFailed,
-    RemoteCopy,
-    checked_view,
-    resume,
-    watch_of,
-)
+from p2pstore.transfer.transport import Pulled, RemoteCopy
 from p2pstore.wire import Code
 
 STRIPED_BYTES: Final = 4 * CHUNK_BYTES

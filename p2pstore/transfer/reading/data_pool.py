@@ -33,8 +33,9 @@ from p2pstore.transfer.data_messages import (
     Stored,
     split_data_address,
 )
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import Arriving
+from p2pstore.transfer.reading.arriving import Arriving, Destination, ResumableDestination, resumable
 from p2pstore.transfer.reading.connection_places import MAX_IDLE, MAX_PLACES, ConnectionPlaces
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.small_reads import Parts, in_parts, pull_one, pull_small
@@ -47,15 +48,7 @@ from p2pstore.transfer.reading.span_reads import (
     read_one,
 )
 from p2pstore.transfer.transfer_trace import Progress
-from p2pstore.transfer.transport import (
-    Destination,
-    Pulled,
-    PullFailed,
-    RemoteCopy,
-    RemotePeer,
-    ResumableDestination,
-    resumable,
-)
+from p2pstore.transfer.transport import Pulled, RemoteCopy, RemotePeer
 from p2pstore.wire import Message
 
 T = TypeVar("T")

@@ -29,20 +29,20 @@ from p2pstore.transfer.data_messages import (
     Objects,
     ObjectStatus,
 )
-from p2pstore.transfer.failover import AnotherVersion, TooSlow
-from p2pstore.transfer.reading.arriving import ONLY_READER, PART_CHUNKS, Arriving, check_sum
-from p2pstore.transfer.reading.data_requests import DataRequests, is_damage
-from p2pstore.transfer.transport import (
-    BufferDestination,
+from p2pstore.transfer.failover import AnotherVersion, PullFailed, TooSlow
+from p2pstore.transfer.reading.arriving import (
+    ONLY_READER,
+    PART_CHUNKS,
+    Arriving,
     Destination,
-    Pulled,
-    PullFailed,
     ResumableDestination,
-    check_object,
+    check_sum,
     checked_view,
     resume,
     watch_of,
 )
+from p2pstore.transfer.reading.data_requests import DataRequests, is_damage
+from p2pstore.transfer.transport import BufferDestination, Pulled, check_object
 from p2pstore.wire import Code, code_of
 
 ItemOutcome = Pulled | int | P2PStoreError | ValueError

@@ -72,7 +72,6 @@ from p2pstore.wire import (
 
 logger = logging.getLogger("p2pstore.transfer")
 
-__all__ = ["DataBackend", "DataServer", "ServerLimits", "listener_address", "open_data_listeners"]
 
 LISTEN_BACKLOG: Final = 512
 MAX_SUBJECTS: Final = 1024
