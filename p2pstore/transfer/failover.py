@@ -15,21 +15,10 @@ from p2pstore.errors import NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
-    from p2pstore.transfer.transport import RemoteCopy
+    from p2pstore.transfer.transport import RemoteCopy, Transport
 
 MAX_ATTEMPTS: Final = 16
 """Holders that are asked for one object before the caller hears of it."""
-
-
-class TransportLike(Protocol):
-    """The part of a transport that decisions need."""
-
-    @property
-    def name(self) -> str: ...
-
-    def offers(self, copy: RemoteCopy) -> bool: ...
-
-    def cost(self, copy: RemoteCopy) -> float: ...
 
 
 class PullFailed(P2PStoreError):
@@ -177,7 +166,7 @@ class PullAttempts:
     was read, for what they have now, and those that were too slow: then only each other's speed counts.
     """
 
-    def __init__(self, copies: Sequence[RemoteCopy], transports: Sequence[TransportLike]) -> None:
+    def __init__(self, copies: Sequence[RemoteCopy], transports: Sequence[Transport]) -> None:
         self._copies = list(copies[:MAX_ATTEMPTS])
         self._transports = transports
         self._ways: list[Attempt] = []

@@ -64,7 +64,7 @@ async def tcp() -> AsyncIterator[TcpHarness]:
 
 def nothing_is_lent(segment: Segment) -> bool:
     segment.objects.expire(0)  # takes in which loans are over
-    return not segment.views.has_loans and not segment.leased_bytes
+    return not segment.references.loans.any_known and not segment.leased_bytes
 
 
 async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> None:
@@ -330,10 +330,10 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
             await stream.send(encode_frame(DataKind.GET_SMALL, 1, GetSmall(packed[:16])))
             await read_frame(stream)
         await until(lambda: bool(harness.server.traffic.read_threads) == in_thread)
-        await until(lambda: not segment.views.has_loans)
+        await until(lambda: not segment.references.loans.any_known)
         with caught_log() as lines:
             await stream.send(ask)
-            await until(lambda: segment.views.has_loans)
+            await until(lambda: segment.references.loans.any_known)
             for seed in range(64):
                 segment.remove(key_digest(f"key {seed}"))
             new = [pattern(64 * KIB, seed) for seed in range(64, 384)]

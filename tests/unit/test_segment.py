@@ -506,7 +506,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             leased += [entry.length for entry in viewed.values()]
             assert self.segment.views.leased_bytes_of(holder) == sum(leased)
         held = {id(entry): entry.extent_bytes for entry in self.referenced()}
-        if not self.segment.views.has_loans:
+        if not self.segment.references.loans.any_known:
             assert self.segment.leased_bytes == sum(held.values())
 
 
@@ -540,7 +540,7 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
         put(segment, f"kept {number}", one_granule(20 + number), pin=HARD, now=300.0)
     put(segment, "last", one_granule(30), pin=HARD, now=301.0)
     assert segment.find(entry.digest, 302.0) is None
-    assert not segment.views.has_loans
+    assert not segment.references.loans.any_known
     check_segment(segment)
 
 
@@ -551,7 +551,7 @@ def test_what_is_given_up_is_not_lent() -> None:
     segment.remove(entry.digest)
     assert segment.views.lend(entry.digest, 101.0) is None
     assert segment.views.lend(b"?" * 16, 101.0) is None
-    assert not segment.views.has_loans
+    assert not segment.references.loans.any_known
 
 
 # --- what is evicted first -------------------------------------------------------------------
