@@ -44,8 +44,7 @@ from p2pstore.gossip.records import (
     member_of,
     sign_peer_record,
 )
-from p2pstore.memory.entries import Written
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry, Written
 from p2pstore.memory.segment_layout import (
     TrailerBody,
     decode_slot,

@@ -46,6 +46,7 @@ from p2pstore.gossip.records import (
     TransportOffer,
     open_cluster_record,
 )
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.kept_memory import (
     Expected,
     Kept,
@@ -55,7 +56,7 @@ from p2pstore.memory.kept_memory import (
     tail_bytes,
     tail_offset,
 )
-from p2pstore.memory.segment import ObjectEntry, Segment
+from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody, encode_trailer, plan_geometry
 from p2pstore.objects import MIB, HybridClock, chunk_sums, clock_from_unix_seconds, root_checksum
 from p2pstore.put_facts import PutFacts

@@ -42,9 +42,9 @@ from p2pstore.local.listener import serve_local
 from p2pstore.local.socket_paths import answers as somebody_answers
 from p2pstore.local.socket_paths import default_socket_path
 from p2pstore.location_table import LocationTable, block_count, format_table, table_bytes
-from p2pstore.memory.eviction_policies import make_policy
 from p2pstore.memory.mapped.kept_file import KeptMemory
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_table_memory
+from p2pstore.memory.policies import make_policy
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, parse_bytes
@@ -75,10 +75,9 @@ from p2pstore.state.key_files import ephemeral, load_token_file
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.topology.sysfs import host_identity
-from p2pstore.transfer.data_addresses import over_tls
-from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
-from p2pstore.transfer.rdma.rdma_opening import PeerRdma, open_rdma
+from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION, over_tls
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
+from p2pstore.transfer.rdma.rdma_serving import PeerRdma, open_rdma
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.reading.tcp_transport import TcpTransport

@@ -56,7 +56,7 @@ from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, U
 if TYPE_CHECKING:
     from p2pstore.memory.mapped.kept_file import KeptMemory
     from p2pstore.peer.peer_ssd import PeerSsd
-    from p2pstore.transfer.rdma.rdma_opening import PeerRdma
+    from p2pstore.transfer.rdma.rdma_serving import PeerRdma
 
 logger = logging.getLogger("p2pstore.peer")
 

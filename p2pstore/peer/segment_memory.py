@@ -23,9 +23,15 @@ from p2pstore.core.core_effects import CheckReturned
 from p2pstore.errors import ConfigError
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.kept_memory import Expected, Kept, checksum_of, checksum_of_quotas
-from p2pstore.memory.mapped.joined_memory import PIECE_BYTES, JoinedMemory
 from p2pstore.memory.mapped.kept_file import KeptMemory, boot_id, create_file_memory, open_kept_memory
-from p2pstore.memory.mapped.mapped_memory import SharedMemory, advise_huge_pages, create_memory, prefault
+from p2pstore.memory.mapped.mapped_memory import (
+    PIECE_BYTES,
+    JoinedMemory,
+    SharedMemory,
+    advise_huge_pages,
+    create_memory,
+    prefault,
+)
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import plan_geometry, round_up
 from p2pstore.objects import chunk_sums, format_bytes, root_checksum

@@ -9,11 +9,16 @@ import pwd
 import resource
 import select
 import signal
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import IO, Final
+
+_CREDENTIALS: Final = struct.Struct("3i")
+"""Process, user and group at the other end of a Unix socket."""
 
 
 def memory_limits(
@@ -119,6 +124,13 @@ def _mounted(device: int) -> list[str] | None:
         if fields[2] == wanted:
             return fields
     return None
+
+
+def connected_user(sock: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket, as the kernel has it."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(credentials)[1]
+    return user
 
 
 def user_name(number: int) -> str:

@@ -71,11 +71,11 @@ from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import data_messages as data
 from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.read_tickets import GrantedTicket, Scope, issue_ticket
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.serving.serving_limits import ServerLimits
-from p2pstore.transfer.transport import PullFailed
 from p2pstore.wire import (
     CONTROL_LIMITS,
     HEADER,

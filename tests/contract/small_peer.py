@@ -25,8 +25,7 @@ from p2pstore.errors import CapacityExceeded, LeaseLimitExceeded, NoSuchKey, P2P
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.listener import serve_local
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import LocalClient, LocalKind
 from p2pstore.memory.entries import Written
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, create_page

@@ -62,7 +62,7 @@ def lender() -> Iterator[Lender]:
 
         def nothing_is_lent() -> bool:
             lender.segment.objects.expire(0)  # takes in which loans are over
-            return not lender.segment.views.has_loans
+            return not lender.segment.references.loans.any_known
 
         assert cluster.on_near(nothing_is_lent)
 

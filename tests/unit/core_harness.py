@@ -37,8 +37,10 @@ from p2pstore.gossip.records import (
     sign_peer_record,
     writer_of,
 )
+from p2pstore.memory.areas import NO_QUOTAS
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.kept_memory import Kept
-from p2pstore.memory.segment import NO_QUOTAS, ObjectEntry, Segment
+from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     Slot,
     SlotState,

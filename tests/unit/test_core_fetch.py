@@ -10,8 +10,8 @@ from p2pstore.core.operation import Operation
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import decode_location
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.mapped.mapping import address_of
-from p2pstore.memory.segment import ObjectEntry
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code

@@ -10,7 +10,6 @@ from p2pstore.access.keyring import KeyRing, writer_key_of
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import (
     DataKind,
     Get,
@@ -43,6 +42,7 @@ from p2pstore.transfer.data_messages import (
     SwarmLink,
     SwarmLinked,
     Ticket,
+    over_tls,
 )
 from p2pstore.transfer.peer_messages import (
     CheckCopy,
@@ -73,7 +73,7 @@ from p2pstore.transfer.peer_messages import (
     SetPins,
 )
 from p2pstore.transfer.read_tickets import Scope, TicketClaims, issue_ticket, prove, ticket_secret
-from p2pstore.transfer.tls.tls_certificates import bound_secret, make_certificate
+from p2pstore.transfer.tls_streams import bound_secret, make_certificate
 from p2pstore.wire import (
     ERROR,
     HEADER,

@@ -10,8 +10,7 @@ import pytest
 
 from p2pstore.core.operation import Operation
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import Access
+from p2pstore.local.local_protocol import Access, LocalClient
 from p2pstore.objects import key_digest
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.transfer.data_messages import DataKind

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import Access
+from p2pstore.local.local_protocol import Access, LocalClient
 from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts

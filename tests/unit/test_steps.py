@@ -27,9 +27,8 @@ from p2pstore.gossip.floors.cluster_records import ClusterRecords as KeptRecords
 from p2pstore.gossip.floors.floor_set import SLICE_BITS, FloorSet
 from p2pstore.gossip.records import SignedRecord, floor_of_keys, read_peer_record, sign_cluster_record
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
-from p2pstore.local.local_protocol import Access
+from p2pstore.local.local_protocol import Access, LocalClient
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.extent_allocator import GROWN_PER_STEP
 from p2pstore.memory.key_listing import RUN_KEYS, KeyListing

@@ -19,7 +19,7 @@ from p2pstore.objects import Version
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.memory.entries import ObjectEntry
     from p2pstore.ssd_tier.index import ColdEntry
 
 MAX_VERSION: Final = Version((1 << 64) - 1, 0xFFFF)

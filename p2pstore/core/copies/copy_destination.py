@@ -15,8 +15,7 @@ from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import PeerId, member_of, writer_of
 from p2pstore.gossip.version_proofs import MAX_PROOF_BYTES, SIGNATURE_BYTES, read_proof, signed_proofs
-from p2pstore.memory.entries import Reservation, Written
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry, Reservation, Written
 from p2pstore.memory.segment_layout import (
     EXPIRY_BYTES,
     MAX_TRAILER_BYTES,

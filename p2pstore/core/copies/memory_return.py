@@ -16,7 +16,7 @@ from p2pstore.objects import MIB, Version
 if TYPE_CHECKING:
     from p2pstore.core.operation import Operation
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.memory.entries import ObjectEntry
 
 COLD_PER_STEP: Final = 64
 """Looking at one costs some 10 us, and announcing it 20."""

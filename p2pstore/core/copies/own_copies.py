@@ -23,7 +23,7 @@ from p2pstore.transfer.peer_messages import CopyChecked
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.memory.entries import ObjectEntry
     from p2pstore.ssd_tier.index import ColdEntry
 
 LOOKED_AT: Final = 256

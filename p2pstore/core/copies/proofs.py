@@ -25,7 +25,7 @@ from p2pstore.gossip.version_proofs import (
     sign_versions,
     signature_of,
 )
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import decode_trailer
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind

@@ -29,7 +29,7 @@ from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.records import Member, Tier
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

@@ -22,7 +22,7 @@ from p2pstore.core.taking_pushes import TakePushOperation
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
 from p2pstore.gossip.records import LocationRecord, PeerId, SignedRecord, member_of, writer_of
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import Ping, Pong

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from p2pstore.gossip.records import LocationRecord, Tier, care_flags
 from p2pstore.location_table import LOCATION
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.transfer.peer_messages import KeyInfo
 

@@ -36,8 +36,7 @@ from p2pstore.errors import (
 from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import LocalClient, LocalKind
 from p2pstore.local.server import WRITING
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
@@ -89,7 +88,7 @@ _FOR_WRITERS: Final = frozenset(
 
 
 class PeerLocalBackend:
-    """Satisfies `p2pstore.local.local_clients.LocalBackend`."""
+    """Satisfies `p2pstore.local.local_protocol.LocalBackend`."""
 
     def __init__(
         self,

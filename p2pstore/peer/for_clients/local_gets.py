@@ -16,8 +16,8 @@ from p2pstore.core.gets.lookup import LookupOperation, split_digests
 from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
+from p2pstore.local.local_protocol import LocalClient
 from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
 from p2pstore.memory.segment_layout import GRANULE_BYTES
 from p2pstore.objects import MIB, format_bytes

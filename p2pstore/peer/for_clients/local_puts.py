@@ -17,7 +17,7 @@ from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
+from p2pstore.local.local_protocol import LocalClient
 from p2pstore.objects import DIGEST_BYTES, check_object_length
 from p2pstore.peer.for_clients.local_queries import Answer, failed_put, item_error, put_outcome
 from p2pstore.peer.node import Node

@@ -15,9 +15,9 @@ from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.records import PeerRecord, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.local.local_protocol import LocalClient
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import DIGEST_BYTES, namespace_digest
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import MEMBERS_PER_STEP, cluster_document, json_in_steps

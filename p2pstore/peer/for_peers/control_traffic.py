@@ -30,11 +30,10 @@ from p2pstore.gossip.gossip_effects import Effect as GossipEffect
 from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.records import PeerId, PeerRecord, Tier, format_peer_id, writer_of
-from p2pstore.objects import SIZE_UNIT_BYTES
+from p2pstore.objects import SIZE_UNIT_BYTES, Announced
 from p2pstore.peer.lifetime.joining import MAX_REPORTED, Joining
 from p2pstore.transfer.failover import order_copies
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
-from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.transport import RemoteCopy, RemotePeer, Transport
 from p2pstore.wire import Code, Failure, Message, error_of
 

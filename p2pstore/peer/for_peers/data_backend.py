@@ -18,9 +18,8 @@ from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.placing import Incoming, IncomingStores, digest_of, stored_reply
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
-from p2pstore.memory.entries import SmallObjectsLent
+from p2pstore.memory.entries import ObjectEntry, SmallObjectsLent
 from p2pstore.memory.references import Loan
-from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.peer.for_clients.local_backend import Erasing
 from p2pstore.peer.node import Node
