@@ -2,58 +2,50 @@
 `stats --slow` and much of what `/metrics` says."""
 
 from __future__ import annotations
-from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from p2pstore.config import TransportName
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import LoadObject
-from p2pstore.core.core_effects import PullObject
-from p2pstore.core.core_effects import Reply
-from p2pstore.core.peer_core import PeerCore
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import member_of
-from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import MAX_BATCH
-from p2pstore.local.local_protocol import LocalClient
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.memory.segment_layout import digests_in_slots
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import key_digest
-from p2pstore.put_facts import PutStatus
-from p2pstore.status.measures import Came
-from p2pstore.status.measures import IN_PLACE
-from p2pstore.status.measures import MAX_DIGESTS
-from p2pstore.status.measures import Measures
-from p2pstore.status.measures import ON_SSD
-from p2pstore.status.measures import Request
-from p2pstore.status.measures import SlowOperation
-from p2pstore.status.measures import SlowOperations
-from p2pstore.status.measures import Stage
-from p2pstore.status.measures import Traffic
-from p2pstore.status.measures import Watched
-from p2pstore.status.measures import describe
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Get
-from p2pstore.transfer.peer_messages import CheckCopy
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import ReplicateMany
-from p2pstore.transfer.peer_messages import SetExpiry
-from p2pstore.transfer.peer_messages import SetPins
-from p2pstore.transfer.transfer_trace import FetchTrace
-from p2pstore.transfer.transport import PullReport
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from typing import Any
-from typing import Final
-from typing import get_args
+
 import logging
 import math
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, get_args
+
+from p2pstore.config import TransportName
+from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject, Reply
+from p2pstore.core.peer_core import PeerCore
+from p2pstore.gossip.records import Member, PeerId, member_of
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import MAX_BATCH
+from p2pstore.local.local_protocol import LocalClient, LocalKind
+from p2pstore.memory.segment_layout import digests_in_slots
+from p2pstore.objects import DIGEST_BYTES, key_digest
+from p2pstore.put_facts import PutStatus
+from p2pstore.status.measures import (
+    IN_PLACE,
+    MAX_DIGESTS,
+    ON_SSD,
+    Came,
+    Measures,
+    Request,
+    SlowOperation,
+    SlowOperations,
+    Stage,
+    Traffic,
+    Watched,
+    describe,
+)
+from p2pstore.transfer.data_messages import DataKind, Get
+from p2pstore.transfer.peer_messages import (
+    CheckCopy,
+    Lookup,
+    Replicate,
+    ReplicateMany,
+    SetExpiry,
+    SetPins,
+)
+from p2pstore.transfer.transfer_trace import FetchTrace
+from p2pstore.transfer.transport import PullReport
+from p2pstore.wire import Code, Failure, Message
 
 TRANSPORTS: Final = frozenset(get_args(TransportName)) | {""}
 """Transports of clients' reads; empty where none reaches a holder."""
@@ -75,6 +67,7 @@ TAKE_THEIR_TIME: Final = frozenset(
 """By their nature: these are never slow."""
 
 _REQUEST_NAMES: Final = {kind: kind.name.lower() for kind in LocalKind}
+
 
 class PeerWatch:
     """Satisfies `p2pstore.local.local_protocol.RequestObserver`; the node tells it what other peers did."""
@@ -335,6 +328,7 @@ class PeerWatch:
         state = self._core.gossip.membership.resolve(member)
         return self._core.name_of(state.peer_id) if state is not None else f"{member:016x}"
 
+
 def _parts(trace: FetchTrace | None) -> tuple[tuple[str, float], ...]:
     """Where the time of a read that delivered went, once a connection was there."""
     if trace is None:
@@ -345,6 +339,7 @@ def _parts(trace: FetchTrace | None) -> tuple[tuple[str, float], ...]:
         ("transfer", trace.transfer_seconds),
         *(() if verify is None else (("verify", verify),)),
     )
+
 
 _ASKED_FOR: Final = {
     int(DataKind.LOOKUP): "lookup",
@@ -360,6 +355,7 @@ _ASKED_FOR: Final = {
     int(DataKind.READS): "report_reads",
 }
 
+
 def _asked_about(request: Message) -> Sequence[bytes]:
     if isinstance(request, Lookup):
         return _split(request.digests)
@@ -373,9 +369,11 @@ def _asked_about(request: Message) -> Sequence[bytes]:
         return [item.digest for item in request.items]
     return ()
 
+
 def _split(packed: bytes, limit: int = 1 << 20) -> list[bytes]:
     whole = min(len(packed) // DIGEST_BYTES, limit)
     return [packed[at : at + DIGEST_BYTES] for at in range(0, whole * DIGEST_BYTES, DIGEST_BYTES)]
+
 
 def _digests_of(kind: LocalKind, message: Message) -> list[bytes]:
     """The first keys that a client's request is about."""
@@ -386,6 +384,7 @@ def _digests_of(kind: LocalKind, message: Message) -> list[bytes]:
         return list(_digests(keys, message.namespace))
     return _split(getattr(message, "digests", b""), MAX_DIGESTS)
 
+
 def _digests(keys: Iterable[str], namespace: str) -> Iterable[bytes]:
     for key in keys:
         try:
@@ -393,12 +392,14 @@ def _digests(keys: Iterable[str], namespace: str) -> Iterable[bytes]:
         except ValueError:  # no key at all: the request is answered with that error
             continue
 
+
 def _keys_of(message: Message) -> Sequence[str]:
     if isinstance(message, local.Commit):
         return [item.key for item in message.items]
     if isinstance(message, local.Remove):
         return message.keys
     return ()
+
 
 def _outcome(answer: Message | Exception | None) -> str:
     if isinstance(answer, Exception):
@@ -412,9 +413,11 @@ def _outcome(answer: Message | Exception | None) -> str:
         return f"{len(errors)} failed: {errors[0].text}"[:MAX_OUTCOME_LETTERS]
     return "ok"
 
+
 def _transport(name: str) -> str:
     """A transport as a client names it. All unknown names count as one, so that clients cannot add names."""
     return name if name in TRANSPORTS else "other"
+
 
 def _code_name(code: int) -> str:
     return Code(code).name.lower() if code in Code._value2member_map_ else f"code {code}"

@@ -1,39 +1,39 @@
 """Replaying a trace in one cache: against an oracle, against a real segment, and the published trace's figures."""
 
 from __future__ import annotations
+
+import os
 from collections import OrderedDict
 from collections.abc import Iterable
-from functools import cache
-from functools import partial
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Written
-from p2pstore.memory.policies import PolicyName
-from p2pstore.memory.policies import make_policy
-from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.objects import Version
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.trace.one_cache import BlockCache
-from p2pstore.trace.one_cache import HitCounts
-from p2pstore.trace.one_cache import LLAMA3_70B
-from p2pstore.trace.one_cache import Request
-from p2pstore.trace.one_cache import leading_hits
-from p2pstore.trace.one_cache import read_requests
-from p2pstore.trace.one_cache import replay_one_cache
+from functools import cache, partial
 from pathlib import Path
+
+import pytest
+
+from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.memory.policies import PolicyName, make_policy
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody, encode_trailer
+from p2pstore.objects import Version, key_digest, root_checksum
+from p2pstore.trace.one_cache import (
+    LLAMA3_70B,
+    BlockCache,
+    HitCounts,
+    Request,
+    leading_hits,
+    read_requests,
+    replay_one_cache,
+)
 from simulation.segment_checks import check_segment
 from tests.unit.test_segment import new_segment
 from tests.unit.trace_requests import conversations
-import os
-import pytest
 
 SIZES = (1_000, 5_859, 10_000, 30_000, 50_000, 58_590, 100_000)
 
+
 def hit_ratio(requests: Iterable[Request], policy: PolicyName, capacity: int) -> float:
     return replay_one_cache(requests, BlockCache(make_policy(policy), capacity)).ratio
+
 
 def oracle(requests: Iterable[Request], capacity: int) -> float:
     """Exact LRU, in ten lines."""
@@ -50,23 +50,28 @@ def oracle(requests: Iterable[Request], capacity: int) -> float:
                 kept.popitem(last=False)
     return hits / blocks
 
+
 # --- a synthetic trace -------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("capacity", [50, 300, 1000, 3000, 10**6])
 def test_lru_hits_what_an_exact_lru_hits(capacity: int) -> None:
     requests = conversations(1500)
     assert hit_ratio(requests, "lru", capacity) == oracle(requests, capacity)
 
+
 @pytest.mark.parametrize("policy", ["s3-fifo", "prefix"])
 def test_a_cache_that_holds_everything_hits_all_that_came_before(policy: PolicyName) -> None:
     requests = conversations(1500)
     assert hit_ratio(requests, policy, 10**6) == oracle(requests, 10**6)
+
 
 @pytest.mark.parametrize("capacity", [300, 1000, 3000])
 def test_the_default_beats_both_on_conversations(capacity: int) -> None:
     requests = conversations(4000)
     better = max(hit_ratio(requests, "lru", capacity), hit_ratio(requests, "s3-fifo", capacity))
     assert hit_ratio(requests, "prefix", capacity) >= better - 0.003
+
 
 class WatchedCache(BlockCache):
     """Counts the blocks that went although others that were there built on them."""
@@ -78,12 +83,14 @@ class WatchedCache(BlockCache):
         self.heads_first += next(self.order.coldest()).followers > 0
         return super()._evict()
 
+
 @pytest.mark.parametrize("capacity", [50, 300, 1000])
 def test_no_block_goes_before_those_that_build_on_it(capacity: int) -> None:
     watched = WatchedCache(make_policy("prefix"), capacity)
     replay_one_cache(conversations(4000), watched)
     assert watched.evicted > 10_000
     assert watched.heads_first == 0
+
 
 @pytest.mark.parametrize("policy", ["lru", "s3-fifo", "prefix"])
 def test_a_segment_hits_what_the_replay_says(policy: PolicyName) -> None:
@@ -106,6 +113,7 @@ def test_a_segment_hits_what_the_replay_says(policy: PolicyName) -> None:
     check_segment(segment)
     assert counts.ratio == pytest.approx(hit_ratio(requests, policy, 1000), abs=0.005)
 
+
 def put_block(segment: Segment, block: int, now: float, before: bytes) -> None:
     length = GRANULE_BYTES // 2
     trailer = TrailerBody("default", str(block), bytes(8))
@@ -125,6 +133,7 @@ def put_block(segment: Segment, block: int, now: float, before: bytes) -> None:
         now=now,
     )
 
+
 def test_what_is_reused_need_not_be_computed() -> None:
     counts = HitCounts()
     counts.count(Request(0, 1000, 1, [0, 1]), 0)
@@ -136,6 +145,7 @@ def test_what_is_reused_need_not_be_computed() -> None:
     assert LLAMA3_70B.prefill_operations(1000, 1000) == 0
     assert LLAMA3_70B.prefill_operations(1000, 999) > per_token, "later tokens cost more"
 
+
 # --- the published trace -------------------------------------------------------------------------
 
 published = pytest.mark.skipif(
@@ -143,14 +153,17 @@ published = pytest.mark.skipif(
     reason="P2PSTORE_TRACE=FILE names no conversation trace of Mooncake's FAST '25 release",
 )
 
+
 @cache
 def conversation_trace() -> list[Request]:
     with Path(os.environ["P2PSTORE_TRACE"]).open("rb") as lines:
         return list(read_requests(lines))
 
+
 @cache
 def ratio_of_published(policy: PolicyName, capacity: int) -> float:
     return hit_ratio(conversation_trace(), policy, capacity)
+
 
 @published
 @pytest.mark.parametrize(
@@ -163,6 +176,7 @@ def ratio_of_published(policy: PolicyName, capacity: int) -> float:
 def test_lru_on_the_published_trace(capacity: int, ratio: float) -> None:
     assert ratio_of_published("lru", capacity) == pytest.approx(ratio, abs=0.0005)
 
+
 @published
 @pytest.mark.parametrize(
     ("capacity", "ratio"),
@@ -173,6 +187,7 @@ def test_lru_on_the_published_trace(capacity: int, ratio: float) -> None:
 )
 def test_s3_fifo_on_the_published_trace(capacity: int, ratio: float) -> None:
     assert ratio_of_published("s3-fifo", capacity) == pytest.approx(ratio, abs=0.0005)
+
 
 @published
 @pytest.mark.parametrize("capacity", SIZES)

@@ -1,40 +1,46 @@
 """Replaying a trace on a pool of simulated peers."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
-from p2pstore.errors import ConfigError
-from p2pstore.memory.policies import PolicyName
-from p2pstore.memory.policies import make_policy
-from p2pstore.trace import one_cache
-from p2pstore.trace.one_cache import BlockCache
-from p2pstore.trace.one_cache import ColdBlocks
-from p2pstore.trace.one_cache import MAX_LINE_BYTES
-from p2pstore.trace.one_cache import Request
-from p2pstore.trace.one_cache import read_requests
-from p2pstore.trace.one_cache import replay_one_cache
-from p2pstore.trace.pool import PeerChange
-from p2pstore.trace.pool import Pool
-from p2pstore.trace.pool import PoolOutcome
-from p2pstore.trace.pool import PoolSettings
-from p2pstore.trace.pool import PrefixAffine
-from p2pstore.trace.pool import RoutingName
-from p2pstore.trace.pool import Source
-from p2pstore.trace.pool import make_router
-from p2pstore.trace.pool import next_up
 from random import Random
-from tests.unit.test_trace_one_cache import conversation_trace
-from tests.unit.test_trace_one_cache import oracle
-from tests.unit.test_trace_one_cache import published
-from tests.unit.trace_requests import conversations
-from typing import Any
-from typing import get_args
+from typing import Any, get_args
+
 import msgspec
 import pytest
+
+from p2pstore.errors import ConfigError
+from p2pstore.memory.policies import PolicyName, make_policy
+from p2pstore.trace import one_cache
+from p2pstore.trace.one_cache import (
+    MAX_LINE_BYTES,
+    BlockCache,
+    ColdBlocks,
+    Request,
+    read_requests,
+    replay_one_cache,
+)
+from p2pstore.trace.pool import (
+    PeerChange,
+    Pool,
+    PoolOutcome,
+    PoolSettings,
+    PrefixAffine,
+    RoutingName,
+    Source,
+    make_router,
+    next_up,
+)
+from tests.unit.test_trace_one_cache import conversation_trace, oracle, published
+from tests.unit.trace_requests import conversations
+
 
 def replay(requests: Sequence[Request], **settings: Any) -> PoolOutcome:
     return Pool(PoolSettings(**settings)).replay(requests)
 
+
 # --- the pool against one cache, and against caches that know nothing of each other ---------------
+
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("policy", get_args(PolicyName))
@@ -45,12 +51,14 @@ def test_a_pool_of_one_is_one_cache(policy: PolicyName, shared: bool) -> None:
     assert outcome.counts == replay_one_cache(requests, cache)
     assert outcome.tokens_from == {Source.LOCAL_MEMORY: outcome.counts.reused_tokens}
 
+
 def test_private_caches_are_caches_of_every_nth_request() -> None:
     requests = conversations(1500)
     outcome = replay(requests, peers=3, memory_blocks=400, policy="lru", shared=False)
     parts = [requests[number::3] for number in range(3)]
     hits = sum(oracle(part, 400) * sum(len(each.hash_ids) for each in part) for part in parts)
     assert outcome.counts.hits == round(hits)
+
 
 def test_a_pool_hits_nearly_what_one_large_cache_does_and_far_more_than_private_caches() -> None:
     requests = conversations(3000)
@@ -60,6 +68,7 @@ def test_a_pool_hits_nearly_what_one_large_cache_does_and_far_more_than_private_
     assert pool.counts.ratio > 2 * alone.counts.ratio
     assert pool.counts.compute_saved > 2 * alone.counts.compute_saved
     assert sum(pool.tokens_from.values()) == pool.counts.reused_tokens
+
 
 def test_an_affine_router_reads_at_home() -> None:
     requests = conversations(3000)
@@ -71,7 +80,9 @@ def test_an_affine_router_reads_at_home() -> None:
     alone = replay(requests, peers=8, memory_blocks=1000, routing="affine", shared=False)
     assert alone.counts.ratio > 0.8 * affine.counts.ratio
 
+
 # --- what is known of copies -----------------------------------------------------------------
+
 
 class CheckedPool(Pool):
     """Compares what is said of blocks with what peers hold, after each request."""
@@ -96,6 +107,7 @@ class CheckedPool(Pool):
                 assert entry is not None
                 assert entry.on_ssd == (number in ssd.get(block, ()))
 
+
 @pytest.mark.parametrize("routing", get_args(RoutingName))
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("ssd_blocks", [0, 60])
@@ -108,6 +120,7 @@ def test_what_is_known_of_blocks_is_true(routing: RoutingName, shared: bool, ssd
     assert bool(outcome.copies_made) == shared
     assert bool(outcome.ssd_blocks_written) == bool(ssd_blocks)
 
+
 def test_soft_copies_bring_hot_blocks_near_and_cost_no_hits() -> None:
     requests = conversations(3000)
     none = replay(requests, peers=8, memory_blocks=1000, keep_after=0)
@@ -116,7 +129,9 @@ def test_soft_copies_bring_hot_blocks_near_and_cost_no_hits() -> None:
     assert some.tokens_from[Source.LOCAL_MEMORY] > none.tokens_from[Source.LOCAL_MEMORY]
     assert some.counts.ratio == pytest.approx(none.counts.ratio, abs=0.003)
 
+
 # --- SSD ---------------------------------------------------------------------------------------
+
 
 def test_an_ssd_adds_what_memory_has_no_room_for() -> None:
     requests = conversations(3000)
@@ -128,6 +143,7 @@ def test_an_ssd_adds_what_memory_has_no_room_for() -> None:
     assert large.blocks_lost == 0
     assert large.tokens_from[Source.LOCAL_SSD]
     assert large.tokens_from[Source.REMOTE_SSD] > large.tokens_from[Source.LOCAL_SSD]
+
 
 def test_reclaim_keeps_what_was_read_and_lets_the_rest_go() -> None:
     cold = ColdBlocks(640)
@@ -141,12 +157,15 @@ def test_reclaim_keeps_what_was_read_and_lets_the_rest_go() -> None:
     assert sorted([*gone, *cold]) == list(range(5000))
     assert 5000 < cold.written <= 5000 * 1.25
 
+
 def test_an_ssd_has_room_for_some_segments() -> None:
     with pytest.raises(ValueError, match="15 blocks at least"):
         ColdBlocks(14)
     ColdBlocks(15)
 
+
 # --- routers -----------------------------------------------------------------------------------
+
 
 def test_blind_routers_spread_requests() -> None:
     for name in ("round-robin", "random"):
@@ -155,6 +174,7 @@ def test_blind_routers_spread_requests() -> None:
         assert all(
             abs(chosen.count(peer) - 1000) <= (100 if name == "random" else 0) for peer in range(3)
         )
+
 
 @pytest.mark.parametrize("bound", [1.0, 1.05, 2.0])
 def test_an_affine_router_keeps_its_bound(bound: float) -> None:
@@ -167,7 +187,9 @@ def test_an_affine_router_keeps_its_bound(bound: float) -> None:
     with pytest.raises(ValueError, match="1 at least"):
         PrefixAffine(0.9)
 
+
 # --- the published trace -------------------------------------------------------------------------
+
 
 @published
 @pytest.mark.parametrize(("routing", "ratio"), [("round-robin", 0.104), ("random", 0.102)])
@@ -176,6 +198,7 @@ def test_private_caches_on_the_published_trace(routing: RoutingName, ratio: floa
         conversation_trace(), memory_blocks=5859, policy="lru", routing=routing, shared=False
     )
     assert outcome.counts.ratio == pytest.approx(ratio, abs=0.0015)
+
 
 @published
 @pytest.mark.parametrize("routing", get_args(RoutingName))
@@ -186,6 +209,7 @@ def test_the_pool_on_the_published_trace(routing: RoutingName) -> None:
     cold = replay(conversation_trace(), memory_blocks=5859, ssd_blocks=4 * 5859, routing=routing)
     assert cold.counts.ratio >= 0.364
 
+
 @published
 def test_unequal_load_uses_the_memory_of_all_on_the_published_trace() -> None:
     requests = conversation_trace()
@@ -195,7 +219,9 @@ def test_unequal_load_uses_the_memory_of_all_on_the_published_trace() -> None:
     assert alone.counts.ratio < 0.93 * one
     assert offering.counts.ratio > 0.975 * one
 
+
 # --- who dies and returns ------------------------------------------------------------------------
+
 
 def kills(requests: int, peers: int, *, every: int = 40, away: int = 15) -> list[PeerChange]:
     """One peer after the other."""
@@ -205,10 +231,12 @@ def kills(requests: int, peers: int, *, every: int = 40, away: int = 15) -> list
         changes.append(PeerChange(at + away, number % peers, up=True))
     return changes
 
+
 @pytest.mark.parametrize("ssd_blocks", [0, 60])
 def test_what_is_known_of_blocks_is_true_while_peers_die_and_return(ssd_blocks: int) -> None:
     settings = PoolSettings(peers=4, memory_blocks=30, ssd_blocks=ssd_blocks, keep_after=2)
     CheckedPool(settings).replay(conversations(400), kills(400, 4))
+
 
 def test_the_dead_lose_their_memory_and_keep_their_ssd() -> None:
     requests = conversations(1500)
@@ -221,13 +249,16 @@ def test_the_dead_lose_their_memory_and_keep_their_ssd() -> None:
         assert rates[ssd_blocks] < calm
     assert rates[4000] > rates[0]
 
+
 def test_a_request_goes_to_the_next_peer_that_is_up() -> None:
     assert [next_up(peer, [True, False, False]) for peer in range(3)] == [0, 0, 0]
     assert next_up(1, [True, True]) == 1
     with pytest.raises(ValueError, match="no peer"):
         next_up(0, [False])
 
+
 LINE = b'{"timestamp": 27, "input_length": 600, "output_length": 1, "hash_ids": [0, 4]}\n'
+
 
 def test_a_request_is_what_its_line_says() -> None:
     line = LINE[:-2] + b', "more": true}\n'
@@ -236,10 +267,12 @@ def test_a_request_is_what_its_line_says() -> None:
     assert request.seconds == 0.027
     assert [request.tokens_in(blocks) for blocks in range(3)] == [0, 512, 600]
 
+
 def test_what_was_written_is_read() -> None:
     written = conversations(50)
     lines = [msgspec.json.encode(each) + b"\n" for each in written]
     assert list(read_requests(lines)) == written
+
 
 @pytest.mark.parametrize(
     ("line", "problem"),
@@ -263,6 +296,7 @@ def test_what_was_written_is_read() -> None:
 def test_a_line_that_is_no_request_is_named(line: bytes, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"^line 2 of the trace .*{problem}"):
         list(read_requests([LINE, line]))
+
 
 def test_a_trace_has_requests_but_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no requests"):

@@ -1,43 +1,38 @@
 """A peer's statistics of its clients' reports."""
 
 from __future__ import annotations
+
+import logging
+
+import pytest
+
 from p2pstore.checkpoint.checkpoint_messages import AskNews
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import LoadObject
-from p2pstore.core.core_effects import PullObject
+from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalClient
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.objects import Version
-from p2pstore.objects import key_digest
+from p2pstore.local.local_protocol import Access, LocalClient, LocalKind
+from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
+from p2pstore.objects import Version, key_digest
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.status import operation_watch
 from p2pstore.status.measures import NamespaceUse
 from p2pstore.status.operation_watch import PeerWatch
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.transport import PullReport
-from p2pstore.transfer.transport import Pulled
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from p2pstore.wire import Failure
+from p2pstore.transfer.transport import Pulled, PullReport, RemoteCopy
+from p2pstore.wire import Code, Empty, Failure
 from tests.unit.core_harness import Harness
-import logging
-import pytest
 
 CLIENT = LocalClient(1, "default", Access.WRITE, 7, "")
+
 
 @pytest.fixture
 def watch() -> PeerWatch:
     return PeerWatch(Harness().core, threshold_seconds=0.1)
 
+
 def take(watch: PeerWatch, report: local.Report) -> None:
     watch.answered(CLIENT, LocalKind.REPORT, report, None, 0.0, None)
+
 
 def test_fallbacks_of_clients_are_counted_and_told_once(
     watch: PeerWatch, caplog: pytest.LogCaptureFixture
@@ -55,6 +50,7 @@ def test_fallbacks_of_clients_are_counted_and_told_once(
     assert "shm to" in caplog.text
     assert "(refused)" in caplog.text
 
+
 def test_what_was_told_of_transports_is_bounded(
     watch: PeerWatch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +59,7 @@ def test_what_was_told_of_transports_is_bounded(
         take(watch, local.Report([], fallbacks=[local.TransportFallback(member, "shm", 1, "refused")]))
     assert len(caplog.records) == 4, "what was forgotten is told again"
 
+
 def test_transports_that_a_client_makes_up_count_as_one(watch: PeerWatch) -> None:
     for number in range(100):
         take(watch, local.Report([], pulls=[local.PullCount(1, f"t{number}", 1, 10)]))
@@ -70,8 +67,10 @@ def test_transports_that_a_client_makes_up_count_as_one(watch: PeerWatch) -> Non
     document = watch.traffic.document()
     assert {name: use["objects"] for name, use in document.items()} == {"other": 100, "tcp": 1}
 
+
 def counted(watch: PeerWatch) -> dict[str, int]:
     return {name: count for name, count in watch._counters.items() if count}
+
 
 def test_reads_elsewhere_are_counted_when_they_have_ended(watch: PeerWatch) -> None:
     """However many plans they took."""
@@ -82,6 +81,7 @@ def test_reads_elsewhere_are_counted_when_they_have_ended(watch: PeerWatch) -> N
     assert counted(watch) == {}
     take(watch, local.Report([], pulls=[local.PullCount(1, "tcp", 2, 10, 4)], misses=3))
     assert counted(watch) == {"client_reads_elsewhere": 2, "client_misses": 3}
+
 
 def test_leases_are_counted_by_where_the_object_was(watch: PeerWatch) -> None:
     digest = key_digest("k")
@@ -97,6 +97,7 @@ def test_leases_are_counted_by_where_the_object_was(watch: PeerWatch) -> None:
     answered(True, missing)
     answered(True, good)
     assert counted(watch) == {"client_leases": 1, "client_misses": 1, "client_reads_elsewhere": 1}
+
 
 def test_what_was_kept_was_not_put(watch: PeerWatch) -> None:
     item = PutFacts(1, "k", 100, b"", 0)
@@ -114,6 +115,7 @@ def test_what_was_kept_was_not_put(watch: PeerWatch) -> None:
         "client_puts_failed": 1,
     }
 
+
 def test_what_its_holders_gave_is_measured(watch: PeerWatch) -> None:
     pull = PullObject(1, b"d" * 16, (), 1.0)
     slot = Slot(SlotState.LIVE, b"d" * 16, Version(1, 2), 0, 100, 0)
@@ -124,6 +126,7 @@ def test_what_its_holders_gave_is_measured(watch: PeerWatch) -> None:
     watch.loaded(LoadObject(1, b"d" * 16), 70, 0.002)
     watch.loaded(LoadObject(1, b"d" * 16), -1, 0.002)
     assert (watch.measures.reads["ssd"].total, watch.measures.read_bytes["ssd"].count) == (2000, 1)
+
 
 def test_what_clients_do_is_measured_by_namespace(watch: PeerWatch) -> None:
     client = LocalClient(1, "tenant", Access.WRITE, 7, "")
@@ -153,6 +156,7 @@ def test_what_clients_do_is_measured_by_namespace(watch: PeerWatch) -> None:
     assert measures.read_bytes["tcp"].total == 50
     assert {name: each.count for name, each in measures.requests.items()} == {"commit": 1, "lease": 1}
 
+
 def test_waiting_that_a_client_asked_for_is_not_measured(watch: PeerWatch) -> None:
     waits = local.Plan(key_digest("k"), wait_ms=5000)
     watch.answered(CLIENT, LocalKind.PLAN, waits, local.Planned([]), 4.0, None)
@@ -160,12 +164,14 @@ def test_waiting_that_a_client_asked_for_is_not_measured(watch: PeerWatch) -> No
     watch.answered(CLIENT, LocalKind.CHECKPOINT_PROGRESS, takes_its_time, None, 4.0, None)
     assert watch.measures.requests == {}
 
+
 def test_requests_to_other_peers_are_measured(watch: PeerWatch) -> None:
     push = AskPeer(0, 0, b"peer", DataKind.PUSH, Empty(), 1.0)
     for reply in (Empty(), Failure(int(Code.BUSY), "busy"), None):
         watch.asked(push, reply, 0.01)
     assert watch.measures.asked["push"].count == 1
     assert watch.measures.asked_in_vain == {"push": 2}
+
 
 @pytest.mark.parametrize("said", ["the key", "another key", "x" * 5000, ""])
 def test_a_slow_read_is_shown_by_its_key_when_the_client_says_the_right_one(

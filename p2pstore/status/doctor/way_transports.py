@@ -1,57 +1,54 @@
 """The way to a peer's data port: hello, round trips, clock, and bytes per second both ways. Shell (trio)."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
+
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
+
+import numpy as np
+import trio
+
 from p2pstore.addresses import is_loopback
 from p2pstore.config import PeerConfig
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import ProtocolMismatch
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
+from p2pstore.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    P2PStoreError,
+    ProtocolError,
+    ProtocolMismatch,
+)
+from p2pstore.gossip.records import PeerId, PeerRecord
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access
-from p2pstore.objects import DEFAULT_NAMESPACE
-from p2pstore.objects import KIB
-from p2pstore.objects import MIB
+from p2pstore.objects import DEFAULT_NAMESPACE, KIB, MIB
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.status.doctor import way_rules
-from p2pstore.status.doctor.finding import Failure
-from p2pstore.status.doctor.finding import Finding
-from p2pstore.status.doctor.finding import fine
-from p2pstore.status.doctor.finding import skipped
-from p2pstore.status.doctor.finding import warning
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import MAX_MEASURE_BYTES
-from p2pstore.transfer.data_messages import Measure
-from p2pstore.transfer.data_messages import Measured
-from p2pstore.transfer.data_messages import Ping
-from p2pstore.transfer.data_messages import split_data_address
-from p2pstore.transfer.rdma.rdma_serving import device_names
-from p2pstore.transfer.rdma.rdma_serving import open_devices
+from p2pstore.status.doctor.finding import Failure, Finding, fine, skipped, warning
+from p2pstore.transfer.data_messages import (
+    MAX_MEASURE_BYTES,
+    DataKind,
+    Measure,
+    Measured,
+    Ping,
+    split_data_address,
+)
+from p2pstore.transfer.rdma.rdma_serving import device_names, open_devices
 from p2pstore.transfer.rdma.rdma_staging import Staging
-from p2pstore.transfer.rdma.rdma_transport import RdmaTransport
-from p2pstore.transfer.rdma.rdma_transport import open_rdma_reading
+from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.read_tickets import GrantedTicket
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.data_pool import open_connection
+from p2pstore.transfer.reading.data_pool import DataPool, open_connection
 from p2pstore.transfer.transport import RemoteCopy
-from typing import Final
-import numpy as np
-import time
-import trio
 
 PINGS: Final = 20
 CLOCK_READINGS: Final = 5
 FIRST_BYTES: Final = 256 * KIB
 """The first measurement's; the next ones are as large as fits into a tenth of a second."""
 STEP_SECONDS: Final = 0.1
+
 
 async def examine_data_address(
     address: str,
@@ -92,12 +89,14 @@ async def examine_data_address(
     finally:
         connection.close()
 
+
 def _failure(error: Exception, *, connected: bool) -> Failure:
     if isinstance(error, AuthenticationFailed | ProtocolMismatch | ProtocolError | ValueError):
         return Failure.BROKEN
     if isinstance(error, DeadlineExceeded) and connected:
         return Failure.DEADLINE
     return Failure.UNREACHABLE
+
 
 async def _measure_tcp(
     connection: DataConnection,
@@ -130,6 +129,7 @@ async def _measure_tcp(
             )
         )
 
+
 async def _round_trips(connection: DataConnection) -> list[float]:
     seconds = []
     for _ in range(PINGS):
@@ -137,6 +137,7 @@ async def _round_trips(connection: DataConnection) -> list[float]:
         await connection.request(DataKind.PING, Ping())
         seconds.append(time.monotonic() - begin)
     return seconds
+
 
 async def _clock_skew(connection: DataConnection) -> Finding:
     """Of the quickest of a few readings: its answer says the time at most half a round trip off."""
@@ -150,6 +151,7 @@ async def _clock_skew(connection: DataConnection) -> Finding:
         best = min(best or (elapsed, offset), (elapsed, offset))
     assert best is not None
     return way_rules.judge_clock_skew(best[1], best[0] / 2 + 0.0005)
+
 
 async def _rate(connection: DataConnection, name: str, seconds: float, *, upwards: bool) -> Finding:
     """One direction, for about `seconds`, with requests of a size that suits the speed."""
@@ -168,11 +170,14 @@ async def _rate(connection: DataConnection, name: str, seconds: float, *, upward
         size = max(FIRST_BYTES, min(MAX_MEASURE_BYTES, int(wanted)))
     return way_rules.judge_rate(name, moved, time.monotonic() - begin, "one connection")
 
+
 def _is_over(end: float) -> bool:
     return time.monotonic() >= end
 
+
 RDMA_NAME: Final = "rdma from it"
 STAGING_BYTES: Final = 8 * MIB
+
 
 async def examine_rdma(
     record: PeerRecord, granted: GrantedTicket, seconds: float, report: Callable[[Finding], None]
@@ -201,6 +206,7 @@ async def examine_rdma(
         else:
             report(way_rules.judge_rate(RDMA_NAME, moved, elapsed, f"through {device}"))
 
+
 async def _measure_rdma(
     names: Sequence[str], copy: RemoteCopy, seconds: float
 ) -> tuple[str, int, float]:
@@ -216,8 +222,10 @@ async def _measure_rdma(
     finally:
         pool.close()
 
+
 COPY_BYTES: Final = 64 * MIB
 SHM_NAME: Final = "shm from it"
+
 
 async def examine_shared_memory(
     socket: str,
@@ -255,6 +263,7 @@ async def examine_shared_memory(
             "run as the peer's user, or give its socket a mode and group (--socket-mode, --socket-group)",
         )
     )
+
 
 def _copy(segment: memoryview, seconds: float) -> tuple[int, float]:
     """(bytes, seconds) of copies out of the segment into memory of our own."""
