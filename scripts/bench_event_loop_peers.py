@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.unit.core_harness as harness
-from p2pstore.core.removals.flush import FlushOperation
+from p2pstore.core.remove import FlushOperation
 from p2pstore.gossip.gossip_messages import REQUESTS as GOSSIP
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Exchange, LogChunk, Ping, Status
 from p2pstore.gossip.locations.log import MAX_SIGNED_OPERATIONS, sign_run

@@ -21,6 +21,7 @@ from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.copies.write_back import WriteBack
 from p2pstore.core.core_effects import AskPeer, Effect, Reply
+from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import Prefetching
 from p2pstore.core.gets.hot_objects import HotObjects
 from p2pstore.core.gets.read_reports import ReadReports
@@ -33,8 +34,6 @@ from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
 from p2pstore.core.puts.comparing import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
-from p2pstore.core.removals.floor_budget import FloorBudget
-from p2pstore.core.removals.floors import Floors
 from p2pstore.core.taking_pushes import PushesComing, message_of, rivals_of
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.gossip.machine import Effect as GossipEffect

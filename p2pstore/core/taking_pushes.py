@@ -74,11 +74,7 @@ class TakePushOperation(Operation):
             return
         self._waits = True
         if idle:
-            self._go_on(now)
-
-    def _go_on(self, now: float) -> None:
-        self.wake_at = now
-        self.core.operations.set_alarm(self)
+            self.set_alarm(now)
 
     def wake(self, now: float) -> None:
         try:
@@ -93,7 +89,7 @@ class TakePushOperation(Operation):
         coming.turn(self.sender)
         following = coming.next
         assert following is not None
-        following._go_on(now)
+        following.set_alarm(now)
 
     def finish(self, result: Any, now: float) -> None:
         if self.done:
@@ -105,7 +101,7 @@ class TakePushOperation(Operation):
         first = coming.next is self
         coming.remove(self)
         if first and (following := coming.next) is not None:
-            following._go_on(now)
+            following.set_alarm(now)
 
 
 def message_of(push: Push) -> peer_messages.Push:

@@ -434,7 +434,7 @@ def test_a_long_wait_keeps_nothing_of_what_was_answered() -> None:
     sizes = []
     for _ in range(10):
         answer_all(world, world.asks(DataKind.LOOKUP))
-        sizes.append(len(operation._asked))
+        sizes.append(len(operation.asked))
         world.pass_time(2.5)
     assert sizes == [0] * 10
     assert operation.homes_asked == len(world.core.homes(digest_of("k"))) > 0

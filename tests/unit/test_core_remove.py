@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from p2pstore.core import remove as removing
 from p2pstore.core.core_effects import AskPeer, SaveClusterRecord
-from p2pstore.core.removals import remove as removing
-from p2pstore.core.removals.remove import RemoveOperation
+from p2pstore.core.remove import RemoveOperation
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
 from p2pstore.gossip.records import SCOPE_NAMESPACE, SignedRecord, keys_of_floor, open_cluster_record

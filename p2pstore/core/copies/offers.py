@@ -243,8 +243,7 @@ class Offers:
         core.counters["copies_offered"] += 1
         self._under_way += 1
         ended = partial(self._answered, entry, room)
-        copy = ReplicateOperation(core, entry, 2, on_finish=ended, candidates=[room.peer])
-        core.operations.start(copy, now)
+        core.operations.start(ReplicateOperation(core, entry, 2, candidates=[room.peer]), now, ended)
 
     def _answered(self, entry: ObjectEntry, room: Room[PeerId], copies: Any, now: float) -> None:
         core = self._core

@@ -214,7 +214,7 @@ class Repair:
             current.busy = False
             self._judge(current, digests, at)
 
-        core.operations.start(LookupOperation(core, digests, ask_always=True, on_finish=looked), now)
+        core.operations.start(LookupOperation(core, digests, ask_always=True), now, looked)
 
     def _judge(self, current: _Pass, digests: list[bytes], now: float) -> None:
         for digest in digests:
@@ -298,7 +298,7 @@ class Repair:
             return
         loaded = partial(self._loaded, current, lack.wanted)
         core = self._core
-        core.operations.start(FetchOperation(core, digest, only_here=True, on_finish=loaded), now)
+        core.operations.start(FetchOperation(core, digest, only_here=True), now, loaded)
 
     def _loaded(self, current: _Pass, wanted: int, result: Any, now: float) -> None:
         """An object that was only on the SSD is in memory, where others can read it. Or is not."""
@@ -322,8 +322,8 @@ class Repair:
                 self._count(current, result, wanted)
             self._ended(current, rested_at, at, repaired=repaired)
 
-        operation = ReplicateOperation(core, entry, wanted, on_finish=replicated)
-        core.operations.start(operation, now)
+        operation = ReplicateOperation(core, entry, wanted)
+        core.operations.start(operation, now, replicated)
 
     def _ended(self, current: _Pass, rested_at: float, now: float, *, repaired: bool) -> None:
         current.busy = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,9 +43,8 @@ class FetchOperation(Operation):
         source: KnownCopy | None = None,
         minimum: Version = ZERO_VERSION,
         only_here: bool = False,
-        on_finish: Callable[[Any, float], None] | None = None,
     ) -> None:
-        super().__init__(core, on_finish)
+        super().__init__(core)
         self.digest = digest
         self.soft = soft
         self.minimum = minimum
@@ -76,23 +75,13 @@ class FetchOperation(Operation):
 
     def _look(self, now: float) -> None:
         self._rounds += 1
+        exclude = frozenset(self._failed)
         self._lookup = LookupOperation(
-            self.core,
-            [self.digest],
-            exclude=frozenset(self._failed),
-            ask_homes=not self.only_here,
-            on_finish=self._found,
+            self.core, [self.digest], exclude=exclude, ask_homes=not self.only_here
         )
-        self.core.operations.start(self._lookup, now)
-
-    def cancel(self, now: float) -> None:
-        super().cancel(now)
-        if self._lookup is not None:
-            self._lookup.cancel(now)
+        self.run(self._lookup, self._found, now)
 
     def _found(self, result: Any, now: float) -> None:
-        if self.done:
-            return
         if isinstance(result, Exception):
             self.finish(result, now)
             return
@@ -260,7 +249,7 @@ class Prefetching:
                 continue
             cold = core.cold.find(digest, now)
             self._under_way[digest] = 0 if cold is None else cold.length
-            operation = core.operations.fetch(digest, now, on_finish=partial(self._ended, digest))
+            operation = core.operations.fetch(digest, now, partial(self._ended, digest))
             if operation.shared_by > 1:  # another caller's fetch: its end is not reported here
                 operation.shared_by -= 1
                 del self._under_way[digest]

@@ -47,42 +47,29 @@ class ListOperation(Operation):
         self._request = request
         self._local = local
         self._to_ask: list[PeerId] = []
-        self._pending: dict[int, PeerId] = {}
         self._answers: list[tuple[PeerId, Keys]] = []
         self._silent: list[PeerId] = []
-        self._here: ListHereOperation | None = None
         self._merging: Steps[ListedPage] | None = None
 
     def start(self, now: float) -> None:
         if not self._local:
             self._to_ask = self.core.live_peers()[::-1]
-        self._here = ListHereOperation(self.core, self._request, on_finish=self._listed_here)
         self._ask_some(now)
-        self.core.operations.start(self._here, now)
+        self.run(ListHereOperation(self.core, self._request), self._listed_here, now)
 
     def _ask_some(self, now: float) -> None:
         for _ in range(min(len(self._to_ask), ASKED_PER_STEP)):
-            tag, peer_id = len(self._to_ask), self._to_ask.pop()
-            self._pending[tag] = peer_id
-            self.ask(tag, peer_id, DataKind.LIST, self._request, LIST_TIMEOUT_SECONDS)
+            peer_id = self._to_ask.pop()
+            self.ask(peer_id, peer_id, DataKind.LIST, self._request, LIST_TIMEOUT_SECONDS)
         if self._to_ask:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
-
-    def cancel(self, now: float) -> None:
-        here, self._here = self._here, None
-        if here is not None:
-            here.cancel(now)
-        super().cancel(now)
+            self.set_alarm(now)
 
     def _listed_here(self, result: Any, now: float) -> None:
-        self._here = None
         if isinstance(result, Keys):
             self._answers.append((self.core.peer_id, result))
             self._settle(now)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        peer_id = self._pending.pop(tag)
+    def answered(self, peer_id: PeerId, reply: Reply, now: float) -> None:
         if isinstance(reply, Keys) and is_page_of(reply, self._request):
             self._answers.append((peer_id, reply))
         else:
@@ -90,7 +77,7 @@ class ListOperation(Operation):
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if not self._pending and not self._to_ask and self._here is None:
+        if not self.asked and not self._to_ask and not self.parts:
             limit = min(self._request.limit, MAX_LIST_LIMIT)
             self._merging = merge_pages(limit, self._answers, self._silent, self.core.name_of)
             self.wake(now)
@@ -104,8 +91,7 @@ class ListOperation(Operation):
         except StopIteration as end:
             self.finish(end.value, now)
         else:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now)
 
 
 def is_page_of(page: Keys, request: ListKeys) -> bool:

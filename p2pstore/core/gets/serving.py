@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 from p2pstore.core import taking_pushes as home_messages
 from p2pstore.core.copies.copy_destination import TakeCopiesOperation, read_copies
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.floors import SweepOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.describe import key_info
 from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
-from p2pstore.core.removals.flush import SweepOperation
 from p2pstore.core.taking_pushes import TakePushOperation
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
@@ -132,10 +132,6 @@ class TakeRecordsOperation(Operation):
         super().__init__(core)
         self._left = deque(records)
         self._taken = RecordsTaken(core.clock.latest)
-        self._sweep: SweepOperation | None = None
-
-    def start(self, now: float) -> None:
-        self.wake(now)
 
     def wake(self, now: float) -> None:
         some = [self._left.popleft() for _ in range(min(RECORDS_PER_STEP, len(self._left)))]
@@ -145,22 +141,10 @@ class TakeRecordsOperation(Operation):
             self.finish(error, now)
             return
         if self._left:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now)
             return
         self.wake_at = math.inf
-        self._sweep = SweepOperation(self.core, on_finish=self._swept)
-        self.core.operations.start(self._sweep, now)
-
-    def _swept(self, result: Any, now: float) -> None:
-        self.finish(self._taken, now)
-
-    def cancel(self, now: float) -> None:
-        sweep, self._sweep = self._sweep, None
-        if sweep is not None and not self.done:
-            sweep.on_finish = None
-            sweep.cancel(now)
-        super().cancel(now)
+        self.run(SweepOperation(self.core), lambda _, at: self.finish(self._taken, at), now)
 
 
 def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations | Operation:
@@ -181,9 +165,6 @@ class LookupHereOperation(Operation):
         self._items: list[list[Holding]] = []
         self._unsure: list[int] = []
 
-    def start(self, now: float) -> None:
-        self.wake(now)
-
     def wake(self, now: float) -> None:
         partitions = self.core.gossip.partitions
         begin = len(self._items)
@@ -199,8 +180,7 @@ class LookupHereOperation(Operation):
         if len(self._items) == len(self._digests):
             self.finish(Locations(self._items, self._unsure), now)
         else:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now)
 
 
 def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
@@ -310,7 +290,6 @@ class ProofsHereOperation(Operation):
     def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
         super().__init__(core)
         self._digests = digests
-        self._coming = 0
 
     def start(self, now: float) -> None:
         if len(self._digests) > MAX_PROVED or any(len(d) != DIGEST_BYTES for d in self._digests):
@@ -321,17 +300,12 @@ class ProofsHereOperation(Operation):
                 self.core.objects.find(digest, now) is None
                 and self.core.cold.find(digest, now) is not None
             ):
-                self._coming += 1
-                fetch = FetchOperation(self.core, digest, only_here=True, on_finish=self._came)
-                self.core.operations.start(fetch, now)
-        self._settle(now)
-
-    def _came(self, result: Any, now: float) -> None:
-        self._coming -= 1
+                fetch = FetchOperation(self.core, digest, only_here=True)
+                self.run(fetch, lambda _, at: self._settle(at), now)
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if self._coming or self.done:
+        if self.parts or self.done:
             return
         items = []
         for digest in self._digests:
@@ -346,17 +320,12 @@ class ProofsHereOperation(Operation):
 class ListHereOperation(Operation):
     """One page of the keys held here, looked up in steps. The result is `Keys`."""
 
-    def __init__(
-        self, core: PeerCore, request: ListKeys, on_finish: Callable[[Any, float], None] | None = None
-    ) -> None:
-        super().__init__(core, on_finish)
+    def __init__(self, core: PeerCore, request: ListKeys) -> None:
+        super().__init__(core)
         self._request = request
         self._limit = max(1, min(request.limit, MAX_LIST_LIMIT))
         self._found: list[ObjectEntry | ColdEntry] = []
         self._after: str | None = request.after
-
-    def start(self, now: float) -> None:
-        self.wake(now)
 
     def wake(self, now: float) -> None:
         request = self._request
@@ -366,8 +335,7 @@ class ListHereOperation(Operation):
             keys = [key_info(entry) for entry in self._found]
             self.finish(Keys(keys, self._after is not None), now)
         else:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now)
 
     def _look_on(self, now: float) -> None:
         assert self._after is not None

@@ -24,8 +24,7 @@ from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.puts.lifetimes import PinEnd, PinOperation
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
-from p2pstore.core.removals.flush import FlushEnd, FlushOperation
-from p2pstore.core.removals.remove import RemoveOperation
+from p2pstore.core.remove import FlushEnd, FlushOperation, RemoveOperation
 from p2pstore.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
