@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core import taking_pushes as home_messages
-from p2pstore.gossip.gossip_effects import FetchSnapshot, Push, SnapshotHead
+from p2pstore.core.gets.serving import message_of, pushed_reply, rivals_of
+from p2pstore.gossip.gossip_messages import FetchSnapshot, Push, SnapshotHead
 from p2pstore.transfer import data_messages as data
 from p2pstore.transfer import peer_messages
 from p2pstore.wire import HEADER_BYTES, encode_body
@@ -84,7 +84,7 @@ class HomePush:
         target = cluster.by_peer_id.get(self._push.peer_id)
         if target is None:
             return
-        message = home_messages.message_of(self._push)
+        message = message_of(self._push)
         size_bytes = HEADER_BYTES + len(encode_body(message))
         peer.traffic.data_bytes_out += size_bytes
         peer.traffic.data_messages_out += 1
@@ -102,7 +102,7 @@ class HomePush:
     def _serve(self, target: GossipPeer, message: peer_messages.Push, size_bytes: int) -> None:
         target.charge(MESSAGE_SECONDS)
         target.traffic.data_bytes_in += size_bytes
-        reply = home_messages.reply_of(*target.gossip.take_push(self._peer.member, message, target.now))
+        reply = pushed_reply(*target.gossip.take_push(self._peer.member, message, target.now))
         reply_bytes = HEADER_BYTES + len(encode_body(reply))
         target.traffic.data_bytes_out += reply_bytes
         leaves_at = target.charge(MESSAGE_SECONDS)
@@ -120,5 +120,5 @@ class HomePush:
         peer = self._peer
         peer.traffic.data_bytes_in += reply_bytes
         behind = None if reply is None else reply.behind
-        rivals = [] if reply is None else home_messages.rivals_of(reply)
+        rivals = [] if reply is None else rivals_of(reply)
         peer.gossip.push_answered(self._push.token, behind, rivals, peer.now)

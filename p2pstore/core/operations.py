@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.core_effects import PullOutcome, Reply
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.read_reports import UNSEEN_TRANSPORTS
+from p2pstore.core.gets.reads import UNSEEN_TRANSPORTS
 from p2pstore.core.operation import Operation, Then
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.records import PeerId

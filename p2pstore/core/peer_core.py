@@ -14,27 +14,23 @@ from typing import Final
 
 from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
+from p2pstore.core.copies.coldest import Offers, WriteBack
 from p2pstore.core.copies.memory_return import EarlierLife
-from p2pstore.core.copies.offers import Offers
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
-from p2pstore.core.copies.write_back import WriteBack
 from p2pstore.core.core_effects import AskPeer, Effect, Reply
 from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import Prefetching
-from p2pstore.core.gets.hot_objects import HotObjects
-from p2pstore.core.gets.read_reports import ReadReports
-from p2pstore.core.gets.serving import serve
-from p2pstore.core.holders import Holders
-from p2pstore.core.known_copies import KnownCopies
+from p2pstore.core.gets.reads import HotObjects, ReadReports
+from p2pstore.core.gets.serving import PushesComing, message_of, rivals_of, serve
+from p2pstore.core.known_copies import Holders, KnownCopies
 from p2pstore.core.operation import Operation
 from p2pstore.core.operations import Operations
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
 from p2pstore.core.puts.comparing import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
-from p2pstore.core.taking_pushes import PushesComing, message_of, rivals_of
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip

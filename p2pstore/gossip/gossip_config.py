@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from p2pstore.gossip.floors.floor_set import DEFAULT_KEPT_SECONDS, DEFAULT_LIMIT
-from p2pstore.gossip.homes.directory_mode import DirectorySetting, ModeLimits
-from p2pstore.gossip.homes.partition_homes import PartitionConfig
+from p2pstore.gossip.homes.partition_homes import DirectorySetting, ModeLimits, PartitionConfig
 from p2pstore.gossip.locations.log import DEFAULT_RING_LIMIT
 from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.members.active_view import MAX_NEIGHBOURS, ROTATION_SECONDS

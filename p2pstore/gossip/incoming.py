@@ -9,14 +9,16 @@ from p2pstore.gossip.exchange.anti_entropy import News
 from p2pstore.gossip.exchange.asking import Asked
 from p2pstore.gossip.exchange.delta_checks import check_claims
 from p2pstore.gossip.exchange.exchanges import read_reply, read_request
-from p2pstore.gossip.gossip_effects import Ask, Effect, Later
 from p2pstore.gossip.gossip_messages import (
     Ack,
+    Ask,
     Claim,
     ControlKind,
     Delta,
+    Effect,
     Exchange,
     ExchangeReply,
+    Later,
     Leave,
     Ping,
     PingRequest,

@@ -25,23 +25,31 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import (
+from p2pstore.gossip.gossip_messages import (
     Answer,
     Ask,
     Contact,
+    ControlKind,
     Duplicate,
     Effect,
+    ExchangeReply,
     FetchSnapshot,
     Later,
+    Leave,
+    Ping,
     Push,
     SnapshotHead,
+    Status,
 )
-from p2pstore.gossip.gossip_messages import ControlKind, ExchangeReply, Leave, Ping, Status
 from p2pstore.gossip.gossip_state import GossipState
-from p2pstore.gossip.homes.directory_mode import Phase
+from p2pstore.gossip.homes.partition_homes import Phase
 from p2pstore.gossip.incoming import Incoming
-from p2pstore.gossip.locations.catch_up import CatchUp
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot, most_snapshot_bytes
+from p2pstore.gossip.locations.snapshots import (
+    CatchUp,
+    CheckedSnapshot,
+    check_snapshot,
+    most_snapshot_bytes,
+)
 from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberChange
 from p2pstore.gossip.records import LOCATION_BYTES, ClusterRecord, Member, PeerId, SignedRecord
 from p2pstore.wire import Code, Failure, Message

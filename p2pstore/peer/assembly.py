@@ -20,12 +20,12 @@ import p2pstore
 from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
-from p2pstore.core.copies.offers import coldest_use
+from p2pstore.core.copies.coldest import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.gossip_config import preset
-from p2pstore.gossip.homes.directory_mode import ModeLimits
+from p2pstore.gossip.homes.partition_homes import ModeLimits
 from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip, GossipConfig
@@ -68,7 +68,7 @@ from p2pstore.peer.segment_memory import (
     watch_earlier_clients,
 )
 from p2pstore.peer.ssd_opening import open_ssd
-from p2pstore.runtime import memory_barrier
+from p2pstore.runtime import linux
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.state.key_files import ephemeral, load_token_file
@@ -193,7 +193,7 @@ class Assembly:
             marks=self.memory.marks if isinstance(self.memory, KeptMemory) else None,
             kept=self.memory.kept if isinstance(self.memory, KeptMemory) else None,
             now=time.time(),
-            barrier=memory_barrier.pass_through_all,
+            barrier=linux.memory_barrier,
         )
         self.stack.callback(segment.detach)
         self.stack.callback(segment.close)

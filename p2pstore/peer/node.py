@@ -29,8 +29,7 @@ from p2pstore.core.core_effects import (
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import P2PStoreError, StoreClosed
-from p2pstore.gossip.gossip_effects import Answer, Ask, Contact, Duplicate, FetchSnapshot
-from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.gossip_messages import Answer, Ask, Contact, Duplicate, FetchSnapshot, Status
 from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.members.membership import STALL_SECONDS

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import msgspec
 
+from p2pstore.core.gets.key_pages import PrefixMatch, match_copies, match_here
 from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.gets.prefixes import PrefixMatch, match_copies, match_here
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE, batch_key_hasher, format_peer_id, namespace_digest
 from p2pstore.peer.node import Node

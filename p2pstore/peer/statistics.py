@@ -21,7 +21,7 @@ from p2pstore.access.crowding import Holder, crowd
 from p2pstore.access.keyring import rights_of
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.directory_mode import kept_name
+from p2pstore.gossip.homes.partition_homes import kept_name
 from p2pstore.gossip.links.host import MAX_ADMITTED
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id

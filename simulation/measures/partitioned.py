@@ -17,7 +17,7 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import PartitionSet, Push
+from p2pstore.gossip.gossip_messages import PartitionSet, Push
 from p2pstore.gossip.homes.partition_homes import (
     PARTITION_COUNT,
     PartitionConfig,

@@ -32,8 +32,8 @@ from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.state.floors_file import FloorsFile
 from p2pstore.state.state_directory import StateDirectory
+from p2pstore.state.state_files import FloorsFile
 from p2pstore.transfer.data_messages import DataKind, ObjectReply, Objects, Ping
 from p2pstore.transfer.peer_messages import (
     ClusterRecords,

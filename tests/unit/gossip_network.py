@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_effects import Push
-from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, Claim, ControlKind, Status
+from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, Claim, ControlKind, Push, Status
 from p2pstore.gossip.locations.log import SIGNATURE_BYTES, OwnLog, SignedRun
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.machine import (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from p2pstore.gossip.locations.catch_up import CatchUp
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.locations.snapshots import CatchUp, check_snapshot
 from p2pstore.gossip.locations.views import STEP_RECORDS, DirectoryConfig
 from p2pstore.gossip.members.member_table import MembershipConfig, MemberState
 from p2pstore.gossip.members.membership import Membership

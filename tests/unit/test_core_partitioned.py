@@ -16,8 +16,7 @@ from p2pstore.core.gets.lookup import (
     LookupOperation,
 )
 from p2pstore.errors import NoSuchKey, Unavailable
-from p2pstore.gossip.homes.directory_mode import KeptDirectory
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, KeptDirectory, partition_of
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
 from p2pstore.objects import Version
 from p2pstore.put_facts import PutStatus

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.core.core_effects import PullOutcome
-from p2pstore.core.gets import read_reports
+from p2pstore.core.gets import reads as read_reports
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.read_reports import ANSWER_SECONDS, REPORT_SECONDS
+from p2pstore.core.gets.reads import ANSWER_SECONDS, REPORT_SECONDS
 from p2pstore.errors import ProtocolError
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, ReadCount, Reads, ReadsTaken

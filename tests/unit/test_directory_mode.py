@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.directory_mode import (
+from p2pstore.gossip.homes.partition_homes import (
     ClusterLoad,
     DirectoryMode,
     DirectorySetting,

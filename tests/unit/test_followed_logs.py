@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from p2pstore.gossip.gossip_messages import Claim, Status
-from p2pstore.gossip.locations.catch_up import KEPT_SECONDS, MARK_SECONDS, FollowedLogs
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog, Position
+from p2pstore.gossip.locations.snapshots import KEPT_SECONDS, MARK_SECONDS, FollowedLogs
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, Member, SignedRecord, member_of

@@ -9,8 +9,14 @@ from msgspec.structs import replace
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.digests import Run, pack_runs
-from p2pstore.gossip.gossip_effects import FetchSnapshot, Push, SnapshotHead
-from p2pstore.gossip.gossip_messages import ControlKind, Delta, LogChunk
+from p2pstore.gossip.gossip_messages import (
+    ControlKind,
+    Delta,
+    FetchSnapshot,
+    LogChunk,
+    Push,
+    SnapshotHead,
+)
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, REMOVED, SignedRun, sign_run
 from p2pstore.gossip.locations.snapshots import UNSIGNED_RECORDS, check_snapshot

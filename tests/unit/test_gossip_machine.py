@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.digests import pack_digest
-from p2pstore.gossip.gossip_effects import Answer
 from p2pstore.gossip.gossip_messages import (
     Ack,
+    Answer,
     Claim,
     ControlKind,
     Delta,

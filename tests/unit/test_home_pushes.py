@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, Questions
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import PartitionSet, Push
-from p2pstore.gossip.gossip_messages import ControlKind, Ping
+from p2pstore.gossip.gossip_messages import ControlKind, PartitionSet, Ping, Push
 from p2pstore.gossip.homes import home_pushes
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from p2pstore.core.core_effects import PullFailure, PullObject, PullOutcome
-from p2pstore.core.gets import hot_objects
+from p2pstore.core.gets import reads as hot_objects
 from p2pstore.core.gets.fetch_operation import MOST_HOPS, FetchOperation
-from p2pstore.core.gets.hot_objects import (
+from p2pstore.core.gets.reads import (
     FIRST_PAUSE_SECONDS,
     HALF_LIFE_SECONDS,
     KEPT_SHARE,

@@ -16,8 +16,16 @@ import pytest
 
 from p2pstore.gossip import incoming
 from p2pstore.gossip.exchange.digests import DigestTable
-from p2pstore.gossip.gossip_effects import Ask, Effect
-from p2pstore.gossip.gossip_messages import REQUESTS, Claim, ControlKind, Delta, Ping, Status
+from p2pstore.gossip.gossip_messages import (
+    REQUESTS,
+    Ask,
+    Claim,
+    ControlKind,
+    Delta,
+    Effect,
+    Ping,
+    Status,
+)
 from p2pstore.gossip.homes import partition_homes
 from p2pstore.gossip.homes.partition_homes import HomeTable, choose_homes
 from p2pstore.gossip.homes.partitioned_directory import FOLLOWED_AT_ONCE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from p2pstore.gossip.exchange.asking import MessageBudget, SharedBudget
 from p2pstore.gossip.exchange.fresh_news import OperationRate
-from p2pstore.gossip.exchange.message_budget import MessageBudget, SharedBudget
 
 
 def test_a_budget_lets_a_burst_pass_and_then_its_rate() -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.locations import directory as directory_module
-from p2pstore.gossip.locations.catch_up import CatchUp
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
-from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.locations.snapshots import CatchUp, check_snapshot
 from p2pstore.gossip.locations.views import Applied, DirectoryConfig, Outcome, Position
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member

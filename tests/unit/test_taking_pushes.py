@@ -7,10 +7,9 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.gets.serving import reply_of
-from p2pstore.core.taking_pushes import MAX_COMING_OF_ONE, TakePushOperation
+from p2pstore.core.gets.serving import MAX_COMING_OF_ONE, TakePushOperation, reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.gossip.gossip_effects import PartitionSet, Push
+from p2pstore.gossip.gossip_messages import PartitionSet, Push
 from p2pstore.gossip.homes.home_updates import (
     AUDIT_ENTRY,
     LARGEST_SET_RECORDS,

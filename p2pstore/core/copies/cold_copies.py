@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from p2pstore.core.puts.describe import location_on_ssd
+from p2pstore.core.own_objects import location_on_ssd
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import Version

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.copies.offers import SPREAD_SECONDS, MemberRooms
+from p2pstore.core.copies.coldest import SPREAD_SECONDS, MemberRooms
 from p2pstore.core.copies.own_copies import OwnCopies, held_here, other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation

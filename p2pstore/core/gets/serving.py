@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core import taking_pushes as home_messages
 from p2pstore.core.copies.copy_destination import TakeCopiesOperation, read_copies
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.floors import SweepOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.lookup import split_digests
+from p2pstore.core.gets.lookup import holding_record, split_digests
 from p2pstore.core.operation import Operation
-from p2pstore.core.puts.describe import key_info
+from p2pstore.core.own_objects import key_info
 from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
-from p2pstore.core.taking_pushes import TakePushOperation
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
-from p2pstore.gossip.records import LocationRecord, PeerId, SignedRecord, member_of, writer_of
+from p2pstore.gossip.gossip_messages import Push as OwnPush
+from p2pstore.gossip.homes.home_updates import PushIntake
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, member_of, writer_of
 from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import Ping, Pong
 from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
@@ -120,7 +122,7 @@ def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pu
     member = member_of(sender)
     intake = core.gossip.intake(member, request)
     if intake.step(now):  # as nearly always
-        return home_messages.reply_of(intake.behind, intake.rivals)
+        return pushed_reply(intake.behind, intake.rivals)
     return core.operations.start(TakePushOperation(core, member, intake), now)
 
 
@@ -199,7 +201,7 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
             core.gossip.cluster_records.floors.forbids(digest, None, version)
             or core.gossip.doubts(known.member, version, now)
         ):
-            (dead if known.hidden else alive).append(home_messages.holding_of(known))
+            (dead if known.hidden else alive).append(holding_of(known))
     return (alive or dead)[:MAX_HOLDINGS]
 
 
@@ -349,3 +351,127 @@ class ListHereOperation(Operation):
             if (entry.pin or not request.pinned) and not 0 < entry.expires_unix_ms <= unix_ms
         ]
         self._after = page.complete_to
+
+
+MAX_COMING_OF_ONE: Final = 8
+"""Large pushes of one sender that may wait."""
+
+
+class PushesComing:
+    """The pushes that are being taken in: one step a tick, of one sender after the other, and of each the one that
+    came first. So a sender of many pushes delays only itself."""
+
+    def __init__(self) -> None:
+        self._of: dict[Member, deque[TakePushOperation]] = {}
+        """In the order of their turns; the first one's first push has its step next."""
+
+    @property
+    def next(self) -> TakePushOperation | None:
+        """The push that goes on next."""
+        return next((pushes[0] for pushes in self._of.values()), None)
+
+    def add(self, push: TakePushOperation) -> None:
+        """Raises `CapacityExceeded` for a sender of which too many wait."""
+        pushes = self._of.setdefault(push.sender, deque())
+        if len(pushes) >= MAX_COMING_OF_ONE:
+            raise CapacityExceeded(f"{len(pushes)} pushes of yours are being taken in already")
+        pushes.append(push)
+
+    def turn(self, sender: Member) -> None:
+        """A sender had its step: the others come before it does again."""
+        self._of[sender] = self._of.pop(sender)
+
+    def remove(self, push: TakePushOperation) -> None:
+        """A push has ended."""
+        pushes = self._of[push.sender]
+        pushes.remove(push)
+        if not pushes:
+            del self._of[push.sender]
+
+
+class TakePushOperation(Operation):
+    """Takes a push in. The result is what to answer, or the error that says why not."""
+
+    def __init__(self, core: PeerCore, sender: Member, intake: PushIntake) -> None:
+        super().__init__(core)
+        self.sender = sender
+        self._intake = intake
+        self._waits = False
+
+    def start(self, now: float) -> None:
+        coming = self.core.pushes_coming
+        idle = coming.next is None
+        try:
+            coming.add(self)
+        except CapacityExceeded as error:
+            self.finish(error, now)
+            return
+        self._waits = True
+        if idle:
+            self.set_alarm(now)
+
+    def wake(self, now: float) -> None:
+        try:
+            done = self._intake.step(now)
+        except ProtocolError as error:
+            self.finish(error, now)
+            return
+        if done:
+            self.finish(pushed_reply(self._intake.behind, self._intake.rivals), now)
+            return
+        coming = self.core.pushes_coming
+        coming.turn(self.sender)
+        following = coming.next
+        assert following is not None
+        following.set_alarm(now)
+
+    def finish(self, result: Any, now: float) -> None:
+        if self.done:
+            return
+        super().finish(result, now)
+        if not self._waits:
+            return
+        coming = self.core.pushes_coming
+        first = coming.next is self
+        coming.remove(self)
+        if first and (following := coming.next) is not None:
+            following.set_alarm(now)
+
+
+def message_of(push: OwnPush) -> peer_messages.Push:
+    """The wire message of a push."""
+    sets = [
+        peer_messages.PartitionSet(each.partition, each.number, each.set_hash, each.records)
+        for each in push.sets
+    ]
+    return peer_messages.Push(
+        push.incarnation,
+        push.sequences,
+        push.operations,
+        push.numbers,
+        push.sequence,
+        sets,
+        push.audit,
+        push.audit_seconds,
+    )
+
+
+def holding_of(location: Location) -> peer_messages.Holding:
+    """A location as it travels."""
+    return peer_messages.Holding(
+        location.member, location.incarnation, location.sequence, location.record.encode()
+    )
+
+
+def pushed_reply(behind: list[int], rivals: Iterable[Location]) -> peer_messages.Pushed:
+    """A home's reply, from the results of `Gossip.take_push`."""
+    return peer_messages.Pushed(behind, [holding_of(rival) for rival in rivals])
+
+
+def rivals_of(reply: peer_messages.Pushed) -> list[Location]:
+    """The other versions that a home named."""
+    return [
+        Location(rival.member, rival.incarnation, rival.sequence, record, hearsay=True)
+        for rival in reply.rivals
+        if (record := holding_record(rival.record)) is not None
+    ]

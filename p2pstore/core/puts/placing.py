@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.operation import Operation, PutEnd
-from p2pstore.core.puts.describe import location_of
+from p2pstore.core.own_objects import location_of
 from p2pstore.core.puts.put_operation import PutOperation, check_put, trailer_of
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, ProtocolError, Unavailable
 from p2pstore.gossip.gossip_messages import Status

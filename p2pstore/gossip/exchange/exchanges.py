@@ -45,8 +45,7 @@ from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import pack_stamps, unpack_stamps
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import Ask
-from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, ExchangeReply
+from p2pstore.gossip.gossip_messages import Ask, ControlKind, Delta, Exchange, ExchangeReply
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.records import PeerId, member_of
 

@@ -11,13 +11,11 @@ import math
 from typing import Final
 
 from p2pstore.gossip.exchange.anti_entropy import Knowledge, News
-from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.exchange.asking import MessageBudget, Questions
 from p2pstore.gossip.exchange.delta_checks import chunk_of
-from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import Ask
-from p2pstore.gossip.gossip_messages import ControlKind, Delta
-from p2pstore.gossip.homes.directory_mode import KeptDirectory
+from p2pstore.gossip.gossip_messages import Ask, ControlKind, Delta
+from p2pstore.gossip.homes.partition_homes import KeptDirectory
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.records import Member, PeerId
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
-from p2pstore.gossip.gossip_effects import PartitionSet, Push
+from p2pstore.gossip.gossip_messages import PartitionSet, Push
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, LARGEST_SET_RECORDS, PartitionSets
 from p2pstore.gossip.homes.partition_homes import (
     NO_HOMES,

@@ -24,9 +24,8 @@ from enum import Enum
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.homes.directory_mode import DirectoryMode, Phase
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import PartitionConfig
+from p2pstore.gossip.homes.partition_homes import DirectoryMode, PartitionConfig, Phase
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.location_lookups import Denials, Holding
 from p2pstore.gossip.locations.log import OwnLog

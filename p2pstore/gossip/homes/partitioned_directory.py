@@ -15,15 +15,22 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import Push
-from p2pstore.gossip.homes.directory_mode import ClusterLoad, DirectoryMode, KeptDirectory, Phase
+from p2pstore.gossip.gossip_messages import Push
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition
 from p2pstore.gossip.homes.known_locations import HotKeyNews, KnownLocations, Word
-from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, partition_of
-from p2pstore.gossip.locations.catch_up import FollowedLogs
+from p2pstore.gossip.homes.partition_homes import (
+    NO_HOMES,
+    ClusterLoad,
+    DirectoryMode,
+    HomeTable,
+    KeptDirectory,
+    Phase,
+    partition_of,
+)
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.snapshots import FollowedLogs
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.members.membership import Membership

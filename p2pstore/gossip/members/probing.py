@@ -21,8 +21,16 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.asking import Asked, Questions
-from p2pstore.gossip.gossip_effects import Answer, Ask, Later
-from p2pstore.gossip.gossip_messages import Ack, ControlKind, Ping, PingRequest, Status
+from p2pstore.gossip.gossip_messages import (
+    Ack,
+    Answer,
+    Ask,
+    ControlKind,
+    Later,
+    Ping,
+    PingRequest,
+    Status,
+)
 from p2pstore.gossip.members.member_table import MemberChange, MemberState
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import PeerId

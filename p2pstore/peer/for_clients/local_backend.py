@@ -54,7 +54,7 @@ from p2pstore.peer.for_clients.local_queries import (
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
 from p2pstore.put_facts import PutStatus
-from p2pstore.runtime import memory_barrier
+from p2pstore.runtime import linux
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS, Flush, Flushed, Remove, Removed
 from p2pstore.transfer.ticket_desk import TicketOffice
@@ -115,7 +115,7 @@ class PeerLocalBackend:
         self.request_types = {**local_protocol.REQUESTS, **checkpoint_messages.REQUESTS}
         self._max_leased_bytes = max_leased_bytes
         self._has_effects = False
-        self._has_barriers = memory_barrier.is_available()
+        self._has_barriers = linux.has_barriers()
         self._hazard_pages: dict[int, SharedMemory] = {}
         queries = LocalQueries(node)
         self._handlers: dict[LocalKind, Any] = {

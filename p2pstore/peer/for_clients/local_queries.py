@@ -12,7 +12,7 @@ from p2pstore.core.operation import PutEnd
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.directory_mode import kept_name
+from p2pstore.gossip.homes.partition_homes import kept_name
 from p2pstore.gossip.records import PeerRecord, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_clients import LocalClient

@@ -25,9 +25,8 @@ from p2pstore.errors import (
     ProtocolMismatch,
     StoreClosed,
 )
-from p2pstore.gossip.gossip_effects import Answer, Ask, Contact, Later
-from p2pstore.gossip.gossip_effects import Effect as GossipEffect
-from p2pstore.gossip.gossip_messages import Ack, ControlKind
+from p2pstore.gossip.gossip_messages import Ack, Answer, Ask, Contact, ControlKind, Later
+from p2pstore.gossip.gossip_messages import Effect as GossipEffect
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.records import PeerId, PeerRecord, Tier, format_peer_id, writer_of
 from p2pstore.objects import SIZE_UNIT_BYTES
