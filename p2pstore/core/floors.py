@@ -40,8 +40,7 @@ MAX_NAMES: Final = 5
 
 @dataclass(slots=True)
 class _Distrusting:
-    """Copies up to this clock are being discarded. `by`: names of those whose word that is; `before`: how many had been
-    discarded before."""
+    """Copies up to this clock are discarded, by the word of those members; `before`: the count of earlier discards."""
 
     clock: int
     before: int
@@ -70,8 +69,7 @@ class Floors:
         scope: int = SCOPE_KEY,
         namespace: bytes = b"",
     ) -> SignedRecord:
-        """Forbid all copies up to `version`: of a key (in the namespace of this digest), or with
-        `SCOPE_NAMESPACE` of all keys of a namespace."""
+        """Forbid all copies up to `version`: of a key (of the namespace), or of all keys (`SCOPE_NAMESPACE`)."""
         core = self._core
         record = ClusterRecord(
             CLUSTER_RECORD_FORMAT,
@@ -285,8 +283,7 @@ class Sweep:
         )
 
     def begin(self, now: float, distrusted: int = 0) -> None:
-        """Go round from here, for a floor of a namespace, or because versions up to the clock `distrusted`
-        are; the first step is made at once."""
+        """Go round from here, as a namespace has a floor or versions up to `distrusted` are; one step at once."""
         self._distrusted = max(self._distrusted, distrusted)
         self._left = self._core.segment.geometry.slots
         self.step(now)

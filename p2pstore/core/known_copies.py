@@ -103,8 +103,7 @@ class KnownCopies:
     def _proved_among(
         self, digest: bytes, others: Sequence[KnownCopy], vouched: set[Version], copies: list[KnownCopy]
     ) -> list[KnownCopy]:
-        """Add those copies whose holders did not write them and that are proved; the rest is returned, but for what
-        contradicts a writer."""
+        """Add proved copies that others than their holders wrote; return the rest that contradicts no writer."""
         doubtful = []
         stamps = {version[:2] for version in vouched}
         for copy in others:
@@ -229,8 +228,7 @@ class Holders:
             self._core.emit(effect)
 
     def failed(self, digest: bytes, failure: PullFailure, now: float) -> None:
-        """A holder did not deliver. The position of its log in the failure hides the stale location until this peer has
-        caught up with it."""
+        """A holder did not deliver. Its log's position hides the stale location until this peer caught up."""
         self._core.counters["holder_failures"] += 1
         self._core.counters["holders_too_slow"] += failure.code == Code.DEADLINE_EXCEEDED
         state = self._gossip.membership.resolve(failure.member)

@@ -95,8 +95,7 @@ class Operations:
             machine.cancel(now)
 
     def expect_late(self, operation: Operation, tag: int, peer_id: PeerId) -> None:
-        """The operation ends before this question of it was answered. Whether it ever is says something of that
-        peer."""
+        """The operation ends before this question was answered. Whether it ever is says something of that peer."""
         self._late[operation.number, tag] = peer_id
 
     def pulled(self, operation: int, outcome: PullOutcome, now: float) -> None:

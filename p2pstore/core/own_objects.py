@@ -69,8 +69,7 @@ class OwnObjects:
                 self.announce_withdrawn(now)
 
     def make_room(self, length: int, namespace: str, now: float) -> Steps[None]:
-        """Evict for a value of about `length` bytes, if there is no room for it yet and enough may be evicted. The room
-        is not reserved."""
+        """Evict for a value of about `length` bytes, if needed and enough may be evicted. The room is not reserved."""
         trailer_length = min(MAX_TRAILER_BYTES, SUM_BYTES * chunk_count(length) + USUAL_TRAILER_BYTES)
         if self._segment.room.has_room(length, trailer_length, namespace=namespace):
             return
@@ -82,10 +81,7 @@ class OwnObjects:
             self._segment.abort(room.number, holder=holder)
 
     def publish(self, written: Written, *, holder: Hashable, soft: bool, now: float) -> ObjectEntry:
-        """Make a filled reservation an object, and announce it.
-
-        Raises `NoSuchKey` when a floor forbids the version (the key was removed meanwhile).
-        """
+        """Make a filled reservation an object, and announce it. Raises `NoSuchKey` when a floor forbids the version."""
         digest, version, trailer = written.digest, written.version, written.trailer
         namespace = self._core.namespace_digest(trailer.namespace)
         if self._gossip.cluster_records.floors.forbids(digest, namespace, version):

@@ -42,8 +42,7 @@ HAS_ALL: Final = frozenset({TakesPart.VERIFIED, TakesPart.SEEDING, TakesPart.PUB
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A name that this peer follows: whether it has the newest version verified, and uses the version that it is to
-    use."""
+    """A followed name: whether its newest version is verified here, and the version in use is the one to use."""
 
     head: Head
     ready: bool
@@ -107,8 +106,7 @@ class Participations:
         return list(parts.values())[-MAX_PARTICIPATIONS:]
 
     def take_part(self, part: Participation, now: float) -> None:
-        """Have the others know what this peer has of a version: a new state within a second, how far it is when that
-        has changed by a percent."""
+        """Tell the others what this peer has of a version: a new state within a second, progress by percents."""
         part = _shortened(part)
         key = (part.name, part.version)
         if self._parts.get(key) != part:

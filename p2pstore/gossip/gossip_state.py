@@ -212,8 +212,7 @@ class GossipState:
         return intake.behind, intake.rivals
 
     def intake(self, sender: Member, update: HomeUpdate) -> PushIntake:
-        """Take in an owner's push, in steps of a few milliseconds. Raises `ProtocolError`, as its
-        first steps do, for nonsense."""
+        """Take in an owner's push, in steps of a few milliseconds. Raises `ProtocolError`, as its first steps do."""
         return PushIntake(sender, update, self._take_pushed)
 
     def _take_pushed(

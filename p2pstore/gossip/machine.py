@@ -256,8 +256,7 @@ class Gossip(GossipState):
         return max(due, now)
 
     def close(self) -> None:
-        """This peer ends: clients can no longer look things up in its table, whose memory is let go. Nothing else may
-        be called after that."""
+        """This peer ends: clients look nothing up any more, as the table's memory goes. Call nothing after it."""
         if self.published is not None:
             self.published.close()
         self.directory.close()

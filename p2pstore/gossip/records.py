@@ -318,8 +318,7 @@ class ClusterRecord(Message, frozen=True):
 
 
 class FloorBody(Message, frozen=True):
-    """What a floor of keys says besides: the digest of their namespace, and with `SCOPE_KEYS` up to 64 digests of keys,
-    16 bytes each."""
+    """What a floor of keys says besides: their namespace's digest, and with `SCOPE_KEYS` up to 64 digests."""
 
     namespace: bytes = b""
     keys: bytes = b""
@@ -356,13 +355,11 @@ def keys_of_floor(record: ClusterRecord) -> tuple[bytes, ...]:
 
 
 class NewerFormat(ProtocolError):
-    """A record of a format that this version does not know. It is left alone: no reason to refuse
-    its sender, nor what came with it."""
+    """A record of a format that this version does not know: left alone, and no reason to refuse what came with it."""
 
 
 def read_peer_record(signed: SignedRecord) -> PeerRecord:
-    """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` when it is too
-    long or malformed."""
+    """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` for a long or malformed one."""
     if len(signed.body) > MAX_RECORD_BYTES:
         raise ProtocolError(f"a peer record of {len(signed.body):,} bytes")
     _check_format(signed.body, PEER_RECORD_FORMAT)
@@ -370,8 +367,7 @@ def read_peer_record(signed: SignedRecord) -> PeerRecord:
 
 
 def read_cluster_record(signed: SignedRecord) -> ClusterRecord:
-    """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` when it is too
-    long or malformed."""
+    """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` for a long or malformed one."""
     if len(signed.body) > MAX_RECORD_BYTES:
         raise ProtocolError(f"a cluster record of {len(signed.body):,} bytes")
     _check_format(signed.body, CLUSTER_RECORD_FORMAT)

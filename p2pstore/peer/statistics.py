@@ -88,8 +88,7 @@ class Statistics:
         }
 
     def document(self, *, private: bool = True) -> dict[str, Any]:
-        """Content and activity of this peer. `private` adds keys and addresses: for clients of this machine, not for
-        other peers."""
+        """Content and activity of this peer. `private` adds keys and addresses, for clients of this machine only."""
         node, core = self._node, self.core
         document = {
             "name": node.config.name,

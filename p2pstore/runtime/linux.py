@@ -78,8 +78,7 @@ def _read(path: Path) -> str:
 
 
 def lock_owner(status: os.stat_result) -> str | None:
-    """The process that holds a lock (`flock`) on a file, for people; None when it cannot be known, as when it
-    belongs to another container."""
+    """The process that holds a lock (`flock`) on a file, for people; None where unknown, as in another container."""
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:
         lines = Path("/proc/locks").read_text().splitlines()

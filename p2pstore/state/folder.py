@@ -153,8 +153,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def refuse_folder_of_another(folder: Folder, setting: str) -> None:
-    """Raise `ConfigError` when the directory belongs to another user than this process's, or root: that user could
-    exchange what is in it."""
+    """Raise `ConfigError` when a user other than this process's and root owns it, and could change it."""
     _refuse_owner(folder.status().st_uid, folder.path, "could exchange what is in it", setting)
 
 
@@ -174,8 +173,7 @@ def _refuse_owner(owner: int, path: Path, what: str, setting: str) -> None:
 
 
 SAFELY: Final = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""Flags for everything that is opened by a path: a named pipe would wait for its other end, and a terminal would become
-this process's."""
+"""For everything opened by a path: a named pipe would wait, and a terminal would become this process's."""
 
 
 def open_regular_file(path: Path) -> BinaryIO:

@@ -156,10 +156,7 @@ _HEADER: Final = "# Peers of this user that have no cluster key admit each other
 
 
 def user_ring() -> KeyRing:
-    """The ring with this user's key, which is made at the first call.
-
-    Raises `ConfigError` when the key cannot be read, or no place can hold one.
-    """
+    """The ring with this user's key, made at the first call. Raises `ConfigError` when it cannot be read or placed."""
     found = find_user_ring()
     if found is not None:
         return found

@@ -97,10 +97,7 @@ class StateRecord:
     def save_clock(
         self, clock: int, floors_seen: Stamps | None, floors_horizon: Stamps | None, floors_bytes: int
     ) -> None:
-        """Save the hybrid clock's reading, and up to where floors were seen and dropped (None: as before).
-
-        `floors_bytes` of `floors.bin` are on the disk.
-        """
+        """Save clock, stamps of floors seen and dropped (None: as before), and `floors_bytes` on the disk."""
         changed = msgspec.structs.replace(self._state, clock=min(clock, _MAX_CLOCK))
         if floors_seen is not None:
             changed.floors_seen = stamps_as_text(floors_seen)
@@ -115,8 +112,7 @@ class StateRecord:
         self._write_state(msgspec.structs.replace(self._state, floors_seen={}, floors_bytes=0))
 
     def floors_shrink(self, floors_bytes: int) -> None:
-        """Promise nothing of `floors.bin` before it shrinks to `floors_bytes`: a crash after that would look like
-        damage."""
+        """Promise nothing of `floors.bin` before it shrinks to `floors_bytes`: a crash would look like damage."""
         if self._state.floors_bytes > floors_bytes:
             self._write_state(msgspec.structs.replace(self._state, floors_bytes=0))
 
@@ -375,8 +371,7 @@ class FloorsFile:
         return found.records
 
     def lost(self, what: str) -> None:
-        """Note that some floors are lost: this peer claims to have seen none until its own are compared with the
-        neighbours'."""
+        """Note that some floors are lost: this peer claims to have seen none before it compared its own."""
         self._files.note(
             f"{what}. The lost ones are asked of other peers; objects that they forbade stay away meanwhile"
         )

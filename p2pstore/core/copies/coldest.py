@@ -175,8 +175,7 @@ class Rooms(Generic[PeerName]):
         return bool(self._spacious or self._oldest)
 
     def take(self, length: int, idle_seconds: float, unix: float) -> Room[PeerName] | None:
-        """Room for an object that was unused for so long. Of two chosen at random the better one, as other peers choose
-        among the same rooms."""
+        """Room for an object unused for so long: the better of two at random, as other peers choose as well."""
         while self._spacious:
             room = max(self._two(self._spacious), key=lambda each: each.spare_bytes)
             if room.spare_bytes >= length:
@@ -349,8 +348,7 @@ class Offers:
             self._next_look = max(now, self._rested_at)
 
     def _end(self, entry: ObjectEntry, now: float) -> None:
-        """The others have heard of the copy by now: the one here goes first. Unless it was not announced, as far as
-        this peer would know."""
+        """The others have heard of the copy: the one here goes first, unless no announcement is known here."""
         core = self._core
         del self._taken[entry]
         if entry.state is not SlotState.LIVE or entry.pin is not Pin.NONE:

@@ -28,8 +28,7 @@ BEGUN_PER_STEP: Final = 2
 UNDER_WAY_BYTES: Final = 256 * MIB
 """At most, of all that are being handed over; a single object may be larger."""
 MOST_ORDERED: Final = 32_768
-"""More than can be handed over in any time that a leave may take; of more objects than twice that the last in order are
-left out."""
+"""More than a leave ever has time for; of more than twice as many the last in order are left out."""
 MAX_TARGETS: Final = 4
 """Peers that are asked to take an object, one after the other."""
 

@@ -50,14 +50,12 @@ ASK_SECONDS: Final = 0.5
 COLD_SECONDS: Final = 2.0
 """For one that lies on the holder's SSD."""
 DOUBT_SECONDS: Final = 10.0
-"""After a member did not prove a version it is not asked again about that key, nor about any where it did not answer or
-lied."""
+"""Time for which a member is not asked again: of the key that it did not prove, or of any after a lie or silence."""
 MAX_LACKING: Final = 65_536
 """Copies that came without a proof."""
 FIRST_PAUSE_SECONDS: Final = 1.0
 PATIENCE_SECONDS: Final = 2.0
-"""Pause between questions above which this peer adopts an unproved copy that its writer no longer holds; otherwise no
-peer could read it."""
+"""After this pause an unproved copy is adopted that its writer no longer holds: otherwise no peer could read it."""
 LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version."""

@@ -230,8 +230,7 @@ class Repair:
                 current.others_turn = True
 
     def _count(self, current: _Pass, copies: int, wanted: int) -> None:
-        """Note an object that has too few copies: whether there were, or could be, more of them, as far as is known of
-        members."""
+        """Count an object with too few copies: whether there were, or could be, more, as far as members are known."""
         if copies < min(wanted, 1 + self._others_offering + current.dead_holders):
             current.lacking += 1
         else:

@@ -147,8 +147,7 @@ def offers_memory(core: PeerCore, peer_id: PeerId) -> bool:
 
 
 def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId]) -> PeerId:
-    """Take out the first candidate that is on a host without a copy; where there is none, the first. `taken` have, or
-    make, the other copies."""
+    """Take out the first candidate on a host without a copy (`taken`: holders, and makers, of one), else the first."""
     own = core.gossip.membership.own.record
     hosts = {_host_of(core, peer_id) for peer_id in taken}
     hosts.add(own.host_id if own is not None else b"")

@@ -114,8 +114,7 @@ class FetchOperation(Operation):
         )
 
     def _is_sent_on(self, outcome: PullOutcome) -> bool:
-        """Whether another peer is asked now: a keeper of the hot object or, when the keepers failed, the holder that
-        named them."""
+        """Whether another peer is asked now: a keeper of the hot object, or the holder that named these."""
         for failure in outcome.failures:
             source = self._asked.get(failure.member)
             if not failure.keep or source is None:

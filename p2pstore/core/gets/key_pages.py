@@ -232,8 +232,7 @@ class PrefixRun:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """`matched` blocks, from the first one on, have a holder each. `runs`: of the members that have the first one, the
-    longest run first."""
+    """`matched` blocks from the first on have a holder each. `runs`: of holders of the first one, the longest first."""
 
     matched: int
     runs: list[PrefixRun]

@@ -24,8 +24,7 @@ LOOKUP_TIMEOUT_SECONDS: Final = 1.0
 NEXT_HOME_SECONDS: Final = 0.5
 """How long to wait for one home before the next one is asked."""
 HEDGE_PROBE_TIMEOUTS: Final = 0.2
-"""Share of a probe's timeout after which the next home is asked as well: 0.1 s in a LAN.
-Homes that died a moment ago cost no more than that."""
+"""Share of a probe's timeout after which the next home is asked, too: 0.1 s in a LAN, and no more for a dead home."""
 WAIT_FIRST_RETRY_SECONDS: Final = 0.05
 WAIT_LAST_RETRY_SECONDS: Final = 2.0
 """A waiting lookup hears by gossip as well: homes are asked again for keys that gossip has not brought."""
@@ -172,8 +171,7 @@ class LookupOperation(Operation):
         self._settle(now)
 
     def _names_strangers(self, holdings: Sequence[Holding]) -> bool:
-        """Whether a home names holders, and this peer has heard of none of them yet, as when it has just begun: then
-        the key is not nowhere."""
+        """Whether a home names holders that are all unknown to this peer, as when it began: not nowhere."""
         members = [each.member for each in holdings if each.member != self.core.member]
         resolve = self.core.gossip.membership.resolve
         return bool(members) and all(resolve(member) is None for member in members)
@@ -355,8 +353,7 @@ class LookupOperation(Operation):
         return copies
 
     def _asked_for_proofs(self, result: Any, now: float) -> None:
-        """Proved copies count now. Unproved ones are left out and hide nothing: keys with no other copy are looked for
-        once more."""
+        """Proved copies count now. Unproved ones hide nothing: keys with no other copy are looked for once more."""
         if self.done:
             return
         assert self._collected is not None

@@ -74,8 +74,7 @@ MAX_LIST_LIMIT: Final = 2_000
 def serve(
     core: PeerCore, sender: PeerId, kind: int, request: Message, now: float
 ) -> Message | Operation:
-    """Answer another peer's data request: a reply, or an operation whose result gives the reply
-    (`reply_of`). Raises `ProtocolError` for nonsense."""
+    """Answer another peer's request: a reply, or an operation for `reply_of`. Raises `ProtocolError` for nonsense."""
     if isinstance(request, Lookup):
         return _serve_lookup(core, request, now)
     if isinstance(request, Push):

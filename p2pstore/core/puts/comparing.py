@@ -135,8 +135,7 @@ class StandingCopy:
 
 
 class CompareCopies(Operation):
-    """Ask holders in turn what they have under a put's key. The result is a `StandingCopy`; None when no copy stands in
-    the way of the put."""
+    """Ask holders in turn what they have under a put's key. The result is a `StandingCopy`, None without one."""
 
     def __init__(self, put: PutOperation, namespace: bytes, copies: list[KnownCopy]) -> None:
         super().__init__(put.core)

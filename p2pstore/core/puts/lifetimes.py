@@ -83,8 +83,7 @@ class PinOperation(AfterLookup):
         self._look_up(now, ask_always=not core.gossip.partitions.knows_all)
 
     def _go_on(self, now: float) -> None:
-        """Take in where some more objects are; when that is done, ask all that hold the version that is here, or else
-        the newest."""
+        """Take in where some more objects are; then ask all that hold the version that is here, or else the newest."""
         for _ in range(min(TOLD_PER_STEP, len(self._found))):
             self._take_in(*self._found.popleft())
         if self._found:

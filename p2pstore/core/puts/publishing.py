@@ -130,8 +130,7 @@ Reserved = Reservation | P2PStoreError | ValueError
 def reserve_many(
     core: PeerCore, sizes: Sequence[tuple[int, int]], *, holder: Hashable, namespace: str, now: float
 ) -> Steps[list[Reserved]]:
-    """Room for each value, by length and trailer length, or why there is none. All is given back when the steps are
-    closed."""
+    """Room for each value, by length and trailer length, or why there is none. Closing the steps gives all back."""
     made: list[Reserved] = []
     try:
         while len(made) < len(sizes):

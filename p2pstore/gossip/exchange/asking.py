@@ -27,8 +27,7 @@ LOST_ANSWER_SECONDS: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question to `peer_id`. `kind` is None for a snapshot of what `member` holds; `floors_epoch` is that of
-    which an exchange asks."""
+    """One question to `peer_id`. `kind`: None for a snapshot of `member`; `floors_epoch`: which an exchange asks of."""
 
     kind: ControlKind | None
     peer_id: PeerId

@@ -330,8 +330,7 @@ class Exchanges:
     def learn(
         self, asked: Asked, reply: ExchangeReply, theirs: Theirs, now: float, *, new_records: int
     ) -> None:
-        """Compare members and cluster records with those of a reply whose delta was taken in, and brought `new_records`
-        new cluster records."""
+        """Compare members and cluster records with a reply whose delta brought `new_records` new cluster records."""
         peer_id = asked.peer_id
         self._note_members(peer_id, theirs)
         differs = reply.cluster_hash != self._records.hash

@@ -103,8 +103,7 @@ class FreshNews:
         return asks
 
     def _clear(self) -> None:
-        """It has been passed on, but for own operations that are not signed yet. Cluster records count for themselves
-        how often they were."""
+        """It was passed on, but for own unsigned operations. Cluster records count themselves how often they were."""
         self._logs.clear()
         self._records.clear()
         log = self._knowledge.log
@@ -149,8 +148,7 @@ RATE_MEMORY_SECONDS: Final = 1.0
 
 
 class OperationRate:
-    """Whether operations come faster than `limit` a second. Once they did, until there are less than half as
-    many."""
+    """Whether operations come faster than `limit` a second; once they did, until there are less than half as many."""
 
     def __init__(self, limit: float) -> None:
         self.is_high = False

@@ -60,8 +60,7 @@ class FloorCompaction(FloorComparison):
     ) -> None:
         super().__init__(me, records, accepts_clock, wall_clock)
         self.waits_for: list[Member] = []
-        """Members that have not confirmed floors for a while, though floors are crowded: living ones, and where most
-        are gone, those."""
+        """Members that have not confirmed crowded floors for a while: living ones; where most are gone, those."""
         self.passed_over: list[Member] = []
         """Those of them that are not waited for any longer ..."""
         self.disputed: list[Member] = []
@@ -86,8 +85,7 @@ class FloorCompaction(FloorComparison):
         self._compact(members, now)
 
     def _settle_agreement(self, members: Sequence[ShownFloors], now: float) -> Steps[int]:
-        """Up to where floors may be dropped: all members agree with this peer and say that they agree with all. Some
-        thousands of members a step."""
+        """Up to where all members agree with this peer, and say that they agree with all. Some thousands a step."""
         patience = max(self._floors.kept_seconds, PATIENCE_SECONDS)
         mine, everybody = self._announced_end, self._announced_end
         agreements = self.agreements

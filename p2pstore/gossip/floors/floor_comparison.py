@@ -60,8 +60,7 @@ CROWDED: Final = COMPACT_ABOVE / 2
 """Above this share of the limit a peer announces its floors although nothing else of its record has changed."""
 
 LONGEST_ABSENCE: Final = clock_from_unix_seconds(30 * 86_400.0)
-"""A peer that was away for longer than 30 days is trusted with nothing it kept: older stamps are
-forgotten."""
+"""A peer that was away for longer than 30 days is trusted with nothing it kept: older stamps are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +218,7 @@ class FloorComparison:
         self.newest_heard = max(self.newest_heard, newest)
 
     def was_away_too_long(self, last_clock: int, now: float) -> bool:
-        """Whether a peer whose clock last stood at `last_clock` may have missed floors whose stamps are
-        forgotten."""
+        """Whether a peer whose clock last stood at `last_clock` may have missed floors whose stamps are forgotten."""
         return last_clock <= self._oldest(now)
 
     def _oldest(self, now: float) -> int:
@@ -252,8 +250,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Dispute:
-    """A member does not agree up to `end`: how often it has said so, first and last at these times. `found`: that was
-    enough."""
+    """A member does not agree up to `end`: its refusals, the first and the last time. `found`: that was enough."""
 
     end: int
     since: float
@@ -323,8 +320,7 @@ class Agreements:
             del self._disputes[member]
 
     def in_dispute(self, member: Member, records: int, slack_seconds: float) -> bool:
-        """Whether the member has refused for longer than `records` floors take to travel, and `slack_seconds`: from
-        then on, until it agrees."""
+        """Whether the member refused for longer than `records` floors travel and `slack_seconds`; until it agrees."""
         dispute = self._disputes.get(member)
         if dispute is None:
             return False
@@ -348,8 +344,7 @@ class Agreements:
         return by_record if announced >= told else max(by_record, told)
 
     def waited(self, member: Member, agreed: int, end: int, now: float) -> float:
-        """For how long, altogether, the member was waited for since it last had agreed about all. `end` is what it is
-        to agree about from now on."""
+        """How long in all the member was waited for since it agreed about all; `end` is next to be agreed about."""
         waiting = self._waiting.get(member)
         if waiting is None or agreed >= waiting.end:
             waiting = self._waiting[member] = _Waiting(end, now)

@@ -201,8 +201,7 @@ class FloorSet:
         return total
 
     def hashes_below(self, ends: Iterable[int]) -> dict[int, int]:
-        """`hash_below` of several ends: takes a step for each slice between the first and the last of them, however
-        many there are."""
+        """`hash_below` of several ends, in one step for each slice between the first and the last of them."""
         hashes: dict[int, int] = {}
         total, number = 0, -1
         for end in sorted(ends, reverse=True):

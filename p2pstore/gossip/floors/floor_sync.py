@@ -108,14 +108,12 @@ class FloorSync(FloorCompaction):
         """By the member that told it, the oldest first."""
 
     def load(self, seen: Mapping[Member, int], alive_clock: int = 0) -> None:
-        """Load the stamps seen in an earlier life, which ended after `alive_clock`; the records
-        were loaded before."""
+        """Load the stamps seen in an earlier life, which ended after `alive_clock`. The records were loaded before."""
         self.seen, self._alive_clock = dict(seen), alive_clock
         self._distrusted = newest_unseen(self._floors.horizon, self.seen)
 
     def clock_was_fast(self, limit: int, by: int) -> None:
-        """The wall clock was fast by `by` and is right again: stamps above `limit` say of a time to come what was
-        meant of another one."""
+        """The wall clock was fast by `by` and is right again: stamps above `limit` are too high by that."""
         self._floors.lower_horizon(limit, by)
         self.seen = lower_stamps(self.seen, limit, by)
         self.agreements.clear()
@@ -249,8 +247,7 @@ class FloorSync(FloorCompaction):
         return bool(self._offers)
 
     def disbelieved(self, now: float) -> dict[Member, int]:
-        """Members that for a while have said that floors are gone of which this peer has not heard, and up to which
-        stamp: it is not believed."""
+        """Members that for a while told of dropped floors unknown here, and up to which stamp: not believed."""
         late = now - DISBELIEVED_SECONDS
         return {
             sender: offer.unseen
@@ -261,8 +258,7 @@ class FloorSync(FloorCompaction):
     # --- time --------------------------------------------------------------------------------
 
     def housekeep(self, now: float, *, alone: bool, members: Sequence[ShownFloors]) -> None:
-        """Do what is due a few times a second. `alone`: there is no other member, none to wait for. `members` are
-        the other living members."""
+        """Do what is due a few times a second. `alone`: no other member is waited for. `members`: the living ones."""
         clock_now = self._wall_clock(now)
         if self._started_clock is None:
             self._started_clock, self._started_at = clock_now, now

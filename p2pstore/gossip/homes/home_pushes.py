@@ -295,8 +295,7 @@ class HomePushes:
         return max(due, self._pushed_at + self._config.push_seconds)
 
     def take(self, now: float) -> list[Push]:
-        """Messages that are due, one a home; where they are large, to some homes now and to the others with the next
-        call."""
+        """Messages that are due, one a home; of large ones some now, and the others with the next call."""
         if now < self.due():
             return []
         self._pushed_at = now

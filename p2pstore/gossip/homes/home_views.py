@@ -184,8 +184,7 @@ class HomeViews:
     def _room_for(
         self, owner: Member, count: int, replaced: _View | None = None
     ) -> LocationIndex | None:
-        """The index, when it has room for `more` records of the owner, in place of a view. Owners who have
-        more make room."""
+        """The index, when it has room for `more` records of the owner. Owners that have more make room."""
         if self._index is None:
             self._index = LocationIndex(self._config.max_records, self._salt)
         index = self._index

@@ -155,8 +155,7 @@ class KnownLocations:
         return chosen
 
     def held(self, digests: Set[bytes], believed: Callable[[Member], range], now: float) -> set[bytes]:
-        """Which of the keys have a holder that is not hidden, in a version whose clock is in the range that is
-        believed of that member."""
+        """Which of the keys have a holder that is not hidden, in a version whose clock is believed of that member."""
         found = self._directory.held(digests, believed) if self._mode.follows_logs else set()
         if self._mode.phase is Phase.FULL:
             return found
@@ -306,8 +305,7 @@ class LocationCache:
         return {digest for digest in digests if digest in self._keys}
 
     def holders(self, digest: bytes, now: float, *, hearsay: bool = True) -> list[Location]:
-        """The members said to hold the key, twice where the member itself and others say so; without hearsay, when that
-        is not wanted."""
+        """The members said to hold the key, twice where the member and others say so; hearsay if it is wanted."""
         heard = self._keys.get(digest)
         if heard is None:
             return []

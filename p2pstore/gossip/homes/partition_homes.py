@@ -191,8 +191,7 @@ class HomeTable:
 
 
 def _lowest(weights: Words, member_count: int) -> Words:
-    """The weight above which a member belongs in each partition's row: that of its last one, or none where the row has
-    all of the members."""
+    """The weight above which a member belongs in each row: that of its last one; none where the row has all members."""
     counts = numpy.count_nonzero(weights, axis=1)
     if not member_count:
         return numpy.zeros(len(weights), numpy.uint64)
@@ -244,8 +243,7 @@ def table_of(members: Iterable[Member]) -> HomeTable:
 
 
 def places_of(members: Words, member_count: int, needed: int) -> NDArray[numpy.intp]:
-    """How many partitions each of these members may be home to, when all `member_count` members have to be `needed`
-    times, together: at least one."""
+    """How many partitions each member may be home to, at least one, when all together have to be `needed` times."""
     rounding = members.astype(numpy.float64) / 2.0**64
     places = (ROOM * needed / member_count + rounding).astype(numpy.intp)
     return numpy.maximum(places, 1)

@@ -210,8 +210,7 @@ class PartitionedDirectory:
 
     @property
     def knows_all(self) -> bool:
-        """Whether keys that are not known here are most likely nowhere: no homes need be asked before a key is
-        said to be absent."""
+        """Whether keys unknown here are most likely nowhere, so that no home need be asked before saying so."""
         return self.mode.knows_all
 
     def vouches(self, digest: bytes, now: float) -> bool:
@@ -269,8 +268,7 @@ class PartitionedDirectory:
     # --- time --------------------------------------------------------------------------------
 
     def housekeep(self, now: float, *, agreed: bool) -> bool:
-        """Call it a few times a second. Whether this peer's record would say something else now. `agreed`:
-        another peer knows the same members."""
+        """Call it a few times a second. Whether the own record changes. `agreed`: another knows the same members."""
         if agreed and self._agreed_at == math.inf:
             self._agreed_at = now
         self._follow_members(now)

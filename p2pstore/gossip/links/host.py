@@ -180,8 +180,7 @@ class ControlHost:
         await trio.lowlevel.checkpoint()
 
     def recheck(self) -> None:
-        """Ring or allow list were replaced: end the connections that would not be admitted any more. What
-        is still wanted connects anew."""
+        """Ring or allow list were replaced: end connections not admitted now. What is wanted connects anew."""
         for connection in self.connections.each():
             self._recheck(connection)
 

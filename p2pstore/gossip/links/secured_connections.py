@@ -159,8 +159,7 @@ def reason_of(error: BaseException) -> str:
 
 
 TCP_SECONDS: Final = 3.0
-"""By when the other machine has answered at all. The kernel repeats itself ever less often: a machine that is
-back would not be noticed for long."""
+"""By when the other machine must answer at all: the kernel's retries become so rare that its return goes unnoticed."""
 
 OWN_ARRIVAL_SECONDS: Final = 2.0
 """By when a dial of this peer's own address has arrived here."""

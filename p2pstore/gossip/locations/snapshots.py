@@ -139,8 +139,7 @@ class Staging:
         return staged
 
     def put(self, staged: Staged, limit: int) -> None:
-        """Put in up to `limit` more records. Without room for them, wait for the index to be swept; where
-        there is nothing to sweep, give up."""
+        """Put in up to `limit` more records. Without room, wait for the index to be swept, if it can be."""
         start = staged.done * LOCATION_BYTES
         piece = memoryview(staged.snapshot.packed)[start : start + limit * LOCATION_BYTES]
         count = len(piece) // LOCATION_BYTES
@@ -267,8 +266,7 @@ class FollowedLogs:
         self._complete_until = -math.inf
 
     def complete(self, now: float) -> bool:
-        """Whether the view of every live member's log is where its head was half a second ago; of a member that
-        is new, where its head is."""
+        """Whether every live member's view is where its head was half a second ago (a new member's: is now)."""
         if self._complete_until <= now:
             self._complete_until = now + KEPT_SECONDS
             self._complete = all(map(self._is_followed, self._directory.unsettled))

@@ -250,8 +250,7 @@ class Newcomers:
         self._to_ping: list[PeerId] = []
 
     def told_of(self, peer_id: PeerId, control: Sequence[str], by: PeerId, now: float) -> None:
-        """The member `by` tells of a peer at these addresses. Ping it, unless that was done just now, or too many are
-        under way."""
+        """Member `by` tells of a peer at these addresses: ping it, unless that was just done or too many are."""
         if peer_id in self._in_flight or len(self._in_flight) >= MAX_PINGED or not control:
             return
         if now < self._pinged_at.get(peer_id, -AGAIN_SECONDS) + AGAIN_SECONDS:

@@ -235,8 +235,7 @@ class Membership(MemberTable):
     # --- time --------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Judge what ran out. Call it every 0.25 s or more often, after everything that arrived until now was
-        fed in."""
+        """Judge what ran out. Call it at least every 0.25 s, after everything that arrived until now was fed in."""
         stalled = now - self._ticked_at
         if STALL_SECONDS <= stalled < math.inf:
             # No refutation reached this process while it stalled, and what came meanwhile may be

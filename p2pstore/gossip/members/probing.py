@@ -162,10 +162,7 @@ class Probing:
     def relay(
         self, sender: PeerId, request: PingRequest, now: float
     ) -> tuple[Later | Failure, list[Ask]]:
-        """Ping a member on behalf of another. The outcome is no verdict of this peer's own.
-
-        Raises `ProtocolError` for a request that makes no sense.
-        """
+        """Ping a member for another one: no verdict of this peer's own. Raises `ProtocolError` for nonsense."""
         if request.timeout_ms <= 0:
             raise ProtocolError(f"a ping wanted within {request.timeout_ms} ms")
         state = self._membership.get(request.peer_id)

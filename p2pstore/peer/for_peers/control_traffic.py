@@ -175,8 +175,7 @@ class ControlTraffic:
         return reply
 
     def lost(self, peer_id: PeerId) -> None:
-        """The control connection to a peer broke: readers turn to others at once; whether the peer is gone,
-        gossip finds out."""
+        """The control connection to a peer broke: readers turn to others at once; gossip finds out why."""
         self._core.holders.peer_failed(peer_id, self._node.now)
         self._node.process()
 
@@ -259,8 +258,7 @@ class Routes:
         return way
 
     def way_to(self, copy: KnownCopy) -> RemoteCopy:
-        """The route to what the holder of a copy has in memory. A strict transport leaves the other routes out, for
-        clients as well."""
+        """The route to what a copy's holder has in memory. A strict transport leaves out all others."""
         record = self.record_of(copy.peer_id)
         strict = self._config.transport
         by_socket = record is not None and record.host_id == self.host_id and strict in ("auto", "shm")

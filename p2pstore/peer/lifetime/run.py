@@ -324,8 +324,7 @@ class ServiceManager:
 
     @classmethod
     def of_environment(cls, environment: MutableMapping[str, str]) -> ServiceManager:
-        """The one that the environment names. Takes its variables out, as what this process starts is not that
-        service."""
+        """The one that the environment names. Takes its variables out: child processes are not that service."""
         address, period, process = (environment.pop(name, None) for name in _VARIABLES)
         if process is not None and process != str(os.getpid()):
             period = None
