@@ -224,13 +224,12 @@ class Floors:
         self._notes.append(f"{core.name_of(record.signer)} has flushed {what}: its objects go")
 
     def tick(self, now: float) -> None:
-        """Make a step of what takes long."""
         if self.sweep.pending:
             self.sweep.step(now)
 
-    def next_tick(self, now: float) -> float:
-        """When `tick` has something to do."""
-        return now if self.sweep.pending else math.inf
+    @property
+    def due_at(self) -> float:
+        return -math.inf if self.sweep.pending else math.inf
 
     def _forbid(self, digest: bytes, version: Version, now: float) -> None:
         core = self._core

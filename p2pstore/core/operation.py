@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from p2pstore.core.core_effects import AskPeer, OperationFinished, PullOutcome, Reply
 from p2pstore.errors import DeadlineExceeded
@@ -20,6 +20,16 @@ from p2pstore.put_facts import PutStatus
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
+
+
+class Timed(Protocol):
+    """A part of the core that acts by itself. `due_at` (monotonic; infinity: never) asks for a tick; each tick of the
+    core calls `tick`, which does what is due, some milliseconds of it."""
+
+    @property
+    def due_at(self) -> float: ...
+
+    def tick(self, now: float) -> None: ...
 
 
 Then = Callable[[Any, float], None]

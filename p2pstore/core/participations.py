@@ -175,7 +175,6 @@ class Participations:
         return gone
 
     def tick(self, now: float) -> None:
-        """Tell what is due."""
         for name, version in [key for key, due in self._forget_at.items() if due <= now]:
             del self._forget_at[name, version]
             self.take_no_part(name, version, now)
@@ -183,8 +182,8 @@ class Participations:
             self.told, self._told_at, self._tell_at = self.own, now, math.inf
             self._core.gossip.offer_changed()
 
-    def next_tick(self) -> float:
-        """When `tick` has something to do."""
+    @property
+    def due_at(self) -> float:
         return min(self._tell_at, *self._forget_at.values(), math.inf)
 
     def _set_alarm(self, now: float) -> None:

@@ -25,7 +25,7 @@ from p2pstore.core.gets.fetch_operation import Prefetching
 from p2pstore.core.gets.reads import HotObjects, ReadReports
 from p2pstore.core.gets.serving import PushesComing, message_of, rivals_of, serve
 from p2pstore.core.known_copies import Holders, KnownCopies
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import Operation, Timed
 from p2pstore.core.operations import Operations
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
@@ -105,6 +105,17 @@ class PeerCore:
         self.publishers = TrustedPublishers()
         self.participations = Participations(self)
         self.checkpoints = Checkpoints(self)
+        self._timed: tuple[Timed, ...] = (
+            *(
+                self.timekeeping,
+                self.proofs,
+                self.floors,
+                self.earlier_life,
+                self.write_back,
+                self.repair,
+            ),
+            *(self.offers, self.read_reports, self.prefetching, self.participations),
+        )
         gossip.locations.watch(segment.digests(), self.operations.awaited)
 
     # --- driving -----------------------------------------------------------------------------
@@ -147,17 +158,9 @@ class PeerCore:
         """Do what is due. The shell calls it after everything that has arrived was fed in."""
         for effect in self.gossip.tick(now):
             self._effects.append(effect)
-        self.timekeeping.tick(now)
-        self.proofs.tick(now)
+        for part in self._timed:
+            part.tick(now)
         self.flush_pushes(now)
-        self.floors.tick(now)
-        self.earlier_life.tick(now)
-        self.write_back.tick(now)
-        self.repair.tick(now)
-        self.offers.tick(now)
-        self.read_reports.tick(now)
-        self.prefetching.tick(now)
-        self.participations.tick(now)
         if now >= self._next_expire:
             self.segment.objects.expire(self.unix(now))
             more = self.segment.objects.expires_on(self.unix(now))
@@ -171,21 +174,9 @@ class PeerCore:
         """When `tick`, or `gossip_arrived`, has something to do next."""
         if self.gossip.directory.any_touched:
             return now
-        return min(
-            self.gossip.next_tick(now),
-            self._next_expire,
-            self.operations.next_alarm(),
-            self.floors.next_tick(now),
-            self.earlier_life.next_tick(now),
-            self.write_back.next_tick(),
-            self.repair.next_tick(),
-            self.offers.next_tick(),
-            self.read_reports.next_tick(),
-            self.prefetching.next_tick(),
-            self.participations.next_tick(),
-            self.timekeeping.next_tick(),
-            self.proofs.next_tick(),
-        )
+        due_at = min([part.due_at for part in self._timed])
+        due_at = min(due_at, self.gossip.next_tick(now), self._next_expire, self.operations.next_alarm())
+        return max(now, due_at)
 
     def flush_pushes(self, now: float) -> None:
         """Send this peer's fresh locations to the home peers of their keys, when a batch is due."""

@@ -221,8 +221,8 @@ class Timekeeping:
         if self._work is not None and now >= self._work_at:
             self._step(now)
 
-    def next_tick(self) -> float:
-        """When a renewal goes on."""
+    @property
+    def due_at(self) -> float:
         return math.inf if self._work is None else self._work_at
 
     def _step(self, now: float) -> None:

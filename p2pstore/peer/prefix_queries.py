@@ -83,7 +83,6 @@ class PrefixQueries:
         async def asked() -> Answer:
             operation = LookupOperation(self._core, digests, namespace=space)
             try:
-                self._core.operations.start(operation, self._node.now)
                 copies = await self._node.complete(operation)
             except P2PStoreError as error:
                 return text_answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error))

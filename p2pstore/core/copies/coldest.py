@@ -46,7 +46,7 @@ class WriteBack:
         self._core = core
         self._under_way = 0
         self._under_way_bytes = 0
-        self._next_step = float("inf")
+        self.due_at = float("inf")
         self._last_step = float("-inf")
 
     @property
@@ -60,17 +60,12 @@ class WriteBack:
     def memory_taken(self, now: float) -> None:
         """Something took room."""
         if self._core.cold.store is not None and self._core.segment.free_bytes < self._wanted_bytes:
-            self._next_step = min(self._next_step, max(now, self._last_step + INTERVAL_SECONDS))
-
-    def next_tick(self) -> float:
-        """When `tick` has something to do."""
-        return self._next_step
+            self.due_at = min(self.due_at, max(now, self._last_step + INTERVAL_SECONDS))
 
     def tick(self, now: float) -> None:
-        """Begin to write what is to be written now."""
-        if now < self._next_step:
+        if now < self.due_at:
             return
-        self._next_step, self._last_step = float("inf"), now
+        self.due_at, self._last_step = float("inf"), now
         for entry in self._choose(self._core.unix(now)):
             self._core.segment.references.acquire_unused(entry)
             self._under_way += 1
@@ -275,13 +270,13 @@ class Offers:
         self._is_short = False
         self._next_look = self._rested_at = 0.0
 
-    def next_tick(self) -> float:
-        """When `tick` has something to do. (A shortage is found with any tick.)"""
+    @property
+    def due_at(self) -> float:
+        """A shortage is found with any tick."""
         look = self._next_look if self._is_short and not self._under_way else math.inf
         return min(look, next(iter(self._taken.values()), math.inf))
 
     def tick(self, now: float) -> None:
-        """Offer what is to be offered now."""
         while self._taken and now >= next(iter(self._taken.values())):
             self._end(next(iter(self._taken)), now)
         segment = self._core.segment

@@ -195,8 +195,8 @@ class VersionProofs:
         if len(self._unanswered) < MAX_DOUBTED:
             self._unanswered.setdefault(digest, now + DOUBT_SECONDS)
 
-    def next_tick(self) -> float:
-        """When `tick` has something to do."""
+    @property
+    def due_at(self) -> float:
         look_at = next(iter(self._unanswered.values()), math.inf)
         return min(look_at, self._due[0][0] if self._due else math.inf)
 

@@ -135,8 +135,9 @@ class Repair:
         else:
             self._then_at = then
 
-    def next_tick(self) -> float:
-        """When `tick` has work to do. (Changes of members are found with any tick.)"""
+    @property
+    def due_at(self) -> float:
+        """Changes of members are found with any tick."""
         if self._core.closing:
             return math.inf
         if self._pass is None:
@@ -144,7 +145,6 @@ class Repair:
         return math.inf if self._pass.busy else self._pass.next_at
 
     def tick(self, now: float) -> None:
-        """Notice losses, and do what is due."""
         if self._core.closing:
             return
         self._notice(now)

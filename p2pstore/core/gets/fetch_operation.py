@@ -202,7 +202,7 @@ class Prefetching:
         self._under_way: dict[bytes, int] = {}
         """Bytes of each; 0 where the length is not known."""
         self._beginning = False
-        self._more_at = math.inf
+        self.due_at = math.inf
 
     def __len__(self) -> int:
         """How many are queued or on their way."""
@@ -216,13 +216,8 @@ class Prefetching:
             self._queue.append(digest)
         self._go_on(now)
 
-    def next_tick(self) -> float:
-        """When `tick` has something to do."""
-        return self._more_at
-
     def tick(self, now: float) -> None:
-        """Bring some more."""
-        if now >= self._more_at:
+        if now >= self.due_at:
             self._go_on(now)
 
     def _go_on(self, now: float) -> None:
@@ -236,11 +231,11 @@ class Prefetching:
 
     def _begin(self, now: float) -> None:
         core = self._core
-        self._more_at = math.inf
+        self.due_at = math.inf
         begun = 0
         while self._queue and len(self._under_way) < AT_ONCE and not self._is_full:
             if begun == BEGUN_PER_STEP:
-                self._more_at = now
+                self.due_at = now
                 return
             begun += 1
             digest = self._queue.popleft()

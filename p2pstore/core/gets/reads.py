@@ -198,7 +198,7 @@ class ReadReports:
         self._core = core
         self._counts: dict[Member, dict[bytes, int]] = {}
         self._noted = 0
-        self._due_at = math.inf
+        self.due_at = math.inf
 
     def note(self, member: Member, digest: bytes, count: int, now: float) -> None:
         """Count `count` reads of the object in the memory of this member, which did not see them."""
@@ -208,18 +208,13 @@ class ReadReports:
                 return
             self._noted += 1
         counts[digest] = counts.get(digest, 0) + max(0, min(count, MAX_COUNT))
-        self._due_at = min(self._due_at, now + REPORT_SECONDS)
-
-    def next_tick(self) -> float:
-        """When `tick` has something to do."""
-        return self._due_at
+        self.due_at = min(self.due_at, now + REPORT_SECONDS)
 
     def tick(self, now: float) -> None:
-        """Tell the holders what is due."""
-        if now < self._due_at:
+        if now < self.due_at:
             return
         told, self._counts = self._counts, {}
-        self._noted, self._due_at = 0, math.inf
+        self._noted, self.due_at = 0, math.inf
         for member, counts in told.items():
             state = self._core.gossip.membership.resolve(member)
             if state is None or self._core.holders.is_avoided(member, now):

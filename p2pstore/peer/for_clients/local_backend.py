@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import msgspec
-
 import p2pstore
 from p2pstore.access.keyring import KeyRing, Role
 from p2pstore.checkpoint import checkpoint_messages
@@ -159,6 +157,19 @@ class PeerLocalBackend:
         segment = local_protocol.SegmentInfo(
             self._segment.segment_id, self._segment.geometry.total_bytes, memory.pieces
         )
+        passed, besides = list(descriptors), dict[str, Any]()
+        if self._location_table is not None and client.reads_locations:
+            besides["location_table_bytes"] = self._location_table.length
+            passed.append(self._table_descriptor)
+        target = self._checkpoints.use_memory(client) if client.checkpoint else None
+        page = self._give_hazards(client)
+        if page is not None:
+            besides["hazards"] = True
+            passed.append(page.descriptor)
+        if target is not None:
+            besides["checkpoint_bytes"] = target.layout.total_bytes
+            besides["checkpoint_manifest"] = target.layout.manifest
+            passed.append(target.descriptor)
         reply = local_protocol.HelloReply(
             version,
             self._core.peer_id,
@@ -168,22 +179,8 @@ class PeerLocalBackend:
             self._max_leased_bytes,
             p2pstore.__version__,
             access=int(client.access),
+            **besides,
         )
-        table, passed = self._location_table, list(descriptors)
-        if table is not None and client.reads_locations:
-            reply = msgspec.structs.replace(reply, location_table_bytes=table.length)
-            passed.append(self._table_descriptor)
-        target = self._checkpoints.use_memory(client) if client.checkpoint else None
-        page = self._give_hazards(client)
-        if page is not None:
-            reply = msgspec.structs.replace(reply, hazards=True)
-            passed.append(page.descriptor)
-        if target is not None:
-            layout = target.layout
-            reply = msgspec.structs.replace(
-                reply, checkpoint_bytes=layout.total_bytes, checkpoint_manifest=layout.manifest
-            )
-            passed.append(target.descriptor)
         self._node.local_clients += 1
         return reply, passed
 
@@ -274,7 +271,7 @@ class PeerLocalBackend:
             )
         self._core.objects.strengthen(entry, entry.pin, message.copies, self._now)
         operation = ReplicateOperation(self._core, entry, message.copies)
-        copies = await self._node.complete(self._core.operations.start(operation, self._now))
+        copies = await self._node.complete(operation)
         if copies < message.copies:
             self._core.repair.fell_short(copies, self._now)
         version = entry.version
@@ -288,7 +285,7 @@ class PeerLocalBackend:
         pin = Pin(message.pin)
         digests = check_batch(split_digests(message.digests))
         operation = PinOperation(self._core, digests, pin, message.ttl_ms / 1000)
-        ends: list[PinEnd] = await self._node.complete(self._core.operations.start(operation, self._now))
+        ends: list[PinEnd] = await self._node.complete(operation)
         # An object to pin has to be here; one to unpin may be anywhere.
         done = [end.here or (pin is Pin.NONE and end.found) for end in ends]
         return local.Pinned(
@@ -382,16 +379,14 @@ class Erasing:
 
     async def _remove_here(self, namespace: str, keys: Sequence[str]) -> list[bool]:
         operation = RemoveOperation(self._node.core, namespace, keys)
-        existed: list[bool] = await self._node.complete(
-            self._node.core.operations.start(operation, self._node.now)
-        )
+        existed: list[bool] = await self._node.complete(operation)
         await self._node.forget_for_good()
         return existed
 
     async def _flush_here(self, namespace: str, seconds: float) -> Flushed:
         core = self._node.core
         operation = FlushOperation(core, namespace, min(max(0.0, seconds), MAX_WAIT_SECONDS))
-        end: FlushEnd = await self._node.complete(core.operations.start(operation, self._node.now))
+        end: FlushEnd = await self._node.complete(operation)
         await self._node.forget_for_good()
         return Flushed(end.told, [core.name_of(peer_id) for peer_id in end.not_told])
 

@@ -150,29 +150,26 @@ class ControlTraffic:
 
     async def serve(self, sender: PeerId, kind: int, request: Message) -> Message:
         """The control host's handler. Raises `StoreClosed` when this peer does not run any more."""
-        if self._node.ended:
-            raise StoreClosed("this peer has left")
-        self._node.watch.measures.messages[_kind_name(kind), "received"] += 1
+        self._received(kind)
         reply, effects = self._core.gossip.serve(sender, ControlKind(kind), request, self._node.now)
         for effect in effects:
             self._core.emit(effect)
         self._node.process()
         if isinstance(reply, Later):
             reply = await self.later_replies.wait(reply)
-        if isinstance(reply, Failure):
-            raise error_of(reply.code, reply.text, reply.detail)
-        return reply
+        return _checked(reply)
 
     async def serve_reader(self, sender: PeerId, kind: int, request: Message) -> Message:
         """The control host's handler for peers that may only read."""
+        self._received(kind)
+        reply = self._core.gossip.serve_reader(sender, ControlKind(kind), request, self._node.now)
+        self._node.process()
+        return _checked(reply)
+
+    def _received(self, kind: int) -> None:
         if self._node.ended:
             raise StoreClosed("this peer has left")
         self._node.watch.measures.messages[_kind_name(kind), "received"] += 1
-        reply = self._core.gossip.serve_reader(sender, ControlKind(kind), request, self._node.now)
-        self._node.process()
-        if isinstance(reply, Failure):
-            raise error_of(reply.code, reply.text, reply.detail)
-        return reply
 
     def lost(self, peer_id: PeerId) -> None:
         """The control connection to a peer broke: readers turn to others at once; gossip finds out why."""
@@ -220,6 +217,12 @@ class ControlTraffic:
 
 
 _KIND_NAMES: Final = {int(kind): kind.name.lower() for kind in ControlKind}
+
+
+def _checked(reply: Message) -> Message:
+    if isinstance(reply, Failure):
+        raise error_of(reply.code, reply.text, reply.detail)
+    return reply
 
 
 def _kind_name(kind: int) -> str:
