@@ -30,6 +30,7 @@ from p2pstore.gossip.records import (
     SignedRecord,
     sign_cluster_record,
 )
+from p2pstore.home_messages import Push
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version, key_digest
 from p2pstore.transfer.data_messages import REQUESTS, DataKind
@@ -38,7 +39,6 @@ from p2pstore.transfer.peer_messages import (
     ListKeys,
     Lookup,
     PinItem,
-    Push,
     ReadCount,
     Reads,
     SetPins,

@@ -23,7 +23,7 @@ from p2pstore.core.core_effects import AskPeer, Effect, Reply
 from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import Prefetching
 from p2pstore.core.gets.reads import HotObjects, ReadReports
-from p2pstore.core.gets.serving import PushesComing, message_of, rivals_of, serve
+from p2pstore.core.gets.serving import PushesComing, rivals_of, serve
 from p2pstore.core.known_copies import Holders, KnownCopies
 from p2pstore.core.operation import Operation, Timed
 from p2pstore.core.operations import Operations
@@ -35,10 +35,10 @@ from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import Member, PeerId, Signer, Verifier, member_of, writer_of
+from p2pstore.home_messages import Pushed
 from p2pstore.memory.segment import Segment
 from p2pstore.objects import HybridClock, Version, key_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Pushed
 from p2pstore.wire import Message
 
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
@@ -181,16 +181,8 @@ class PeerCore:
     def flush_pushes(self, now: float) -> None:
         """Send this peer's fresh locations to the home peers of their keys, when a batch is due."""
         for push in self.gossip.pushes(now):
-            self.emit(
-                AskPeer(
-                    TO_HOMES,
-                    push.token,
-                    push.peer_id,
-                    DataKind.PUSH,
-                    message_of(push),
-                    push.timeout_seconds,
-                )
-            )
+            to, seconds = push.peer_id, push.timeout_seconds
+            self.emit(AskPeer(TO_HOMES, push.token, to, DataKind.PUSH, push.message, seconds))
 
     @property
     def incarnation(self) -> int:

@@ -17,13 +17,14 @@ messages is empty, and was not in earlier versions). A reader, admitted with a r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Final
 
 from msgspec import Meta
 
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, SignedRecord
+from p2pstore.home_messages import Push
 from p2pstore.wire import Empty, Message
 
 
@@ -305,33 +306,13 @@ class Later:
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionSet:
-    """All that a peer holds of one partition after its operation `number`: packed location records."""
-
-    partition: int
-    number: int
-    set_hash: int
-    records: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Push:
-    """Send a home peer what it should know of this peer's log; the outcome goes to `push_answered`.
-
-    The fields from `incarnation` on are those of the message PUSH.
-    """
+class HomePush:
+    """Send a home peer what it should know of this peer's log; the outcome goes to `push_answered`."""
 
     token: int
     peer_id: PeerId
     timeout_seconds: float
-    incarnation: int
-    sequences: list[int]
-    operations: bytes
-    numbers: bytes = b""
-    sequence: int = 0
-    sets: list[PartitionSet] = field(default_factory=list)
-    audit: bytes = b""
-    audit_seconds: int = 0
+    message: Push
 
 
 @dataclass(frozen=True, slots=True)

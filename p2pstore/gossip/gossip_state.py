@@ -18,8 +18,8 @@ from p2pstore.gossip.exchange.fresh_news import FreshNews, OperationRate
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_messages import Push, SnapshotHead
-from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate, PushIntake
+from p2pstore.gossip.gossip_messages import HomePush, SnapshotHead
+from p2pstore.gossip.homes.home_updates import CheckedUpdate, PushIntake
 from p2pstore.gossip.homes.partition_homes import rank
 from p2pstore.gossip.homes.partitioned_directory import PartitionedDirectory
 from p2pstore.gossip.locations.directory import Directory
@@ -44,6 +44,7 @@ from p2pstore.gossip.records import (
     Verifier,
     sign_peer_record,
 )
+from p2pstore.home_messages import Push
 from p2pstore.location_table import LocationTable
 from p2pstore.objects import DIGEST_BYTES, Version, unix_seconds_from_clock
 
@@ -190,7 +191,7 @@ class GossipState:
         self.own_record.changed()
         self.exchanges.hurry()
 
-    def pushes(self, now: float) -> list[Push]:
+    def pushes(self, now: float) -> list[HomePush]:
         """Messages for homes about this peer's log: at once, then at most every 20 ms."""
         return self.partitions.take_pushes(now)
 
@@ -201,9 +202,7 @@ class GossipState:
         that the home knows of keys that were pushed."""
         self.partitions.pushed(token, behind, rivals, now)
 
-    def take_push(
-        self, sender: Member, update: HomeUpdate, now: float
-    ) -> tuple[list[int], list[Location]]:
+    def take_push(self, sender: Member, update: Push, now: float) -> tuple[list[int], list[Location]]:
         """Take in what an owner pushes; what to answer: see `push_answered`. Raises `ProtocolError`, and
         changes nothing, for nonsense. A large one takes tenths of a second: see `intake`."""
         intake = self.intake(sender, update)
@@ -211,7 +210,7 @@ class GossipState:
             pass
         return intake.behind, intake.rivals
 
-    def intake(self, sender: Member, update: HomeUpdate) -> PushIntake:
+    def intake(self, sender: Member, update: Push) -> PushIntake:
         """Take in an owner's push, in steps of a few milliseconds. Raises `ProtocolError`, as its first steps do."""
         return PushIntake(sender, update, self._take_pushed)
 

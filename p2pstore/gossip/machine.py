@@ -37,7 +37,6 @@ from p2pstore.gossip.gossip_messages import (
     Later,
     Leave,
     Ping,
-    Push,
     SnapshotHead,
     Status,
 )
@@ -52,6 +51,7 @@ from p2pstore.gossip.locations.snapshots import (
 )
 from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberChange
 from p2pstore.gossip.records import LOCATION_BYTES, ClusterRecord, Member, PeerId, SignedRecord
+from p2pstore.home_messages import Push
 from p2pstore.wire import Code, Failure, Message
 
 __all__ = [

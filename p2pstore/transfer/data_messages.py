@@ -31,6 +31,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from p2pstore.home_messages import Push, Pushed
 from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES
 from p2pstore.transfer import peer_messages as peer
 from p2pstore.wire import Code, Message, encode_failure
@@ -366,7 +367,7 @@ MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
     DataKind.GET: (Get, Objects),
     DataKind.GET_SMALL: (GetSmall, SmallObjects),
     DataKind.LOOKUP: (peer.Lookup, peer.Locations),
-    DataKind.PUSH: (peer.Push, peer.Pushed),
+    DataKind.PUSH: (Push, Pushed),
     DataKind.REPLICATE: (peer.Replicate, peer.Replicated),
     DataKind.REPLICATE_MANY: (peer.ReplicateMany, peer.ReplicatedMany),
     DataKind.SNAPSHOT: (peer.Snapshot, peer.SnapshotReply),

@@ -37,6 +37,7 @@ from p2pstore.gossip.records import (
     sign_peer_record,
     writer_of,
 )
+from p2pstore.home_messages import Push
 from p2pstore.memory.kept_memory import Kept
 from p2pstore.memory.segment import NO_QUOTAS, ObjectEntry, Segment
 from p2pstore.memory.segment_layout import (
@@ -58,7 +59,7 @@ from p2pstore.objects import (
 )
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.data_messages import REQUESTS, DataKind, ObjectReply, Objects, ObjectStatus
-from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs, Push
+from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs
 from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.segment_checks import check_segment
 from simulation.signer import SimulatedSigner, SimulatedVerifier

@@ -13,8 +13,9 @@ from p2pstore.core.core_effects import AskPeer
 from p2pstore.core.gets.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
 from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.machine import Ask
+from p2pstore.home_messages import Holding
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import CopyChecked, Holding, Locations
+from p2pstore.transfer.peer_messages import CopyChecked, Locations
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import (
     OTHER_INCARNATION,

@@ -18,9 +18,10 @@ from p2pstore.core.core_effects import AskPeer, LoadObject
 from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.machine import Ask
+from p2pstore.home_messages import Push
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Push, Replicate, Replicated
+from p2pstore.transfer.peer_messages import Replicate, Replicated
 from p2pstore.wire import Code, Failure
 from tests.present import present
 from tests.unit.cold_world import ColdWorld

@@ -8,6 +8,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from p2pstore.access.keyring import KeyRing, writer_key_of
 from p2pstore.gossip.links.identity import Identity
+from p2pstore.home_messages import Holding, PartitionSet, Push, Pushed
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.data_addresses import over_tls
@@ -51,16 +52,12 @@ from p2pstore.transfer.peer_messages import (
     ExpirySet,
     Flush,
     Flushed,
-    Holding,
     Locations,
     Lookup,
-    PartitionSet,
     PinItem,
     PinsSet,
     Proofs,
     Prove,
-    Push,
-    Pushed,
     ReadCount,
     Reads,
     ReadsTaken,

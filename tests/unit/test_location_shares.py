@@ -24,8 +24,8 @@ from p2pstore.gossip.locations.views import DirectoryConfig, LocationShares, Out
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
+from p2pstore.home_messages import PartitionSet, Push
 from p2pstore.peer.node import Node
-from p2pstore.transfer.peer_messages import PartitionSet, Push
 from tests.unit.core_harness import OTHER_INCARNATION, Harness
 from tests.unit.gossip_network import digest_of, location
 from tests.unit.location_set import check_update

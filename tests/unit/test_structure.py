@@ -106,7 +106,15 @@ PURE = (
     "p2pstore/integrations/mooncake/mooncake_types.py",
     *(
         f"p2pstore/{name}.py"
-        for name in ("addresses", "objects", "location_table", "wire", "put_facts", "arguments")
+        for name in (
+            "addresses",
+            "objects",
+            "location_table",
+            "home_messages",
+            "wire",
+            "put_facts",
+            "arguments",
+        )
     ),
     "p2pstore/local/local_messages.py",
     "p2pstore/local/local_protocol.py",

@@ -12,9 +12,10 @@ from p2pstore.core.core_effects import AskPeer
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import LocationRecord, writer_of
 from p2pstore.gossip.version_proofs import MAX_LEAVES, MAX_PROOF_BYTES, read_proof, sign_versions
+from p2pstore.home_messages import Push
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Proofs, Push
+from p2pstore.transfer.peer_messages import Proofs
 from tests.present import present
 from tests.unit.core_harness import OTHER_INCARNATION, Harness, clock_at, digest_of, remote_object
 

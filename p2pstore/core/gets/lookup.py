@@ -13,9 +13,10 @@ from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
 from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, PeerId, decode_location, member_of
+from p2pstore.home_messages import Holding
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Holding, Locations, Lookup
+from p2pstore.transfer.peer_messages import Locations, Lookup
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

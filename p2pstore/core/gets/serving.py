@@ -19,14 +19,13 @@ from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
-from p2pstore.gossip.gossip_messages import Push as OwnPush
 from p2pstore.gossip.homes.home_updates import PushIntake
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, member_of, writer_of
+from p2pstore.home_messages import Holding, Push, Pushed
 from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import DIGEST_BYTES, Version
-from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import Ping, Pong
 from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
@@ -34,15 +33,12 @@ from p2pstore.transfer.peer_messages import (
     CheckCopy,
     ClusterRecords,
     CopyChecked,
-    Holding,
     Keys,
     ListKeys,
     Locations,
     Lookup,
     Proofs,
     Prove,
-    Push,
-    Pushed,
     Reads,
     ReadsTaken,
     RecordsTaken,
@@ -437,37 +433,17 @@ class TakePushOperation(Operation):
             following.set_alarm(now)
 
 
-def message_of(push: OwnPush) -> peer_messages.Push:
-    """The wire message of a push."""
-    sets = [
-        peer_messages.PartitionSet(each.partition, each.number, each.set_hash, each.records)
-        for each in push.sets
-    ]
-    return peer_messages.Push(
-        push.incarnation,
-        push.sequences,
-        push.operations,
-        push.numbers,
-        push.sequence,
-        sets,
-        push.audit,
-        push.audit_seconds,
-    )
-
-
-def holding_of(location: Location) -> peer_messages.Holding:
+def holding_of(location: Location) -> Holding:
     """A location as it travels."""
-    return peer_messages.Holding(
-        location.member, location.incarnation, location.sequence, location.record.encode()
-    )
+    return Holding(location.member, location.incarnation, location.sequence, location.record.encode())
 
 
-def pushed_reply(behind: list[int], rivals: Iterable[Location]) -> peer_messages.Pushed:
+def pushed_reply(behind: list[int], rivals: Iterable[Location]) -> Pushed:
     """A home's reply, from the results of `Gossip.take_push`."""
-    return peer_messages.Pushed(behind, [holding_of(rival) for rival in rivals])
+    return Pushed(behind, [holding_of(rival) for rival in rivals])
 
 
-def rivals_of(reply: peer_messages.Pushed) -> list[Location]:
+def rivals_of(reply: Pushed) -> list[Location]:
     """The other versions that a home named."""
     return [
         Location(rival.member, rival.incarnation, rival.sequence, record, hearsay=True)

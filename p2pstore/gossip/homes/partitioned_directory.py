@@ -15,9 +15,9 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_messages import Push
+from p2pstore.gossip.gossip_messages import HomePush
 from p2pstore.gossip.homes.home_pushes import HomePushes
-from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition
+from p2pstore.gossip.homes.home_updates import CheckedUpdate
 from p2pstore.gossip.homes.known_locations import HotKeyNews, KnownLocations, Word
 from p2pstore.gossip.homes.partition_homes import (
     NO_HOMES,
@@ -35,6 +35,7 @@ from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId, PeerRecord, member_of
+from p2pstore.home_messages import PartitionSet
 from p2pstore.objects import DIGEST_BYTES
 
 MODE_SECONDS: Final = 1.0
@@ -106,7 +107,7 @@ class PartitionedDirectory:
         self._follow_members(now)
         self.pushes.note(operations)
 
-    def take_pushes(self, now: float) -> list[Push]:
+    def take_pushes(self, now: float) -> list[HomePush]:
         """Messages for homes that are due now."""
         self._follow_members(now)
         return self.pushes.take(now)
@@ -166,7 +167,7 @@ class PartitionedDirectory:
         self,
         owner: Member,
         operations: list[tuple[int, int, bytes]],
-        sets: Iterable[WholePartition],
+        sets: Iterable[PartitionSet],
         limit: int,
         now: float,
     ) -> list[Location]:
