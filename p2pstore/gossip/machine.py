@@ -1,5 +1,4 @@
-"""Gossip as one state machine: membership, logs, directory and cluster records kept alike
-everywhere. Pure.
+"""Gossip as one state machine: membership, logs, directory and cluster records kept alike everywhere. Pure.
 
 How it is driven: whatever happens is fed in (`serve`, `answered`, `contacted`, `hold`, ...), then
 `tick` does what is due. Feeding in may make something due at once, so ask `next_tick` again after
@@ -10,10 +9,7 @@ and `contacted` or `contact_failed`.
 How news travels. A new operation, member or cluster record goes to four random neighbours at once
 (see `active_view`), and those for whom it is new do the same. What that misses, one exchange with one
 random neighbour brings: every 67 ms while there are differences, once a second when there are none. A reader behind
-all rings fetches a snapshot from the log's owner. A key's home peers are told of its
-locations directly (`pushes`).
-
-What gossip does a few times a second, besides exchanges and probes.
+all rings fetches a snapshot from the log's owner. A key's home peers are told of its locations directly (`pushes`).
 """
 
 from __future__ import annotations

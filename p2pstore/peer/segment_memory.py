@@ -1,7 +1,4 @@
-"""Where a peer's memory is, as its settings say: in files, on huge pages, on NUMA nodes. Shell.
-
-Checks of this peer's own memory, beside the event loop: checksums of objects, and what clients overwrote.
-"""
+"""A peer's own memory: where it is, as the settings say, and its checks beside the event loop. Shell."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Which floors have all living members heard of? They are dropped when there are many. Pure.
+"""Floors that all living members have heard of are dropped when there are many. Pure.
 
-Floors are dropped only up to where this peer agrees with every living member, and every living member says by its
-signed record that it agrees with all of them, or has agreed in an answer. A member that confirms nothing for ten
-minutes while floors are crowded is not waited for any longer, as if it were away; nor is one that answers and never
-agrees. What crowds out compaction slows the writers down (`core.floors`); it never drops a floor early.
+They are dropped only up to where this peer agrees with every living member, and every living member says by its signed
+record that it agrees with all of them, or has agreed in an answer. A member that confirms nothing for ten minutes while
+floors are crowded is not waited for any longer, as if it were away; nor is one that answers and never agrees. What
+crowds out compaction slows the writers down (`core.floors`); it never drops a floor early.
 """
 
 from __future__ import annotations

@@ -8,17 +8,6 @@
 2. Every peer's signed record announces the hash of the floors that it has below a recent end, with the same promise. A
    peer with the same hash has seen the announcing peer's floors up to there. The record also says up to where its peer
    has found all other living members to agree (`floors_seen`, but for its lowest bit).
-
-Up to where each member has the same floors as this peer, and how long it is waited for.
-
-A member says so in two ways. Its signed record announces a hash, and up to where it agrees with all others. Asked about
-the end of an epoch, it says whether its floors below are the same ones. Its own word is enough: a member that lies
-about that fools itself only.
-
-A member that confirms nothing is waited for as long as `patience_seconds`, as it may be hard to reach. One that answers
-is not: once it knows of a difference, exchanges bring it all that this peer has, and bring what it has here. A member
-that is asked about the same end again and again, for longer than all of that takes, and never agrees, is broken or
-lies: it is *in dispute*.
 """
 
 from __future__ import annotations
@@ -260,7 +249,12 @@ class _Dispute:
 
 
 class Agreements:
-    """See the module's docstring."""
+    """Up to where each member has the same floors as this peer, and how long it is waited for.
+
+    A member says so by its signed record, and when it is asked about an epoch's end; its own word is enough, as a liar
+    fools itself only. One that confirms nothing may be hard to reach, and is waited for. One that refuses about the same
+    end again and again, for longer than exchanges take to level all differences, is broken or lies: *in dispute*.
+    """
 
     def __init__(self) -> None:
         self.announced: dict[Member, int] = {}

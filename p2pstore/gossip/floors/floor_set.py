@@ -409,7 +409,7 @@ _MAX_WRITER: Final = (1 << 16) - 1
 
 
 class KeyVersions:
-    """See the module's docstring. Roots are left out: they do not count where versions are compared with floors."""
+    """The highest forbidden version of each digest, packed. Roots are left out: they do not count against floors."""
 
     def __init__(self) -> None:
         self._places: dict[int, bytes] = {}

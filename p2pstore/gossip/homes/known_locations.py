@@ -1,15 +1,12 @@
 """The known holders of each key, from all sources. Pure.
 
 Three sources: views of whole logs (`directory`), views of the partitions that this peer is a home of
-(`home_views`), and what homes, holders and rumours said (`location_cache`). Of what a member said itself of a key that
+(`home_views`), and what homes, holders and rumours said (`LocationCache`). Of what a member said itself of a key that
 counts which belongs to the latest place of its log. The word of others hides none of that: it comes as hearsay,
 which shows where to look and decides nothing.
 
-Hot keys: their locations are passed on, so that their homes are not asked by all members.
-
-Each peer counts what it is asked for, and what it looks for itself. Counts are halved every few seconds; a key with
-enough of them is hot. Locations that are passed on go into the receiver's cache (`known_locations`), like the answer of
-a home.
+Hot keys' locations are passed on into others' caches, so that their homes are not asked by all members. Each peer
+counts what it is asked for and looks for; counts are halved every few seconds.
 """
 
 from __future__ import annotations

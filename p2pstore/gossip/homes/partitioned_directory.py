@@ -1,10 +1,8 @@
 """The directory of locations, whichever part of it this peer keeps. Pure.
 
-Puts together the views of whole logs (`directory`), the views of partitions that this peer is a home of
-(`home_views`), locations it merely heard of (`location_cache`), and this peer's own pushes to homes (`home_pushes`);
-and moves from one way of keeping the directory to the other (`directory_mode`).
-
-Which members are homes now: the table of homes follows the live members.
+Puts together the views of whole logs (`directory`), what this peer knows as a home and has merely heard of
+(`known_locations`), and its own pushes to homes (`home_pushes`); follows the live members, of which the table of homes
+is made; and moves from one way of keeping the directory to the other (`DirectoryMode`).
 """
 
 from __future__ import annotations

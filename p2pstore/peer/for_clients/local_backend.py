@@ -1,10 +1,4 @@
-"""Requests of local clients, dispatched to their handlers. Requests of one step are answered at once.
-
-Removing keys and flushing namespaces: by this peer's own word, or for and by way of another peer.
-
-The word of a writer's peer does not count with members. So it asks a member, with a ticket for the namespace, and the
-member removes in its own name.
-"""
+"""Requests of local clients, dispatched to their handlers. Requests of one step are answered at once."""
 
 from __future__ import annotations
 
@@ -340,8 +334,8 @@ _NEXT_MEMBER: Final = (
 
 
 class Erasing:
-    """REMOVE and FLUSH of local clients and of writers' peers. Both can be carried out twice, so an order that was not
-    answered goes to another member."""
+    """REMOVE and FLUSH of local clients and of writers' peers. A writer's peer, whose word does not count with members,
+    asks one with a ticket for the namespace. Both can be carried out twice, so an unanswered order goes to another."""
 
     def __init__(self, node: Node, office: TicketOffice) -> None:
         self._node = node
