@@ -31,6 +31,8 @@ from p2pstore.runtime.side_by_side import PIECE_BYTES as HASHED_AT_ONCE
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
 
+logger = logging.getLogger("p2pstore.peer")
+
 SegmentMemory = SharedMemory | JoinedMemory
 
 
@@ -123,8 +125,6 @@ async def provide_pages(memory: SegmentMemory, config: PeerConfig) -> None:
         nursery.cancel_scope.cancel()
 
 
-logger = logging.getLogger("p2pstore.peer")
-
 LOOK_SECONDS: Final = 1.0
 
 
@@ -175,8 +175,6 @@ async def watch_earlier_clients(segment: Segment, memory: KeptMemory) -> None:
             return
         await trio.sleep(LOOK_SECONDS)
 
-
-logger = logging.getLogger("p2pstore.peer")
 
 RESTORE_SECONDS: Final = 1.0
 RESTORE_COUNT: Final = 256

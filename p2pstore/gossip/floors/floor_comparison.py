@@ -252,8 +252,8 @@ class Agreements:
     """Up to where each member has the same floors as this peer, and how long it is waited for.
 
     A member says so by its signed record, and when it is asked about an epoch's end; its own word is enough, as a liar
-    fools itself only. One that confirms nothing may be hard to reach, and is waited for. One that refuses about the same
-    end again and again, for longer than exchanges take to level all differences, is broken or lies: *in dispute*.
+    fools itself only. One that confirms nothing may be hard to reach, and is waited for. One that refuses the same end
+    again and again, for longer than exchanges take to level all differences, is broken or lies: *in dispute*.
     """
 
     def __init__(self) -> None:

@@ -239,8 +239,6 @@ class Dialler:
         return TwinAddress(f"another process with this peer's identity listens at {endpoint}")
 
 
-logger = logging.getLogger("p2pstore.host")
-
 MAX_STRANGERS: Final = 256
 """Incoming connections that have not been admitted yet."""
 
@@ -321,8 +319,6 @@ class Arrivals:
                 sock.abort()
             accepted.close()
 
-
-logger = logging.getLogger("p2pstore.host")
 
 QUIET_SECONDS: Final = 60.0
 """After a line about one host the next ones are for DEBUG only."""

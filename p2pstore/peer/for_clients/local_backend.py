@@ -52,7 +52,7 @@ from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS, Flush, Flushed, Re
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Empty, Message
 
-logger = logging.getLogger("p2pstore.local")
+logger = logging.getLogger("p2pstore.peer")
 
 _WITH_EFFECTS: Final = frozenset(
     {
@@ -319,8 +319,6 @@ def check_rights(ring: KeyRing, kind: LocalKind, message: Message) -> None:
             f"{namespace!r}"
         )
 
-
-logger = logging.getLogger("p2pstore.peer")
 
 MAX_MEMBERS_ASKED: Final = 3
 """Members that may fail or refuse before an order of a writer gives up."""

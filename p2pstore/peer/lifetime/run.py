@@ -300,8 +300,6 @@ def short_collections() -> Iterator[None]:
         gc.callbacks.remove(callback)
 
 
-logger = logging.getLogger("p2pstore.peer")
-
 SIGNS_PER_PERIOD: Final = 3
 """How often a sign of life is given within the time after which the manager misses it."""
 RETRY_SECONDS: Final = 1.0
