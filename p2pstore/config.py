@@ -37,7 +37,7 @@ MAX_MEMORY_PIECES: Final = 7
 MINIMUM_SSD_BYTES: Final = 256 * MIB
 MAX_NAME_BYTES: Final = 64
 USER_KEY_NAME: Final = "user.key"
-"""A file among the state directories, which are named by peers (`p2pstore.state.key_files`)."""
+"""A file among the state directories, which are named by peers (`p2pstore.state.places`)."""
 
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 

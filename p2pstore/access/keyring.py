@@ -95,7 +95,7 @@ class KeyRing:
     ) -> None:
         self.keys: tuple[bytes, ...] = ()
         self.of_user = False
-        """Whether it is the key of a user's keyless peers (`p2pstore.state.key_files`)."""
+        """Whether it is the key of a user's keyless peers (`p2pstore.state.places`)."""
         self.signers: tuple[bytes, ...] = ()
         """Of a reader: the peer ids by which members prove that they are members. Of a member: empty."""
         self.writers: Mapping[str, bytes] = NO_WRITERS

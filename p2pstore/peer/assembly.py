@@ -71,7 +71,7 @@ from p2pstore.peer.ssd_opening import open_ssd
 from p2pstore.runtime import linux
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.state.key_files import ephemeral, load_token_file
+from p2pstore.state.folder import ephemeral, load_token_file
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.topology.sysfs import host_identity

@@ -24,8 +24,7 @@ from p2pstore.config import USER_KEY_NAME, name_or_host
 from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolMismatch
 from p2pstore.local.socket_paths import distrust, live_sockets, own_directory
 from p2pstore.settings import Settings
-from p2pstore.state.folder import Folder, refuse_folder_of_another
-from p2pstore.state.key_files import parse_private_keys
+from p2pstore.state.folder import Folder, parse_private_keys, refuse_folder_of_another
 from p2pstore.state.state_directory import StateDirectory, is_in_use, kept_cluster_key, kept_invite
 
 STATE_DIRECTORY_NAME: Final = "mooncake-p2p"

@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.access.crowding import Holder, Strangers, crowd, host_group, yielding
-from p2pstore.gossip.links.connection_limits import ConnectionLimits, Use, idle, next_due, surplus
+from p2pstore.access.crowding import (
+    ConnectionLimits,
+    Holder,
+    Strangers,
+    Use,
+    crowd,
+    host_group,
+    idle,
+    next_due,
+    surplus,
+    yielding,
+)
 
 LIMITS = ConnectionLimits(idle_seconds=100.0, max_open=4)
 

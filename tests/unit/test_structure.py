@@ -77,7 +77,7 @@ PURE = (
         f"p2pstore/gossip/{folder}/*.py"
         for folder in ("exchange", "floors", "homes", "locations", "members")
     ),
-    *(f"p2pstore/gossip/links/{name}.py" for name in ("admission", "connection_limits", "yamux")),
+    *(f"p2pstore/gossip/links/{name}.py" for name in ("admission", "yamux")),
     *(
         f"p2pstore/transfer/{name}.py"
         for name in (

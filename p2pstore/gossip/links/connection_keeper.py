@@ -13,14 +13,15 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 import trio
 
-from p2pstore.access.crowding import Holder, yielding
-from p2pstore.gossip.links.connection_limits import (
+from p2pstore.access.crowding import (
     SPARE_AFTER_SECONDS,
     ConnectionLimits,
+    Holder,
     Use,
     idle,
     next_due,
     surplus,
+    yielding,
 )
 from p2pstore.gossip.links.control_link import ADMISSION_SECONDS, Activity, AskingStream, LinkError
 from p2pstore.gossip.links.multiplexer import Multiplexer

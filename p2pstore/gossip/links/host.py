@@ -26,11 +26,11 @@ from typing import Final, TypeVar
 
 import trio
 
+from p2pstore.access.crowding import ConnectionLimits
 from p2pstore.access.keyring import AllowList, KeyRing
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.connection_keeper import Attempts, Connection, ConnectionKeeper, Connections
-from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.control_link import (
     ADMISSION_SECONDS,
     Handler,
