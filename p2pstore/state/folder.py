@@ -340,7 +340,10 @@ _MAX_KEY_FILE_BYTES: Final = 64 * 1024
 
 def ephemeral() -> Identity:
     """A new identity that is kept nowhere: for a peer without a state directory."""
-    from p2pstore.gossip.links.identity import SEED_BYTES, Identity  # late: it needs the peer's libraries
+    from p2pstore.gossip.links.identity import (  # late: it needs the peer's libraries
+        SEED_BYTES,
+        Identity,
+    )
 
     return Identity(secrets.token_bytes(SEED_BYTES))
 
