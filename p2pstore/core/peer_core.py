@@ -50,6 +50,12 @@ WORK_PER_STEP: Final = 12_000
 LOOKED_UP_PER_STEP: Final = 400
 """Keys, whatever the number of members: 5 us each."""
 
+_TIMED: Final = (
+    *("timekeeping", "proofs", "floors", "earlier_life", "write_back"),
+    *("repair", "offers", "read_reports", "prefetching", "participations"),
+)
+"""Parts that act by themselves, in the order of their ticks."""
+
 
 class PeerCore:
     """What one peer decides. See the module's docstring for how it is driven."""
@@ -105,17 +111,7 @@ class PeerCore:
         self.publishers = TrustedPublishers()
         self.participations = Participations(self)
         self.checkpoints = Checkpoints(self)
-        self._timed: tuple[Timed, ...] = (
-            *(
-                self.timekeeping,
-                self.proofs,
-                self.floors,
-                self.earlier_life,
-                self.write_back,
-                self.repair,
-            ),
-            *(self.offers, self.read_reports, self.prefetching, self.participations),
-        )
+        self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
         gossip.locations.watch(segment.digests(), self.operations.awaited)
 
     # --- driving -----------------------------------------------------------------------------

@@ -116,15 +116,7 @@ class Node:
         self.copy_checks = CopyChecks(self)
         self.guard = MemoryGuard(self)
         self.leaving = Leaving(self)
-        self._tasks: dict[type, Callable[[Any], Awaitable[None]]] = {
-            AskPeer: self.requests.ask,
-            PullObject: self.requests.pull,
-            PullTogether: self.requests.copies.take,
-            FetchSnapshot: self.requests.fetch_snapshot,
-            Ask: self.control.ask,
-            Contact: self.control.contact,
-        }
-        """Effects that a task carries out each."""
+        self._tasks = self._by_task()
         self._nursery: trio.Nursery
         self._waiting: dict[int, trio.Event] = {}
         self._nap = trio.CancelScope()
@@ -302,6 +294,17 @@ class Node:
             self.core.name_of(owner),
             extra={"event": "wrong_operations", "peer_id": format_peer_id(sender)},
         )
+
+    def _by_task(self) -> dict[type, Callable[[Any], Awaitable[None]]]:
+        """The effects that a task carries out each."""
+        return {
+            AskPeer: self.requests.ask,
+            PullObject: self.requests.pull,
+            PullTogether: self.requests.copies.take,
+            FetchSnapshot: self.requests.fetch_snapshot,
+            Ask: self.control.ask,
+            Contact: self.control.contact,
+        }
 
     def _execute(self, effect: Effect | GossipEffect) -> None:
         run = self._tasks.get(type(effect))
