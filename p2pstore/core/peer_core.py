@@ -154,9 +154,9 @@ class PeerCore:
         """Do what is due. The shell calls it after everything that has arrived was fed in."""
         for effect in self.gossip.tick(now):
             self._effects.append(effect)
+        self.flush_pushes(now)
         for part in self._timed:
             part.tick(now)
-        self.flush_pushes(now)
         if now >= self._next_expire:
             self.segment.objects.expire(self.unix(now))
             more = self.segment.objects.expires_on(self.unix(now))
