@@ -1,49 +1,50 @@
 """The peer's shell: carries out what the core decides, and feeds back what happens."""
 
 from __future__ import annotations
-
-import contextlib
-import logging
-import math
-import threading
-import time
-from collections.abc import Awaitable, Callable
-from random import Random
-from typing import TYPE_CHECKING, Any, Final
-
-import trio
-
+from collections.abc import Awaitable
+from collections.abc import Callable
 from p2pstore.config import PeerConfig
-from p2pstore.core.core_effects import (
-    AskPeer,
-    CheckObject,
-    CheckReturned,
-    ColdSorted,
-    LoadObject,
-    OperationFinished,
-    PullObject,
-    PullTogether,
-    SaveClusterRecord,
-    WriteObject,
-)
+from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.core_effects import CheckObject
+from p2pstore.core.core_effects import CheckReturned
+from p2pstore.core.core_effects import ColdSorted
+from p2pstore.core.core_effects import Effect
+from p2pstore.core.core_effects import LoadObject
+from p2pstore.core.core_effects import OperationFinished
+from p2pstore.core.core_effects import PullObject
+from p2pstore.core.core_effects import PullTogether
+from p2pstore.core.core_effects import SaveClusterRecord
+from p2pstore.core.core_effects import WriteObject
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.errors import P2PStoreError, StoreClosed
-from p2pstore.gossip.gossip_effects import Answer, Ask, Contact, Duplicate, FetchSnapshot
+from p2pstore.errors import P2PStoreError
+from p2pstore.errors import StoreClosed
+from p2pstore.gossip.gossip_messages import Answer
+from p2pstore.gossip.gossip_messages import Ask
+from p2pstore.gossip.gossip_messages import Contact
+from p2pstore.gossip.gossip_messages import Duplicate
+from p2pstore.gossip.gossip_messages import Effect as GossipEffect
+from p2pstore.gossip.gossip_messages import FetchSnapshot
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.members.membership import STALL_SECONDS
-from p2pstore.gossip.records import Member, PeerId, format_peer_id
-from p2pstore.peer.for_peers.control_traffic import ControlTraffic, Routes, duplicate_identity
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import format_peer_id
+from p2pstore.peer.for_peers.control_traffic import ControlTraffic
+from p2pstore.peer.for_peers.control_traffic import Routes
+from p2pstore.peer.for_peers.control_traffic import duplicate_identity
 from p2pstore.peer.for_peers.data_requests import DataRequests
 from p2pstore.peer.lifetime.credentials import Credentials
 from p2pstore.peer.lifetime.leaving import Leaving
 from p2pstore.peer.lifetime.saving import StateSaver
-from p2pstore.peer.segment_memory import CopyChecks, MemoryGuard
+from p2pstore.peer.segment_memory import CopyChecks
+from p2pstore.peer.segment_memory import MemoryGuard
 from p2pstore.peer.statistics import Statistics
 from p2pstore.runtime.byte_budget import ByteBudget
-from p2pstore.runtime.stepping import Steps, run_through
+from p2pstore.runtime.stepping import Steps
+from p2pstore.runtime.stepping import run_through
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.status.measures import LoadMeter
@@ -51,7 +52,19 @@ from p2pstore.status.operation_watch import PeerWatch
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.serving.read_answers import Traffic
-from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
+from p2pstore.transfer.serving.serving_limits import DataPlaces
+from p2pstore.transfer.serving.serving_limits import ServerLimits
+from p2pstore.transfer.serving.serving_limits import Uploads
+from random import Random
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
+import contextlib
+import logging
+import math
+import threading
+import time
+import trio
 
 if TYPE_CHECKING:
     from p2pstore.memory.mapped.kept_file import KeptMemory
@@ -66,7 +79,6 @@ handled before a peer is declared silent."""
 FORGET_SECONDS: Final = 2.0
 LOOP_LAG_SECONDS: Final = 0.2
 """Interval of measurements of the event loop's lag. They take less than a thousandth of a core."""
-
 
 class Node:
     """One running peer. `run` keeps it going; everything else may be called from trio tasks beside it."""
@@ -115,6 +127,7 @@ class Node:
         self.copy_checks = CopyChecks(self)
         self.guard = MemoryGuard(self)
         self.leaving = Leaving(self)
+        self._tasks = self._by_task()
         self._nursery: trio.Nursery
         self._waiting: dict[int, trio.Event] = {}
         self._nap = trio.CancelScope()
@@ -293,42 +306,42 @@ class Node:
             extra={"event": "wrong_operations", "peer_id": format_peer_id(sender)},
         )
 
-    def _execute(self, effect: object) -> None:
-        if isinstance(effect, OperationFinished):
-            event = self._waiting.pop(effect.operation, None)
-            if event is not None:
-                event.set()
-        elif isinstance(effect, AskPeer):
-            self._start(self.requests.ask, effect)
-        elif isinstance(effect, Ask):
-            self._start(self.control.ask, effect)
-        elif isinstance(effect, Answer):
-            self.control.later_replies.give(effect)
-        elif isinstance(effect, PullObject):
-            self._start(self.requests.pull, effect)
-        elif isinstance(effect, PullTogether):
-            self._start(self.requests.copies.take, effect)
-        elif isinstance(effect, FetchSnapshot):
-            self._start(self.requests.fetch_snapshot, effect)
-        elif isinstance(effect, Contact):
-            self._start(self.control.contact, effect)
-        elif isinstance(effect, LoadObject | WriteObject | ColdSorted):
-            assert self.ssd is not None, "the core knows of no SSD, so it asks for nothing there"
-            self._start(self.ssd.carry_out, effect)
-        elif isinstance(effect, CheckObject):
-            self.copy_checks.add(effect.entry)
-        elif isinstance(effect, CheckReturned):
-            self._nursery.start_soon(self.guard.check_returned, effect)
-        elif isinstance(effect, SaveClusterRecord):
-            if self.saver is not None:
-                self.saver.add(effect.signed)
-        elif isinstance(effect, Duplicate):
-            self.fail(duplicate_identity(""))
-        else:
-            raise TypeError(f"unknown effect {effect!r}")
+    def _by_task(self) -> dict[type, Callable[[Any], Awaitable[None]]]:
+        """The effects that a task carries out each."""
+        return {
+            AskPeer: self.requests.ask,
+            PullObject: self.requests.pull,
+            PullTogether: self.requests.copies.take,
+            FetchSnapshot: self.requests.fetch_snapshot,
+            Ask: self.control.ask,
+            Contact: self.control.contact,
+        }
 
-    def _start(self, run: Callable[[Any], Awaitable[None]], effect: Any) -> None:
-        self._nursery.start_soon(self._carry_out, run, effect)
+    def _execute(self, effect: Effect | GossipEffect) -> None:
+        run = self._tasks.get(type(effect))
+        if run is not None:
+            self._nursery.start_soon(self._carry_out, run, effect)
+            return
+        match effect:
+            case OperationFinished():
+                if (event := self._waiting.pop(effect.operation, None)) is not None:
+                    event.set()
+            case Answer():
+                self.control.later_replies.give(effect)
+            case LoadObject() | WriteObject() | ColdSorted():
+                assert self.ssd is not None, "the core knows of no SSD, so it asks for nothing there"
+                self._nursery.start_soon(self._carry_out, self.ssd.carry_out, effect)
+            case CheckObject():
+                self.copy_checks.add(effect.entry)
+            case CheckReturned():
+                self._nursery.start_soon(self.guard.check_returned, effect)
+            case SaveClusterRecord():
+                if self.saver is not None:
+                    self.saver.add(effect.signed)
+            case Duplicate():
+                self.fail(duplicate_identity(""))
+            case _:
+                raise TypeError(f"unknown effect {effect!r}")
 
     async def _carry_out(self, run: Callable[[Any], Awaitable[None]], effect: Any) -> None:
         """An error of this program in one effect ends its operation, not the peer with all it holds."""
@@ -346,7 +359,10 @@ class Node:
             self.on_failure()
 
     async def complete(self, operation: Operation) -> Any:
-        """Wait for an operation and return its result, or raise it. Cancellation cancels the operation."""
+        """Start an operation, unless that was done, wait for it, and return its result, or raise it. Cancellation
+        cancels the operation."""
+        if not operation.number:
+            self.core.operations.start(operation, self.now)
         self.process()
         if not operation.done:
             event = self._waiting.setdefault(operation.number, trio.Event())
@@ -381,17 +397,14 @@ class Node:
         if self.core.closing:
             raise StoreClosed("this peer is leaving")
 
-
 async def _to_the_end(steps: Steps[None]) -> None:
     with trio.CancelScope(shield=True):
         await take_turns(steps)
-
 
 def _said(change: MemberChange) -> str:
     if change.new is Status.ALIVE:
         return "joined" if change.old is None else "is back"
     return {Status.SUSPECT: "is suspected", Status.DEAD: "is dead"}.get(change.new, "left")
-
 
 def _event(change: MemberChange) -> str:
     """The name of the event of a member's change."""

@@ -5,17 +5,21 @@ live, and objects that stay hidden until the peer knows the removals made while 
 """
 
 from __future__ import annotations
-
-import heapq
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
-
-from p2pstore.core.puts.describe import location_on_ssd
+from p2pstore.core.own_objects import location_on_ssd
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import Version
+from typing import Final
+from typing import NamedTuple
+from typing import Protocol
+from typing import TYPE_CHECKING
+import heapq
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -25,7 +29,6 @@ if TYPE_CHECKING:
 MAX_VERSION: Final = Version((1 << 64) - 1, 0xFFFF)
 FORGOTTEN_PER_STEP: Final = 64
 """Withdrawing a location costs some 25 us."""
-
 
 class Gone(StrEnum):
     """Why a peer gave an object up, and what that costs."""
@@ -39,7 +42,6 @@ class Gone(StrEnum):
     COPY_ELSEWHERE = "copy_elsewhere"
     LAST_COPY = "last_copy"
     """No other copy is known."""
-
 
 class ColdStore(Protocol):
     """The core's requests to an SSD tier. Nothing here waits, or reads the SSD."""
@@ -62,8 +64,7 @@ class ColdStore(Protocol):
         soft: bool,
         expires_unix_ms: int | None = None,
     ) -> bool:
-        """How firmly that version is kept, or (unless None) when it ends, has changed since it was written. Whether it
-        lies there."""
+        """Change how firmly a version is kept, or (unless None) when it ends. Whether it lies there."""
         ...
 
     def digests(self, namespace: bytes | None) -> Iterator[Sequence[bytes]]:
@@ -81,13 +82,11 @@ class ColdStore(Protocol):
         """Objects in the order of their keys, above `after`, and whether there are more."""
         ...
 
-
 class Page(NamedTuple):
     """Objects in the order of their keys, and up to which key that is all; None when there are no more."""
 
     entries: Sequence[ObjectEntry | ColdEntry]
     complete_to: str | None
-
 
 class _Sweep(NamedTuple):
     """A pass that discards objects of one namespace, or of all, up to a version; with the objects not yet looked at."""
@@ -95,7 +94,6 @@ class _Sweep(NamedTuple):
     namespace: bytes | None
     up_to: Version
     left: Iterator[Sequence[bytes]]
-
 
 class ColdCopies:
     """A peer's copies on its SSD. Without a `store` there are none."""
@@ -123,8 +121,7 @@ class ColdCopies:
         return None if self._is_about_to_go(entry.version) else entry
 
     def _is_about_to_go(self, version: Version) -> bool:
-        """Whether a pending sweep of all namespaces covers the version. A namespace's own floor forbids the versions
-        of its sweep."""
+        """Whether a pending sweep of all namespaces covers the version. (A namespace's own comes with a floor.)"""
         return any(sweep.namespace is None and sweep.up_to.covers(version) for sweep in self._to_sweep)
 
     def find_only_here(self, digest: bytes, now: float) -> ColdEntry | None:
@@ -138,8 +135,7 @@ class ColdCopies:
         return {digest for digest in digests if self.find(digest, now) is not None}
 
     def prepare_page(self, namespace: str) -> bool:
-        """A step towards `merged_page`: the keys of many objects have to be put in order first. Whether it was the
-        last one."""
+        """A step towards `merged_page`: the keys of many objects are put in order first. Whether it was the last."""
         if not self._core.segment.listing.prepare(namespace):
             return False
         return self.store is None or self.store.prepare_entries(namespace)
@@ -319,8 +315,7 @@ class ColdCopies:
         return bool(self._to_sweep)
 
     def sweep(self, namespace: bytes | None, up_to: Version) -> None:
-        """Discard all versions up to one: of a namespace, by its digest, or of all. Until that is done, `find`
-        shows none of them."""
+        """Discard versions up to one, of a namespace (by its digest) or all. `find` shows none from now on."""
         if self.store is not None:
             self._to_sweep.append(_Sweep(namespace, up_to, self.store.digests(namespace)))
 

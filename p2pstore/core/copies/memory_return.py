@@ -1,17 +1,21 @@
 """What a peer has of an earlier life, in memory and on its SSD: sorted, checked, and shown again, some at a time."""
 
 from __future__ import annotations
-
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final
-
-from p2pstore.core.core_effects import CheckReturned, ColdObject, ColdSorted
+from p2pstore.core.core_effects import CheckReturned
+from p2pstore.core.core_effects import ColdObject
+from p2pstore.core.core_effects import ColdSorted
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.memory.segment_layout import SlotState
-from p2pstore.objects import MIB, Version
+from p2pstore.objects import MIB
+from p2pstore.objects import Version
+from typing import Final
+from typing import TYPE_CHECKING
+import math
 
 if TYPE_CHECKING:
     from p2pstore.core.operation import Operation
@@ -28,7 +32,6 @@ FATES: Final = ("returned", "damaged", "discarded")
 """Fates of objects of an earlier life: published again, bytes damaged, or possibly removed meanwhile."""
 BATCHES_UNDER_WAY: Final = 2
 """One is checked while another one is published."""
-
 
 class MemoryReturn:
     """The objects that are left to be looked at, the oldest first: so those put last are the last to be evicted."""
@@ -104,7 +107,6 @@ class MemoryReturn:
         self._core.counters[f"kept_objects_{fate}"] += 1
         self._core.counters[f"kept_bytes_{fate}"] += entry.length
 
-
 class ColdReturn:
     """The objects that are held back, and how they are told apart, some at a time."""
 
@@ -121,7 +123,6 @@ class ColdReturn:
             tuple(each for each in some if each not in good),
             last=len(some) < count,
         )
-
 
 class EarlierLife:
     """What this peer has of an earlier life, which is held back until all floors made meanwhile are known here; and
@@ -145,7 +146,6 @@ class EarlierLife:
         self._seen_before_sweep: Stamps | None = None
 
     def tick(self, now: float) -> None:
-        """Make a step of sorting what is held back."""
         if self._last_alive is not None:
             self._judge_absence(now)
         if self._cold_may_be_sorted:
@@ -153,15 +153,15 @@ class EarlierLife:
         if self._memory_may_be_looked_at:
             self._look_at_memory(now)
 
-    def next_tick(self, now: float) -> float:
-        """When `tick` has something to do."""
+    @property
+    def due_at(self) -> float:
         judges = self._last_alive is not None and self._sync.synchronised
         busy = (
             self._cold_may_be_sorted
             or self._memory_may_be_looked_at
             or (judges and not self._waits_for_clock)
         )
-        return now if busy else math.inf
+        return -math.inf if busy else math.inf
 
     def distrust(self, clock: int) -> None:
         """Distrust all copies up to this clock, also those that operations under way bring."""

@@ -6,30 +6,35 @@ remembered here; it lies beside the copy, in its trailer and on the SSD, and goe
 """
 
 from __future__ import annotations
-
-import heapq
-import logging
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
-
-from p2pstore.core.core_effects import KnownCopy, Reply
+from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
-from p2pstore.gossip.records import Member, PeerId, Tier, writer_of_member
-from p2pstore.gossip.version_proofs import (
-    MAX_LEAVES,
-    SignedTree,
-    read_proof,
-    sign_versions,
-    signature_of,
-)
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import Tier
+from p2pstore.gossip.records import writer_of_member
+from p2pstore.gossip.version_proofs import MAX_LEAVES
+from p2pstore.gossip.version_proofs import SignedTree
+from p2pstore.gossip.version_proofs import read_proof
+from p2pstore.gossip.version_proofs import sign_versions
+from p2pstore.gossip.version_proofs import signature_of
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import decode_trailer
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
+from p2pstore.transfer.peer_messages import MAX_PROVED
+from p2pstore.transfer.peer_messages import Proofs
+from p2pstore.transfer.peer_messages import Prove
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
+import heapq
+import logging
+import math
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -50,18 +55,15 @@ ASK_SECONDS: Final = 0.5
 COLD_SECONDS: Final = 2.0
 """For one that lies on the holder's SSD."""
 DOUBT_SECONDS: Final = 10.0
-"""After a member did not prove a version it is not asked again about that key, nor about any where it did not answer or
-lied."""
+"""Time for which a member is not asked again: of the key that it did not prove, or of any after a lie or silence."""
 MAX_LACKING: Final = 65_536
 """Copies that came without a proof."""
 FIRST_PAUSE_SECONDS: Final = 1.0
 PATIENCE_SECONDS: Final = 2.0
-"""Pause between questions above which this peer adopts an unproved copy that its writer no longer holds; otherwise no
-peer could read it."""
+"""After this pause an unproved copy is adopted that its writer no longer holds: otherwise no peer could read it."""
 LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version."""
-
 
 class VersionProofs:
     """See the module's docstring."""
@@ -197,8 +199,8 @@ class VersionProofs:
         if len(self._unanswered) < MAX_DOUBTED:
             self._unanswered.setdefault(digest, now + DOUBT_SECONDS)
 
-    def next_tick(self) -> float:
-        """When `tick` has something to do."""
+    @property
+    def due_at(self) -> float:
         look_at = next(iter(self._unanswered.values()), math.inf)
         return min(look_at, self._due[0][0] if self._due else math.inf)
 
@@ -249,19 +251,12 @@ class VersionProofs:
         if len(self._doubted_until) > MAX_DOUBTED:
             self._doubted_until.popitem(last=False)
 
-
 class ProveOperation(Operation):
     """Ask holders for proofs of copies that nothing else vouches for. The result is how many were proved."""
 
-    def __init__(
-        self,
-        core: PeerCore,
-        copies: Iterable[KnownCopy],
-        on_finish: Callable[[Any, float], None] | None = None,
-    ) -> None:
-        super().__init__(core, on_finish)
+    def __init__(self, core: PeerCore, copies: Iterable[KnownCopy]) -> None:
+        super().__init__(core)
         self._copies = list(copies)
-        self._asked: dict[int, list[KnownCopy]] = {}
         self._proved = 0
 
     def start(self, now: float) -> None:
@@ -276,16 +271,13 @@ class ProveOperation(Operation):
         for (peer_id, is_cold), copies in by_holder.items():
             for start in range(0, len(copies), MAX_PROVED):
                 some = copies[start : start + MAX_PROVED]
-                tag = len(self._asked)
-                self._asked[tag] = some
                 request = Prove(b"".join(copy.record.digest for copy in some))
                 seconds = COLD_SECONDS if is_cold else ASK_SECONDS
-                self.ask(tag, peer_id, DataKind.PROVE, request, seconds)
-        if not self._asked:
+                self.ask(some, peer_id, DataKind.PROVE, request, seconds)
+        if not self.asked:
             self.finish(0, now)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        copies = self._asked.pop(tag)
+    def answered(self, copies: list[KnownCopy], reply: Reply, now: float) -> None:
         proofs = self.core.proofs
         items = reply.items if isinstance(reply, Proofs) else None
         if items is None or len(items) != len(copies):
@@ -300,7 +292,7 @@ class ProveOperation(Operation):
                 self.core.gossip.directory.touch(digest)
             else:
                 proofs.doubt(copy.member, digest, now)
-        if not self._asked:
+        if not self.asked:
             self.finish(self._proved, now)
 
     def finish(self, result: Any, now: float) -> None:

@@ -12,24 +12,28 @@ have a copy already, when there are more of them.
 """
 
 from __future__ import annotations
-
-import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
-
-from p2pstore.core.copies.own_copies import OwnCopies, held_here, other_firm_copies
+from p2pstore.core.copies.own_copies import OwnCopies
+from p2pstore.core.copies.own_copies import held_here
+from p2pstore.core.copies.own_copies import other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.partition_homes import weight
-from p2pstore.gossip.records import Member, Tier
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import Tier
 from p2pstore.memory.entries import ObjectEntry
+from types import MappingProxyType
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
+import math
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -39,7 +43,6 @@ LOOK_INTERVAL_SECONDS: Final = 0.02
 MOST_FAILURES: Final = 8
 """Failures in a row that end a pass: no peer takes copies now."""
 DEFAULT_BYTES_PER_SECOND: Final = 125e6
-
 
 @dataclass(frozen=True, slots=True)
 class RepairTiming:
@@ -53,7 +56,6 @@ class RepairTiming:
     longest_pause_seconds: float = 600.0
     bytes_per_second: float = DEFAULT_BYTES_PER_SECOND
 
-
 TIMING: Final[Mapping[str, RepairTiming]] = MappingProxyType(
     {
         "lan": RepairTiming(),
@@ -63,7 +65,6 @@ TIMING: Final[Mapping[str, RepairTiming]] = MappingProxyType(
 )
 """By the setting `network`."""
 
-
 @dataclass(frozen=True, slots=True)
 class _Lack:
     """An object with too few copies, `there` of `wanted`. `turn`: how many holders come before this peer."""
@@ -72,7 +73,6 @@ class _Lack:
     wanted: int
     there: int
     turn: int
-
 
 @dataclass(slots=True)
 class _Pass:
@@ -96,7 +96,6 @@ class _Pass:
     """Of this round: whether some are left to other holders."""
     failed: bool = False
     failures_in_a_row: int = 0
-
 
 class Repair:
     """Decides for one peer. Driven by `tick`."""
@@ -135,8 +134,9 @@ class Repair:
         else:
             self._then_at = then
 
-    def next_tick(self) -> float:
-        """When `tick` has work to do. (Changes of members are found with any tick.)"""
+    @property
+    def due_at(self) -> float:
+        """Changes of members are found with any tick."""
         if self._core.closing:
             return math.inf
         if self._pass is None:
@@ -144,7 +144,6 @@ class Repair:
         return math.inf if self._pass.busy else self._pass.next_at
 
     def tick(self, now: float) -> None:
-        """Notice losses, and do what is due."""
         if self._core.closing:
             return
         self._notice(now)
@@ -214,7 +213,7 @@ class Repair:
             current.busy = False
             self._judge(current, digests, at)
 
-        core.operations.start(LookupOperation(core, digests, ask_always=True, on_finish=looked), now)
+        core.operations.start(LookupOperation(core, digests, ask_always=True), now, looked)
 
     def _judge(self, current: _Pass, digests: list[bytes], now: float) -> None:
         for digest in digests:
@@ -230,8 +229,7 @@ class Repair:
                 current.others_turn = True
 
     def _count(self, current: _Pass, copies: int, wanted: int) -> None:
-        """Note an object that has too few copies: whether there were, or could be, more of them, as far as is known of
-        members."""
+        """Count an object with too few copies: whether there were, or could be, more, as far as members are known."""
         if copies < min(wanted, 1 + self._others_offering + current.dead_holders):
             current.lacking += 1
         else:
@@ -298,7 +296,7 @@ class Repair:
             return
         loaded = partial(self._loaded, current, lack.wanted)
         core = self._core
-        core.operations.start(FetchOperation(core, digest, only_here=True, on_finish=loaded), now)
+        core.operations.start(FetchOperation(core, digest, only_here=True), now, loaded)
 
     def _loaded(self, current: _Pass, wanted: int, result: Any, now: float) -> None:
         """An object that was only on the SSD is in memory, where others can read it. Or is not."""
@@ -322,8 +320,8 @@ class Repair:
                 self._count(current, result, wanted)
             self._ended(current, rested_at, at, repaired=repaired)
 
-        operation = ReplicateOperation(core, entry, wanted, on_finish=replicated)
-        core.operations.start(operation, now)
+        operation = ReplicateOperation(core, entry, wanted)
+        core.operations.start(operation, now, replicated)
 
     def _ended(self, current: _Pass, rested_at: float, now: float, *, repaired: bool) -> None:
         current.busy = False
@@ -337,7 +335,6 @@ class Repair:
         if current.failures_in_a_row >= MOST_FAILURES:
             current.queue.clear()
             current.walk.end()
-
 
 def _order(digest: bytes, member: Member, only_on_ssd: bool) -> tuple[bool, int]:
     """Sort key of holders by who acts first: holders with the object in memory, then by rendezvous order."""

@@ -1,27 +1,32 @@
 """Having copies of an object made."""
 
 from __future__ import annotations
-
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from functools import partial
 from p2pstore.core.core_effects import Reply
-from p2pstore.core.operation import Operation, PutEnd
+from p2pstore.core.operation import Operation
+from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.objects import MIB, Version
+from p2pstore.objects import MIB
+from p2pstore.objects import Version
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import (
-    MAX_REPLICATED,
-    Replicate,
-    Replicated,
-    ReplicatedMany,
-    ReplicateMany,
-)
-from p2pstore.wire import Code, Failure
+from p2pstore.transfer.peer_messages import MAX_REPLICATED
+from p2pstore.transfer.peer_messages import Replicate
+from p2pstore.transfer.peer_messages import ReplicateMany
+from p2pstore.transfer.peer_messages import Replicated
+from p2pstore.transfer.peer_messages import ReplicatedMany
+from p2pstore.wire import Code
+from p2pstore.wire import Failure
+from typing import Any
+from typing import Final
+from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -32,7 +37,6 @@ REPLICATE_BYTES_PER_SECOND: Final = 50e6
 
 MOST_ANNOUNCED: Final = 4
 """Location records count wanted copies up to here."""
-
 
 class ReplicateOperation(Operation):
     """Have `wanted` copies of a local object made; the result is how many there are.
@@ -48,13 +52,12 @@ class ReplicateOperation(Operation):
         core: PeerCore,
         entry: ObjectEntry,
         wanted: int,
-        on_finish: Callable[[Any, float], None] | None = None,
         *,
         candidates: Sequence[PeerId] | None = None,
         made: Sequence[PeerId] = (),
         tried: Sequence[PeerId] = (),
     ) -> None:
-        super().__init__(core, on_finish)
+        super().__init__(core)
         self.made = 0
         """How many peers said that they hold a copy now."""
         self._made_before = made
@@ -63,10 +66,8 @@ class ReplicateOperation(Operation):
         self._wanted = wanted
         self._holders: list[PeerId] = []
         """Of the other copies."""
-        self._pending: dict[int, PeerId] = {}
         self._chosen = candidates
         self._candidates: list[PeerId] = []
-        self._next_tag = 0
 
     @property
     def _copies(self) -> int:
@@ -100,16 +101,16 @@ class ReplicateOperation(Operation):
         self._proceed(now)
 
     def _proceed(self, now: float) -> None:
-        while self._copies + len(self._pending) < self._wanted and self._candidates:
+        while self._copies + len(self.asked) < self._wanted and self._candidates:
             self._ask(self._next_candidate(), now)
-        if not self._pending:
+        if not self.asked:
             self.core.segment.references.let_go(self._entry)
             self.finish(self._copies, now)
 
     def _next_candidate(self) -> PeerId:
         if self._chosen is not None:
             return self._candidates.pop(0)
-        return take_target(self.core, self._candidates, [*self._holders, *self._pending.values()])
+        return take_target(self.core, self._candidates, [*self._holders, *self.asked.values()])
 
     def _ask(self, target: PeerId, now: float) -> None:
         entry = self._entry
@@ -125,13 +126,10 @@ class ReplicateOperation(Operation):
             root=entry.version.root,
             proof=self.core.proofs.of(entry, now),
         )
-        self._next_tag += 1
-        self._pending[self._next_tag] = target
         timeout = 5.0 + entry.length / REPLICATE_BYTES_PER_SECOND
-        self.ask(self._next_tag, target, DataKind.REPLICATE, request, timeout)
+        self.ask(target, target, DataKind.REPLICATE, request, timeout)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        target = self._pending.pop(tag)
+    def answered(self, target: PeerId, reply: Reply, now: float) -> None:
         if isinstance(reply, Replicated):
             self._holders.append(target)
             self.made += 1
@@ -144,16 +142,13 @@ class ReplicateOperation(Operation):
             self.core.segment.references.let_go(self._entry)
         super().cancel(now)
 
-
 def offers_memory(core: PeerCore, peer_id: PeerId) -> bool:
     """Whether the member can hold copies at all."""
     state = core.gossip.membership.get(peer_id)
     return state is not None and state.memory_capacity > 0
 
-
 def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId]) -> PeerId:
-    """Take out the first candidate that is on a host without a copy; where there is none, the first. `taken` have, or
-    make, the other copies."""
+    """Take out the first candidate on a host without a copy (`taken`: holders, and makers, of one), else the first."""
     own = core.gossip.membership.own.record
     hosts = {_host_of(core, peer_id) for peer_id in taken}
     hosts.add(own.host_id if own is not None else b"")
@@ -162,12 +157,10 @@ def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId
     )
     return candidates.pop(next(elsewhere, 0))
 
-
 def _host_of(core: PeerCore, peer_id: PeerId) -> bytes:
     state = core.gossip.membership.get(peer_id)
     record = None if state is None else state.record
     return peer_id if record is None else record.host_id
-
 
 WINDOW_BYTES: Final = 16 * MIB
 """Values of one message; a larger one goes alone."""
@@ -175,7 +168,6 @@ WINDOW_TRAILER_BYTES: Final = 512 * 1024
 """Trailers of one message: half of what a request may have."""
 ANSWER_SECONDS: Final = 5.0
 _OLDER: Final = (Code.UNSUPPORTED, Code.PROTOCOL_MISMATCH)
-
 
 @dataclass(slots=True, eq=False)
 class _Row:
@@ -187,8 +179,6 @@ class _Row:
     waiting: int = 0
     made: list[PeerId] = field(default_factory=list)
     failed: list[PeerId] = field(default_factory=list)
-    alone: ReplicateOperation | None = None
-
 
 class ReplicateTogether(Operation):
     """Have as many copies made of new own objects as each wants; the result is the number of copies of each.
@@ -204,8 +194,6 @@ class ReplicateTogether(Operation):
         self._copies = [0] * len(entries)
         self._left = len(entries)
         self._queued: dict[PeerId, deque[list[_Row]]] = {}
-        self._asked: dict[int, tuple[PeerId, list[_Row]]] = {}
-        self._next_tag = 0
 
     def start(self, now: float) -> None:
         core, by_target = self.core, dict[PeerId, list[_Row]]()
@@ -247,14 +235,12 @@ class ReplicateTogether(Operation):
             me.body,
             me.signature,
         )
-        self._next_tag += 1
-        self._asked[self._next_tag] = target, rows
         in_all = sum(entry.length for entry in entries)
         timeout = ANSWER_SECONDS + in_all / REPLICATE_BYTES_PER_SECOND
-        self.ask(self._next_tag, target, DataKind.REPLICATE_MANY, request, timeout)
+        self.ask((target, rows), target, DataKind.REPLICATE_MANY, request, timeout)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        target, rows = self._asked.pop(tag)
+    def answered(self, about: tuple[PeerId, list[_Row]], reply: Reply, now: float) -> None:
+        target, rows = about
         if isinstance(reply, ReplicatedMany) and len(reply.codes) == len(rows):
             for row, code in zip(rows, reply.codes, strict=True):
                 (row.failed if code else row.made).append(target)
@@ -278,19 +264,10 @@ class ReplicateTogether(Operation):
         if len(made) >= row.wanted - 1:
             self._ended(row, 1 + len(made), now)
             return
-        row.alone = ReplicateOperation(
-            self.core,
-            entry,
-            row.wanted,
-            lambda copies, at: self._ended(row, copies, at),
-            made=made,
-            tried=row.failed,
-        )
-        self.core.operations.start(row.alone, now)
+        alone = ReplicateOperation(self.core, entry, row.wanted, made=made, tried=row.failed)
+        self.run(alone, partial(self._ended, row), now)
 
     def _ended(self, row: _Row, copies: Any, now: float) -> None:
-        if self.done:
-            return
         self.core.segment.references.let_go(row.entry)
         count = self._copies[row.place] = copies if isinstance(copies, int) else 1 + len(row.made)
         if count < row.wanted:
@@ -307,9 +284,6 @@ class ReplicateTogether(Operation):
         for row in self._rows:
             if not self._copies[row.place]:
                 self.core.segment.references.let_go(row.entry)
-                if row.alone is not None:
-                    row.alone.cancel(now)
-
 
 class PutAmongMany(NamedTuple):
     """A put that was published with others, and whose copies are made with theirs."""
@@ -331,7 +305,6 @@ class PutAmongMany(NamedTuple):
         if isinstance(copies, Exception):
             return copies
         return PutEnd(PutStatus.CREATED, copies[self.place], self.wanted, self.version)
-
 
 def _windows(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
     """Rows in turn, as many as one message may have."""
