@@ -72,3 +72,39 @@ def test_a_consumer_of_one_peer_knows_what_it_holds(
     peer.client.put("new", b"value")
     early.wait(lambda state: state.keys == {"new"})
     assert early.state.next > before
+
+
+def test_the_fleet_by_any_peer_and_by_another_when_that_one_dies(
+    cluster: ProcessCluster, consumers: Consumers
+) -> None:
+    streams = [new_stream(), new_stream()]
+    first, second, third = cluster.peers
+    fast = ["--network", "local", "--kv-events-of", "fleet"]
+    cluster.start([first], *streams[0].options(*fast))
+    others = ["--bootstrap", first.control]
+    cluster.start([second], *streams[1].options(*fast), *others)
+    cluster.start([third], "--network", "local", *others)
+    cluster.wait_until_whole()
+    for peer in cluster.peers:
+        peer.client.put_many([(f"{peer.name}/{number}", b"value") for number in range(300)])
+        with blocking.connect(str(peer.socket), namespace="other") as client:
+            client.put_many([(f"other {number}", b"1") for number in range(300)])
+    second.client.put("both", b"value", replicas=2)
+    wanted = {f"{peer.name}/{number}" for number in range(300) for peer in cluster.peers} | {"both"}
+    consumer = consumers.follow(*streams[0])
+    consumer.wait(lambda state: state.keys == wanted)
+    assert consumer.state.backends == {cluster.folder.name}
+
+    third.client.remove_many([f"p2/{number}" for number in range(290)])
+    wanted -= {f"p2/{number}" for number in range(290)}
+    consumer.wait(lambda state: state.keys == wanted)
+
+    first.kill()
+    third.client.put("afterwards", b"value")
+    wanted = {each for each in wanted if not each.startswith("p0/")} | {"afterwards"}
+    consumer = consumers.follow(*streams[1])
+    consumer.wait(lambda state: state.keys == wanted)
+    third.kill()  # it is missed by and by
+    consumer.wait(
+        lambda state: state.keys == {each for each in wanted if each.startswith("p1/")} | {"both"}
+    )
