@@ -23,7 +23,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.memory.areas import MAX_QUOTAS
 from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
-from p2pstore.objects import DEFAULT_NAMESPACE, GIB, MIB, encode_namespace, format_bytes, parse_bytes
+from p2pstore.objects import GIB, MIB, encode_namespace, format_bytes, parse_bytes
 from p2pstore.runtime.linux import memory_limits
 
 ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
@@ -144,10 +144,8 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
     options and files): HTTP address of the status page, `/metrics`, `/livez` and `/readyz`, without authentication; a
     port alone: on loopback; unset: none. `metrics_keys`: the page shows the most-read keys, not only namespaces.
     `http_token_file`: the token that queries of routers must show there; unset: they are answered on loopback only.
-    `kv_events`: ZeroMQ endpoint (`tcp://127.0.0.1:5557`) of a stream of events about keys, for routers; whoever can
-    connect reads keys. `kv_events_replay`: endpoint where consumers ask for what they missed, or for all. The stream is
-    about what this `peer` holds, or with `kv_events_of` about the `fleet`, all peers that this one knows; and about the
-    keys of one namespace.
+    `kv_events`: ZeroMQ endpoint (`tcp://127.0.0.1:5557`) of events about the keys of `kv_events_namespace` that this
+    peer holds, or (`kv_events_of`) the fleet, open to all who can reach it; `kv_events_replay`: for what they missed.
     """
 
     name: str = ""
@@ -196,7 +194,7 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
     kv_events: str | None = None
     kv_events_replay: str | None = None
     kv_events_of: EventsOf = "peer"
-    kv_events_namespace: str = DEFAULT_NAMESPACE
+    kv_events_namespace: str = "default"
     slow_operation: float = 0.1
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
@@ -212,7 +210,6 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
         except ValueError as error:
             raise ConfigError(f"{says['cluster']}: {error}") from None
         self._check_addresses(says)
-        self._check_events(says)
         memory = self._memory_bytes(says["memory"])
         if 0 != memory < MINIMUM_MEMORY_BYTES:
             raise ConfigError(
@@ -354,31 +351,6 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
             host, _ = split_address(address, says[setting], default_port=0)
             refuse_link_local(host, says[setting])
             refuse_wildcard(host, says[setting])
-
-    def _check_events(self, says: Mapping[str, str]) -> None:
-        for setting in ("kv_events", "kv_events_replay"):
-            endpoint = getattr(self, setting)
-            if endpoint is not None and not re.match("(tcp|ipc)://.", endpoint):
-                raise ConfigError(
-                    f"{says[setting]}: {endpoint!r} is no endpoint such as tcp://127.0.0.1:5557"
-                )
-        if self.kv_events is None and self.kv_events_replay is not None:
-            raise ConfigError(
-                f"{says['kv_events_replay']}: there is no stream of events; say where with {says['kv_events']}"
-            )
-        if (
-            self.kv_events is not None
-            and self.kv_events_of == "fleet"
-            and self.directory == "partitioned"
-        ):
-            raise ConfigError(
-                f"{says['kv_events_of']}: a peer with a partitioned directory does not know the fleet; use a peer with "
-                f"a full one"
-            )
-        try:
-            encode_namespace(self.kv_events_namespace)
-        except ValueError as error:
-            raise ConfigError(f"{says['kv_events_namespace']}: {error}") from None
 
     def refuse_without_key(self, what: str) -> None:
         """Raise `ConfigError` when strangers could reach `what` without a key."""

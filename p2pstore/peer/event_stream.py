@@ -20,6 +20,7 @@ from typing import Final
 import trio
 import zmq
 
+from p2pstore.config import PeerConfig
 from p2pstore.core.key_events import (
     REPLAY_END,
     SEQUENCE,
@@ -31,6 +32,7 @@ from p2pstore.core.key_events import (
 )
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import format_peer_id
+from p2pstore.objects import encode_namespace
 from p2pstore.peer.node import Node
 
 logger = logging.getLogger("p2pstore.peer")
@@ -65,9 +67,10 @@ class Replay:
 class EventStream:
     """The stream of one peer: see the module's docstring. Raises `ConfigError` when an endpoint cannot be had."""
 
-    def __init__(self, node: Node, endpoint: str) -> None:
+    def __init__(self, node: Node) -> None:
         config, self._node = node.config, node
         self._fleet = config.kv_events_of == "fleet"
+        _check(config)
         self._changes = KeyChanges(node.core, config.kv_events_namespace, fleet=self._fleet)
         # That of the fleet stays the same when its consumer goes to another peer.
         self._form = EventFormat(config.cluster if self._fleet else format_peer_id(node.core.peer_id))
@@ -75,7 +78,7 @@ class EventStream:
         self._replays: dict[bytes, Replay] = {}
         self._context = zmq.Context()
         try:
-            self._publisher = self._bind(zmq.PUB, endpoint, "kv_events", QUEUED_BATCHES)
+            self._publisher = self._bind(zmq.PUB, config.kv_events, "kv_events", QUEUED_BATCHES)
             self._router = self._bind(
                 zmq.ROUTER, config.kv_events_replay, "kv_events_replay", QUEUED_REPLIES
             )
@@ -180,3 +183,17 @@ class EventStream:
                 return False
             replay.unsent, replay.due = None, self._node.now + STUCK_SECONDS
         return True
+
+
+def _check(config: PeerConfig) -> None:
+    if config.kv_events is None:
+        raise ConfigError("kv_events_replay: there is no stream of events; say where with kv_events")
+    if config.kv_events_of == "fleet" and config.directory == "partitioned":
+        raise ConfigError(
+            "kv_events_of: a peer with a partitioned directory does not know the fleet; let one with a full directory "
+            "publish it"
+        )
+    try:
+        encode_namespace(config.kv_events_namespace)
+    except ValueError as error:
+        raise ConfigError(f"kv_events_namespace: {error}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,7 +11,7 @@ import pytest
 import zmq
 
 from p2pstore import blocking
-from tests.cluster.processes import ProcessCluster, new_cluster
+from tests.cluster.processes import ProcessCluster, new_cluster, until
 from tests.event_consumer import Consumers
 from tests.ports import free_port
 
@@ -108,3 +110,74 @@ def test_the_fleet_by_any_peer_and_by_another_when_that_one_dies(
     consumer.wait(
         lambda state: state.keys == {each for each in wanted if each.startswith("p1/")} | {"both"}
     )
+
+
+def test_slow_many_and_hostile_consumers_harm_nobody(
+    cluster: ProcessCluster, consumers: Consumers
+) -> None:
+    stream, peer = new_stream(), cluster.peers[0]
+    cluster.start([peer], *stream.options())
+    peer.client.put_many([(f"old {number}", b"value") for number in range(2000)])
+    followers = [consumers.follow(*stream) for _ in range(100)]
+    with consumers.context.socket(zmq.SUB) as deaf, consumers.context.socket(zmq.DEALER) as dealer:
+        deaf.setsockopt(zmq.SUBSCRIBE, b"")
+        deaf.setsockopt(zmq.RCVHWM, 1)
+        deaf.connect(stream.endpoint)  # and never reads
+        dealer.setsockopt(zmq.RCVHWM, 1)
+        dealer.connect(stream.replay)
+        for _ in range(300):
+            dealer.send_multipart([b"", bytes(8)])  # nor reads what it asks for
+        for frames in ([b""], [b"", b"short"], [b"x", bytes(8)], [b""] * 50, [b"", bytes(10_000)]):
+            with consumers.context.socket(zmq.DEALER) as garbage:
+                garbage.connect(stream.replay)
+                garbage.send_multipart(frames)
+        for endpoint in stream:
+            with socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2]))) as raw:
+                raw.sendall(os.urandom(4096))
+        removed = [f"old {number}" for number in range(1990)]
+        peer.client.remove_many(removed)
+        peer.client.put("new", b"value")
+        wanted = {f"old {number}" for number in range(1990, 2000)} | {"new"}
+        for follower in followers:
+            follower.wait(lambda state: state.keys == wanted)
+    assert peer.client.get("new") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-events-replay", "tcp://127.0.0.1:0"], "there is no stream of events"),
+        (["--kv-events", "nonsense"], "kv-events: cannot bind nonsense"),
+        (
+            [
+                "--kv-events",
+                "tcp://127.0.0.1:0",
+                "--kv-events-of",
+                "fleet",
+                "--directory",
+                "partitioned",
+            ],
+            "a peer with a partitioned directory does not know the fleet",
+        ),
+        (
+            ["--kv-events", "tcp://127.0.0.1:0", "--kv-events-namespace", "n" * 300],
+            "a namespace is 1 to",
+        ),
+    ],
+)
+def test_settings_that_cannot_work(cluster: ProcessCluster, options: list[str], message: str) -> None:
+    peer = cluster.peers[0]
+    peer.start(*options)
+    until(lambda: not peer.running, 60.0)
+    assert message in peer.log.read_text()
+
+
+def test_without_pyzmq_one_line_says_what_to_install(cluster: ProcessCluster) -> None:
+    without = cluster.folder / "zmq"
+    without.mkdir()
+    (without / "__init__.py").write_text("raise ImportError('not here')")
+    cluster.environment["PYTHONPATH"] = str(cluster.folder)
+    peer = cluster.peers[0]
+    peer.start("--kv-events", "tcp://127.0.0.1:0")
+    until(lambda: not peer.running, 60.0)
+    assert "install it with `pip install 'p2pstore[events]'`" in peer.log.read_text()

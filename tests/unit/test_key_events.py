@@ -29,7 +29,14 @@ from p2pstore.transfer.peer_messages import Named, Names
 from p2pstore.wire import Code, Failure
 from tests.event_consumer import EventSet
 from tests.unit.cold_world import ColdWorld
-from tests.unit.core_harness import NAMESPACE, OTHER_INCARNATION, Harness, LocationRecord, Other, digest_of
+from tests.unit.core_harness import (
+    NAMESPACE,
+    OTHER_INCARNATION,
+    Harness,
+    LocationRecord,
+    Other,
+    digest_of,
+)
 from tests.unit.gossip_network import operations_after, run_at
 
 UNIX_MS = 1_800_000_000_000
