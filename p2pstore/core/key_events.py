@@ -1,9 +1,9 @@
 """Changes of what this peer holds, or the whole pool, as events about the keys of one namespace. Pure.
 
-The source are the location logs: each is followed by its number, and where its ring has lost operations, all of its
-records are looked at again, and all that was told. A look compares what is held of a key now with what was told, so a
-change that came back in between is no event, and what was told is right whatever was missed. Logs name digests. The
-keys of what is held here are known; those of others are asked of a holder (NAMES).
+The source are the location logs. Each is followed by its number; where its ring has lost operations, all of its records
+are looked at again, and all that was told. A look compares what is held of a key now with what was told: a change that
+came back in between is no event, and the events add up to the truth whatever was missed. Logs name digests. The keys of
+what is held here are known; those of others are asked of a holder (NAMES).
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class KeyChanges:
         """Digests whose keys are wanted, and the holders that gave none."""
         self._named: dict[bytes, str] = {}
         self._silent_until: dict[PeerId, float] = {}
+        self._ask_at = 0.0
         self._asking = 0
 
     @property
@@ -106,13 +107,14 @@ class KeyChanges:
         events: list[KeyEvent] = []
         for digest, media in zip(digests, self._media(digests), strict=True):
             events += self._compared(digest, media, now)
+        self._core.counters["key_events"] += len(events)
         self._ask(now)
         return events
 
     @property
     def behind(self) -> bool:
         """Whether there is more to look at by now."""
-        return bool(self._to_look or self._passes)
+        return bool(self._to_look or self._passes or (self._unnamed and self._asking < ASKED_AT_ONCE))
 
     # --- what to look at ---------------------------------------------------------------------
 
@@ -211,19 +213,23 @@ class KeyChanges:
     def _ask(self, now: float) -> None:
         """Ask a holder each for the keys of some digests. What no holder names is dropped until the logs mention it
         again."""
-        if not self._unnamed or self._asking >= ASKED_AT_ONCE:
+        busy = self._asking >= ASKED_AT_ONCE or self._core.closing
+        if busy or not self._unnamed or now < self._ask_at:
             return
         wanted: dict[PeerId, dict[bytes, set[PeerId]]] = {}
         for digest in list(islice(self._unnamed, MAX_NAMED)):
             asked = self._unnamed.pop(digest)
             holders = [each for each in self._holders(digest, now) if each not in asked]
             if not holders or len(asked) >= MAX_HOLDERS_ASKED:
+                self._core.counters["keys_not_named"] += 1
                 continue
             able = [each for each in holders if self._silent_until.get(each, 0.0) <= now]
             if able:
                 wanted.setdefault(able[0], {})[digest] = asked
             else:
                 self._unnamed[digest] = asked  # behind the others
+        if not wanted:
+            self._ask_at = now + SILENT_SECONDS / 10
         for holder, digests in wanted.items():
             self._ask_one(holder, digests, now)
 

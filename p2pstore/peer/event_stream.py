@@ -111,12 +111,16 @@ class EventStream:
 
     async def run(self) -> None:
         """Publish and answer until cancelled."""
-        while True:
-            busy = self._changes.behind or self._replays
-            await trio.sleep(BUSY_TICK_SECONDS if busy else TICK_SECONDS)
-            self._publish()
-            self._take_requests()
-            self._replay_on()
+        try:
+            while True:
+                busy = self._changes.behind or self._replays
+                await trio.sleep(BUSY_TICK_SECONDS if busy else TICK_SECONDS)
+                self._publish()
+                self._take_requests()
+                self._replay_on()
+        except Exception:  # the peer goes on without
+            logger.exception("kv_events ended by an internal error")
+            self.close()
 
     @property
     def _unix_ms(self) -> int:

@@ -426,3 +426,17 @@ def test_names_are_given_of_what_is_held_in_that_namespace() -> None:
 def test_a_peer_that_does_not_know_the_fleet_tells_nothing_of_it() -> None:
     assert KeyChanges(Harness(directory="partitioned").core, NAMESPACE, fleet=False).knows_all
     assert not KeyChanges(Harness(directory="partitioned").core, NAMESPACE, fleet=True).knows_all
+
+
+def test_after_a_pause_all_is_told_anew() -> None:
+    world = World(fleet=True)
+    world.put_here("here")
+    world.put(next(iter(world.logs)), "there", Tier.BOTH)
+    world.settle()
+    assert len(world.consumer.held) == 3
+    world.changes.forget()
+    world.publish(world.form.cleared(UNIX_MS))
+    assert not world.consumer.held
+    world.settle()
+    assert world.consumer.held == world.truth
+    assert world.harness.core.counters["key_events"] == 6
