@@ -9,9 +9,8 @@ what is held here are known; those of others are asked of a holder (NAMES).
 from __future__ import annotations
 
 import struct
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -67,10 +66,10 @@ class KeyChanges:
         """Key and media of each digest, as all events so far add up to."""
         self._places: dict[Member, ViewPlace] = {}
         """Up to where each log was followed."""
-        self._to_look: dict[bytes, None] = {}
+        self._to_look: OrderedDict[bytes, None] = OrderedDict()
         self._passes: dict[Member | None, Iterator[Sequence[bytes]]] = {}
         """Logs whose records are all to be looked at; None stands for what was told."""
-        self._unnamed: dict[bytes, set[PeerId]] = {}
+        self._unnamed: OrderedDict[bytes, set[PeerId]] = OrderedDict()
         """Digests whose keys are wanted, and the holders that gave none."""
         self._named: dict[bytes, str] = {}
         self._silent_until: dict[PeerId, float] = {}
@@ -101,9 +100,7 @@ class KeyChanges:
         if len(self._to_look) + len(self._unnamed) < MAX_AHEAD:
             self._follow()
             self._look_on()
-        digests = list(islice(self._to_look, limit))
-        for digest in digests:
-            del self._to_look[digest]
+        digests = [self._to_look.popitem(last=False)[0] for _ in range(min(limit, len(self._to_look)))]
         events: list[KeyEvent] = []
         for digest, media in zip(digests, self._media(digests), strict=True):
             events += self._compared(digest, media, now)
@@ -143,7 +140,7 @@ class KeyChanges:
             if operations is None or (before and before.hidden != place.hidden):
                 self._passes[member] = self._chunks_of(member)
             if operations:
-                self._to_look |= dict.fromkeys(digests_of(operations))
+                self._to_look.update(dict.fromkeys(digests_of(operations)))
         if self._places.keys() - places.keys():
             self._passes[None] = self._chunks_told()
         self._places = places
@@ -156,7 +153,7 @@ class KeyChanges:
             if chunk is None:
                 del self._passes[which]
             else:
-                self._to_look |= dict.fromkeys(chunk)
+                self._to_look.update(dict.fromkeys(chunk))
 
     def _chunks_told(self) -> Iterator[Sequence[bytes]]:
         everything = list(self.told)
@@ -217,8 +214,8 @@ class KeyChanges:
         if busy or not self._unnamed or now < self._ask_at:
             return
         wanted: dict[PeerId, dict[bytes, set[PeerId]]] = {}
-        for digest in list(islice(self._unnamed, MAX_NAMED)):
-            asked = self._unnamed.pop(digest)
+        for _ in range(min(MAX_NAMED, len(self._unnamed))):
+            digest, asked = self._unnamed.popitem(last=False)
             holders = [each for each in self._holders(digest, now) if each not in asked]
             if not holders or len(asked) >= MAX_HOLDERS_ASKED:
                 self._core.counters["keys_not_named"] += 1
@@ -238,7 +235,7 @@ class KeyChanges:
             self._asking -= 1
             if not isinstance(keys, list):
                 self._silent_until[holder] = now + SILENT_SECONDS
-                self._unnamed |= digests
+                self._unnamed.update(digests)
                 return
             self._silent_until.pop(holder, None)
             for (digest, asked), key in zip(digests.items(), keys, strict=True):
