@@ -260,7 +260,9 @@ class KeyChanges:
 
 
 class EventFormat:
-    """Batches as Mooncake's master publishes them: msgpack of `[milliseconds, events, 0]`, an event a map."""
+    """Batches as Mooncake's master publishes them: msgpack of `[milliseconds, events, 0]`, an event a map. Its own
+    consumer refuses an event without any of these fields but `type`, `object_key` and `block_hashes`, and one with
+    another time than its batch."""
 
     def __init__(self, backend_id: str) -> None:
         self._backend_id = backend_id
@@ -286,7 +288,7 @@ class EventFormat:
             "object_key": event.key,
             "seq_hashes": hashes,
             "block_hashes": hashes,
-            "base_block_idx": 0,
+            "base_block_idx": None,
         } | ({"parent_hash": None, "token_ids": None} if event.stored else {})
 
     def _envelope(self, kind: str, type_: str, medium: str | None, unix_ms: int) -> dict[str, Any]:
@@ -299,11 +301,12 @@ class EventFormat:
             "type": type_,
             "model_name": None,
             "block_size": None,
+            "additional_salt": None,
             "lora_name": None,
             "tenant_id": "default",
             "backend_id": self._backend_id,
             "medium": medium,
-            "dp_rank": None,
+            "dp_rank": 0,
         }
 
 

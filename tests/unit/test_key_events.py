@@ -46,9 +46,12 @@ def envelope(number: int, kind: str, type_: str, medium: bytes) -> bytes:
     fields = [
         *((text("event_id"), bytes([number])), (text("timestamp"), now)),
         *((text("event_type"), text(kind)), (text("type"), text(type_))),
-        *((text(name), b"\xc0") for name in ("model_name", "block_size", "lora_name")),
+        *(
+            (text(name), b"\xc0")
+            for name in ("model_name", "block_size", "additional_salt", "lora_name")
+        ),
         *((text("tenant_id"), text("default")), (text("backend_id"), text("a peer's id"))),
-        *((text("medium"), medium), (text("dp_rank"), b"\xc0")),
+        *((text("medium"), medium), (text("dp_rank"), b"\0")),
     ]
     return b"".join(name + value for name, value in fields)
 
@@ -58,7 +61,7 @@ def about(key: str, hashes: bytes) -> bytes:
         (
             *(text("group_id"), b"\xc0", text("object_key"), text(key)),
             *(text("seq_hashes"), hashes, text("block_hashes"), hashes),
-            *(text("base_block_idx"), b"\0"),
+            *(text("base_block_idx"), b"\xc0"),
         )
     )
 
@@ -67,15 +70,15 @@ def test_golden_bytes_of_mooncakes_format() -> None:
     form = EventFormat("a peer's id")
     batch = form.batch([KeyEvent("0x2a", "cpu", True), KeyEvent("k/1", "disk", False)], UNIX_MS)
     stored = (
-        b"\xde\0\x12" + envelope(1, "stored", "BlockStored", text("cpu")) + about("0x2a", b"\x91\x2a")
+        b"\xde\0\x13" + envelope(1, "stored", "BlockStored", text("cpu")) + about("0x2a", b"\x91\x2a")
     )
     stored += text("parent_hash") + b"\xc0" + text("token_ids") + b"\xc0"
     removed = (
-        b"\xde\0\x10" + envelope(2, "removed", "BlockRemoved", text("disk")) + about("k/1", b"\x90")
+        b"\xde\0\x11" + envelope(2, "removed", "BlockRemoved", text("disk")) + about("k/1", b"\x90")
     )
     now = b"\xcf" + UNIX_MS.to_bytes(8)
     assert batch == b"\x93" + now + b"\x92" + stored + removed + b"\0"
-    cleared = b"\x8b" + envelope(3, "cleared", "AllBlocksCleared", b"\xc0")
+    cleared = b"\x8c" + envelope(3, "cleared", "AllBlocksCleared", b"\xc0")
     assert form.cleared(UNIX_MS) == b"\x93" + now + b"\x91" + cleared + b"\0"
     assert form.batch([], UNIX_MS) == b"\x93" + now + b"\x90\0"
 
