@@ -329,6 +329,7 @@ class BatchRing:
         self.first = first
         self._batches: deque[bytes] = deque()
         self._length_bytes = 0
+        self._listed: tuple[int, list[bytes]] = 0, []
 
     @property
     def last(self) -> int:
@@ -348,6 +349,12 @@ class BatchRing:
         """A batch that is still here."""
         return self._batches[number - self.first] if self.first <= number <= self.last else None
 
+    def listed(self, told: Iterable[bytes]) -> tuple[int, list[bytes]]:
+        """The digests that were told up to one of the last batches, and its number. Many replays share this list."""
+        if self.last - self._listed[0] >= RING_BATCHES // 100:
+            self._listed = self.last, list(told)
+        return self._listed
+
 
 def first_sequence(core: PeerCore) -> int:
     """The number of a life's first batch: above all of earlier lives, whatever the clock did since. Incarnations rise
@@ -363,10 +370,10 @@ def replayed(
     meanwhile the ring tells again."""
     number = start
     if not ring.first <= start <= ring.last + 1:
-        digests = list(changes.told)
-        room = max(1, ring.last - start - 1) if start else len(digests) + 1
+        last, digests = ring.listed(changes.told)
+        room = max(1, last - start - 1) if 0 < start < last else len(digests) + 1
         size = max(MAX_EVENTS, -(-len(digests) // room))
-        number = ring.last - -(-len(digests) // size)
+        number = last - -(-len(digests) // size)
         yield number, form.cleared(unix_ms)
         for begin in range(0, len(digests), size):
             number += 1

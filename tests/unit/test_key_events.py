@@ -329,6 +329,11 @@ def test_large_logs_are_looked_at_in_steps_and_told_whole(monkeypatch: pytest.Mo
     batches = list(replayed(world.changes, world.ring, world.form, world.ring.last - 60, UNIX_MS))
     assert world.ring.last - 60 < batches[0][0]
     assert [number for number, _ in batches] == list(range(batches[0][0], world.ring.last + 1))
+    # Ahead of the stream, as after another one at the same endpoint.
+    ahead = EventSet()
+    ahead.next = world.ring.last + 100
+    ahead.replayed(replayed(world.changes, world.ring, world.form, ahead.next, UNIX_MS))
+    assert (ahead.held, ahead.next) == (world.truth, world.ring.last + 1)
     world.hide(first)
     world.settle()
     assert world.consumer.held == world.truth
