@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ import zmq
 
 from p2pstore import blocking
 from tests.cluster.processes import ProcessCluster, new_cluster, until
+from tests.cluster.test_roles import keys
 from tests.event_consumer import Consumers
 from tests.ports import free_port
 
@@ -110,6 +112,18 @@ def test_the_fleet_by_any_peer_and_by_another_when_that_one_dies(
     consumer.wait(
         lambda state: state.keys == {each for each in wanted if each.startswith("p1/")} | {"both"}
     )
+
+
+def test_a_reader_without_memory_serves_the_fleet(
+    cluster: ProcessCluster, consumers: Consumers, tmp_path: Path
+) -> None:
+    member, reader = keys(tmp_path)
+    stream, (holder, server, _) = new_stream(), cluster.peers
+    cluster.start([holder], "--cluster-key-file", member)
+    options = ["--cluster-key-file", reader, "--memory", "0", "--bootstrap", holder.control]
+    cluster.start([server], *stream.options("--kv-events-of", "fleet", *options))
+    holder.client.put_many([(f"key {number}", b"value") for number in range(100)])
+    consumers.follow(*stream).wait(lambda state: len(state.keys) == 100)
 
 
 def test_slow_many_and_hostile_consumers_harm_nobody(
