@@ -1,35 +1,38 @@
 """`join` runs a peer, in the foreground or detached; `config show` prints its settings with their origins."""
 
 from __future__ import annotations
-
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import asdict
+from enum import StrEnum
+from mooncake_p2p.join_settings import CONFIG_VARIABLE
+from mooncake_p2p.join_settings import DETACHED_VARIABLE
+from mooncake_p2p.join_settings import INVITE_VARIABLE
+from mooncake_p2p.join_settings import gather
+from mooncake_p2p.join_settings import ready_for_people
+from mooncake_p2p.join_settings import refuse_name_of_another
+from mooncake_p2p.join_settings import refuse_socket_of_another
+from mooncake_p2p.join_settings import spelled_as_given
+from mooncake_p2p.join_settings import start_detached
+from mooncake_p2p.options import Json
+from mooncake_p2p.options import argument
+from mooncake_p2p.options import flag
+from mooncake_p2p.options import importing
+from mooncake_p2p.output import print_json
+from mooncake_p2p.output import print_table
+from mooncake_p2p.output import remark
+from p2pstore.objects import format_bytes
+from p2pstore.runtime.linux import survive_hangups
+from typing import Annotated
+from typing import Any
+from typing import Final
+from typing import NamedTuple
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from enum import StrEnum
-from typing import Annotated, Any, Final, NamedTuple
-
 import typer
 
-from mooncake_p2p.join_settings import (
-    CONFIG_VARIABLE,
-    DETACHED_VARIABLE,
-    INVITE_VARIABLE,
-    gather,
-    ready_for_people,
-    refuse_name_of_another,
-    refuse_socket_of_another,
-    spelled_as_given,
-    start_detached,
-)
-from mooncake_p2p.options import Json, argument, flag, importing
-from mooncake_p2p.output import print_json, print_table, remark
-from p2pstore.objects import format_bytes
-from p2pstore.runtime.linux import survive_hangups
-
 MAX_ATTEMPTS: Final = 8
-
 
 class Setting(NamedTuple):
     """The option of one setting. `form` is the metavar of its value, the words to choose from (joined by |), or
@@ -40,7 +43,6 @@ class Setting(NamedTuple):
     kind: type = str
     default: str = ""
     """Text behind the help: the default, in people's words."""
-
 
 SETTINGS: Final[dict[str, Setting]] = {
     "name": Setting("NAME", "The peer's name, unique on this machine", default="hostname"),
@@ -115,6 +117,19 @@ SETTINGS: Final[dict[str, Setting]] = {
     "http_token_file": Setting(
         "FILE", "Token of routers' queries over HTTP; without one: on loopback only"
     ),
+    "kv_events": Setting(
+        "ENDPOINT",
+        "Publish which keys are held at this ZeroMQ endpoint, such as tcp://127.0.0.1:5557, in Mooncake's format, to "
+        "all who can reach it",
+        default="none",
+    ),
+    "kv_events_replay": Setting(
+        "ENDPOINT", "Endpoint where its consumers get what they missed, or all", default="none"
+    ),
+    "kv_events_of": Setting(
+        "peer|fleet", "Publish what this peer holds, or what all peers hold together", default="peer"
+    ),
+    "kv_events_namespace": Setting("NAME", "Publish the keys of this namespace", default="default"),
     "slow_operation": Setting(
         "SECONDS", "Shortest operation that `stats --slow` keeps; 0: none", default="0.1"
     ),
@@ -124,7 +139,6 @@ SETTINGS: Final[dict[str, Setting]] = {
     "config": Setting("FILE.toml", "Settings: option names with underscores"),
 }
 """The settings of `PeerConfig` (which takes 0.1 s to load; a test compares them), `invite` and `config`."""
-
 
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "Cluster and network": (
@@ -142,12 +156,12 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "Operation": (
         *("state_dir", "drain_timeout", "metrics_keys", "http_token_file", "slow_operation"),
+        *("kv_events", "kv_events_replay", "kv_events_of", "kv_events_namespace"),
         *("log_level", "log_format", "log_file"),
     ),
 }
 """The settings that only --help-all shows."""
 GROUP_OF: Final = {name: group for group, names in GROUPS.items() for name in names}
-
 
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     """The option as a parameter for typer: None where it was not given."""
@@ -174,7 +188,6 @@ def _parameter(name: str, setting: Setting) -> inspect.Parameter:
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
 
-
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command that takes `**given` all settings as options, before its own."""
     own = inspect.signature(command, eval_str=True)
@@ -186,7 +199,6 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
-
 
 @_with_settings
 def join(
@@ -229,7 +241,6 @@ def join(
     else:
         _run(given, detached, for_people)
 
-
 def _run(given: Mapping[str, Any], detached: bool, for_people: bool) -> None:
     """Run the peer in this process. Of several that start at once and take the same free name, one gets it."""
     survive_hangups()
@@ -255,15 +266,12 @@ def _run(given: Mapping[str, Any], detached: bool, for_people: bool) -> None:
             if not chose_name(settings) or attempt == MAX_ATTEMPTS - 1:
                 raise (name_in_use(settings) or error) from None
 
-
 CLIENT_VARIABLES: Final = tuple(
     f"MOONCAKE_P2P_{name}" for name in ("NAMESPACE", "TIMEOUT", "DEBUG", "DETACHED")
 )
 
-
 class Action(StrEnum):
     show = "show"
-
 
 @_with_settings
 def config(
@@ -290,7 +298,6 @@ def config(
         [(each.name, _text(each.name, each.value), each.origin) for each in shown],
         fold=("VALUE", "ORIGIN"),
     )
-
 
 def _text(name: str, value: Any) -> str:
     if value is None or value == []:
