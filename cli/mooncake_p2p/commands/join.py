@@ -1,38 +1,35 @@
 """`join` runs a peer, in the foreground or detached; `config show` prints its settings with their origins."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import asdict
-from enum import StrEnum
-from mooncake_p2p.join_settings import CONFIG_VARIABLE
-from mooncake_p2p.join_settings import DETACHED_VARIABLE
-from mooncake_p2p.join_settings import INVITE_VARIABLE
-from mooncake_p2p.join_settings import gather
-from mooncake_p2p.join_settings import ready_for_people
-from mooncake_p2p.join_settings import refuse_name_of_another
-from mooncake_p2p.join_settings import refuse_socket_of_another
-from mooncake_p2p.join_settings import spelled_as_given
-from mooncake_p2p.join_settings import start_detached
-from mooncake_p2p.options import Json
-from mooncake_p2p.options import argument
-from mooncake_p2p.options import flag
-from mooncake_p2p.options import importing
-from mooncake_p2p.output import print_json
-from mooncake_p2p.output import print_table
-from mooncake_p2p.output import remark
-from p2pstore.objects import format_bytes
-from p2pstore.runtime.linux import survive_hangups
-from typing import Annotated
-from typing import Any
-from typing import Final
-from typing import NamedTuple
+
 import inspect
 import os
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from enum import StrEnum
+from typing import Annotated, Any, Final, NamedTuple
+
 import typer
 
+from mooncake_p2p.join_settings import (
+    CONFIG_VARIABLE,
+    DETACHED_VARIABLE,
+    INVITE_VARIABLE,
+    gather,
+    ready_for_people,
+    refuse_name_of_another,
+    refuse_socket_of_another,
+    spelled_as_given,
+    start_detached,
+)
+from mooncake_p2p.options import Json, argument, flag, importing
+from mooncake_p2p.output import print_json, print_table, remark
+from p2pstore.objects import format_bytes
+from p2pstore.runtime.linux import survive_hangups
+
 MAX_ATTEMPTS: Final = 8
+
 
 class Setting(NamedTuple):
     """The option of one setting. `form` is the metavar of its value, the words to choose from (joined by |), or
@@ -43,6 +40,7 @@ class Setting(NamedTuple):
     kind: type = str
     default: str = ""
     """Text behind the help: the default, in people's words."""
+
 
 SETTINGS: Final[dict[str, Setting]] = {
     "name": Setting("NAME", "The peer's name, unique on this machine", default="hostname"),
@@ -163,6 +161,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
 """The settings that only --help-all shows."""
 GROUP_OF: Final = {name: group for group, names in GROUPS.items() for name in names}
 
+
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     """The option as a parameter for typer: None where it was not given."""
     text = setting.help
@@ -188,6 +187,7 @@ def _parameter(name: str, setting: Setting) -> inspect.Parameter:
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
 
+
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command that takes `**given` all settings as options, before its own."""
     own = inspect.signature(command, eval_str=True)
@@ -199,6 +199,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
 
 @_with_settings
 def join(
@@ -241,6 +242,7 @@ def join(
     else:
         _run(given, detached, for_people)
 
+
 def _run(given: Mapping[str, Any], detached: bool, for_people: bool) -> None:
     """Run the peer in this process. Of several that start at once and take the same free name, one gets it."""
     survive_hangups()
@@ -266,12 +268,15 @@ def _run(given: Mapping[str, Any], detached: bool, for_people: bool) -> None:
             if not chose_name(settings) or attempt == MAX_ATTEMPTS - 1:
                 raise (name_in_use(settings) or error) from None
 
+
 CLIENT_VARIABLES: Final = tuple(
     f"MOONCAKE_P2P_{name}" for name in ("NAMESPACE", "TIMEOUT", "DEBUG", "DETACHED")
 )
 
+
 class Action(StrEnum):
     show = "show"
+
 
 @_with_settings
 def config(
@@ -298,6 +303,7 @@ def config(
         [(each.name, _text(each.name, each.value), each.origin) for each in shown],
         fold=("VALUE", "ORIGIN"),
     )
+
 
 def _text(name: str, value: Any) -> str:
     if value is None or value == []:
