@@ -14,6 +14,7 @@ import threading
 import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Indexer:
 
         def listens() -> bool:
             try:
-                return bool(self._ask("/health", None) is not None)
+                return self._ask("/health", None) is not None
             except OSError:
                 return False
 
@@ -225,9 +226,11 @@ def check_crash(a: Told, b: Told, peers: dict[str, Any]) -> None:
     b.ask(prompt(6))
     until(lambda: set(b.blocks_of(prompt(6))) <= set(a.pool()), "the peers agree")
     a.ask(prompt(6))
+    told = {
+        each.number: each.indexer.stored(each.number) | set(b.blocks_of(prompt(6))) for each in (a, b)
+    }
     for each in (a, b):
-        each.until_told(lambda: set(a.blocks_of(prompt(1))[:20] + a.blocks_of(prompt(6))), "")
-    told = {each.number: each.indexer.stored(each.number) for each in (a, b)}
+        each.until_told(partial(told.__getitem__, each.number), "blocks of the other peer")
     peers["a"].kill()
     peers["a"].wait()
     b.until_told(lambda: set(b.pool()) & told[b.number], "a crash")

@@ -1115,7 +1115,8 @@ def test_lmcache_s_server_lists_the_pool_s_chunks_and_reports_its_state(adapter:
     server = Server(adapter)
     keys = [ObjectKey(bytes([number]), f"m{number % 2}") for number in range(5)]
     server.store([*keys, ObjectKey(b"", LONG)], [bytes(100)] * 6)
-    pages, token = [], None
+    pages: list[Any] = []
+    token = None
     while not pages or token is not None:
         page = adapter.list_l2_keys(page_size=2, cursor=token)
         pages.append(page.entries)
