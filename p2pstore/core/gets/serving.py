@@ -13,6 +13,7 @@ from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import split_digests
+from p2pstore.core.gets.naming import serve_names
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.describe import key_info
 from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
@@ -37,6 +38,7 @@ from p2pstore.transfer.peer_messages import (
     ListKeys,
     Locations,
     Lookup,
+    Names,
     Proofs,
     Prove,
     Push,
@@ -106,6 +108,8 @@ def serve(
         return taken
     if isinstance(request, ListKeys):
         return core.operations.start(ListHereOperation(core, request), now)
+    if isinstance(request, Names):
+        return serve_names(core, request, now)
     if isinstance(request, Reads):
         core.read_reports.heard(request.items, now)
         return ReadsTaken()
