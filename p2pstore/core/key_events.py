@@ -43,6 +43,8 @@ MEDIA_OF_TIER: Final = (1, 2, 3, 0)
 
 MAX_EVENTS: Final = 256
 """In one batch."""
+MAX_REPLAYED_EVENTS: Final = 4096
+"""In one batch that tells what is held."""
 RING_BATCHES: Final = 10_000
 RING_BYTES: Final = 64 << 20
 
@@ -359,7 +361,7 @@ def replayed(
     if not ring.first <= start <= ring.last + 1:
         digests = list(changes.told)
         room = max(1, ring.last - start - 1) if start else len(digests) + 1
-        size = max(MAX_EVENTS, -(-len(digests) // room))
+        size = max(MAX_EVENTS, min(MAX_REPLAYED_EVENTS, -(-len(digests) // room)))
         number = ring.last - -(-len(digests) // size)
         yield number, form.cleared(unix_ms)
         for begin in range(0, len(digests), size):
