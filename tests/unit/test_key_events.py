@@ -426,3 +426,17 @@ def test_names_are_given_of_what_is_held_in_that_namespace() -> None:
 def test_a_peer_that_does_not_know_the_fleet_tells_nothing_of_it() -> None:
     assert KeyChanges(Harness(directory="partitioned").core, NAMESPACE, fleet=False).knows_all
     assert not KeyChanges(Harness(directory="partitioned").core, NAMESPACE, fleet=True).knows_all
+
+
+def test_a_number_of_another_stream_is_answered_in_batches_of_a_size_to_send() -> None:
+    world = World(fleet=False)
+    keys = [f"key {number}" for number in range(10_000)]
+    world.changes.told |= {digest_of(key): (key, 1) for key in keys}
+    for start in (0, 1, world.ring.first - 1, world.ring.last + 100, (1 << 64) - 1):
+        batches = [*replayed(world.changes, world.ring, world.form, start, UNIX_MS)]
+        assert max(len(payload) for _, payload in batches) < 2 << 20
+        numbers = [number for number, _ in batches]
+        assert numbers == [*range(numbers[0], world.ring.last + 1)]
+        consumer = EventSet()
+        consumer.replayed(batches)
+        assert consumer.keys == set(keys)
