@@ -1,17 +1,16 @@
 """Changes of what this peer holds, or the whole pool, as events about the keys of one namespace. Pure.
 
-The source are the location logs: each is followed by its number, and where its ring has lost operations, all of its
-records are looked at again, and all that was told. A look compares what is held of a key now with what was told, so a
-change that came back in between is no event, and what was told is right whatever was missed. Logs name digests. The
-keys of what is held here are known; those of others are asked of a holder (NAMES).
+The source are the location logs. Each is followed by its number; where its ring has lost operations, all of its records
+are looked at again, and all that was told. A look compares what is held of a key now with what was told: a change that
+came back in between is no event, and the events add up to the truth whatever was missed. Logs name digests. The keys of
+what is held here are known; those of others are asked of a holder (NAMES).
 """
 
 from __future__ import annotations
 
 import struct
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -69,13 +68,14 @@ class KeyChanges:
         """Key and media of each digest, as all events so far add up to."""
         self._places: dict[Member, ViewPlace] = {}
         """Up to where each log was followed."""
-        self._to_look: dict[bytes, None] = {}
+        self._to_look: OrderedDict[bytes, None] = OrderedDict()
         self._passes: dict[Member | None, Iterator[Sequence[bytes]]] = {}
         """Logs whose records are all to be looked at; None stands for what was told."""
-        self._unnamed: dict[bytes, set[PeerId]] = {}
+        self._unnamed: OrderedDict[bytes, set[PeerId]] = OrderedDict()
         """Digests whose keys are wanted, and the holders that gave none."""
         self._named: dict[bytes, str] = {}
         self._silent_until: dict[PeerId, float] = {}
+        self._ask_at = 0.0
         self._asking = 0
 
     @property
@@ -102,19 +102,18 @@ class KeyChanges:
         if len(self._to_look) + len(self._unnamed) < MAX_AHEAD:
             self._follow()
             self._look_on()
-        digests = list(islice(self._to_look, limit))
-        for digest in digests:
-            del self._to_look[digest]
+        digests = [self._to_look.popitem(last=False)[0] for _ in range(min(limit, len(self._to_look)))]
         events: list[KeyEvent] = []
         for digest, media in zip(digests, self._media(digests), strict=True):
             events += self._compared(digest, media, now)
+        self._core.counters["key_events"] += len(events)
         self._ask(now)
         return events
 
     @property
     def behind(self) -> bool:
         """Whether there is more to look at by now."""
-        return bool(self._to_look or self._passes)
+        return bool(self._to_look or self._passes or (self._unnamed and self._asking < ASKED_AT_ONCE))
 
     # --- what to look at ---------------------------------------------------------------------
 
@@ -143,7 +142,7 @@ class KeyChanges:
             if operations is None or (before and before.hidden != place.hidden):
                 self._passes[member] = self._chunks_of(member)
             if operations:
-                self._to_look |= dict.fromkeys(digests_of(operations))
+                self._to_look.update(dict.fromkeys(digests_of(operations)))
         if self._places.keys() - places.keys():
             self._passes[None] = self._chunks_told()
         self._places = places
@@ -156,7 +155,7 @@ class KeyChanges:
             if chunk is None:
                 del self._passes[which]
             else:
-                self._to_look |= dict.fromkeys(chunk)
+                self._to_look.update(dict.fromkeys(chunk))
 
     def _chunks_told(self) -> Iterator[Sequence[bytes]]:
         everything = list(self.told)
@@ -213,19 +212,23 @@ class KeyChanges:
     def _ask(self, now: float) -> None:
         """Ask a holder each for the keys of some digests. What no holder names is dropped until the logs mention it
         again."""
-        if not self._unnamed or self._asking >= ASKED_AT_ONCE:
+        busy = self._asking >= ASKED_AT_ONCE or self._core.closing
+        if busy or not self._unnamed or now < self._ask_at:
             return
         wanted: dict[PeerId, dict[bytes, set[PeerId]]] = {}
-        for digest in list(islice(self._unnamed, MAX_NAMED)):
-            asked = self._unnamed.pop(digest)
+        for _ in range(min(MAX_NAMED, len(self._unnamed))):
+            digest, asked = self._unnamed.popitem(last=False)
             holders = [each for each in self._holders(digest, now) if each not in asked]
             if not holders or len(asked) >= MAX_HOLDERS_ASKED:
+                self._core.counters["keys_not_named"] += 1
                 continue
             able = [each for each in holders if self._silent_until.get(each, 0.0) <= now]
             if able:
                 wanted.setdefault(able[0], {})[digest] = asked
             else:
                 self._unnamed[digest] = asked  # behind the others
+        if not wanted:
+            self._ask_at = now + SILENT_SECONDS / 10
         for holder, digests in wanted.items():
             self._ask_one(holder, digests, now)
 
@@ -234,7 +237,7 @@ class KeyChanges:
             self._asking -= 1
             if not isinstance(keys, list):
                 self._silent_until[holder] = now + SILENT_SECONDS
-                self._unnamed |= digests
+                self._unnamed.update(digests)
                 return
             self._silent_until.pop(holder, None)
             for (digest, asked), key in zip(digests.items(), keys, strict=True):
@@ -259,7 +262,9 @@ class KeyChanges:
 
 
 class EventFormat:
-    """Batches as Mooncake's master publishes them: msgpack of `[milliseconds, events, 0]`, an event a map."""
+    """Batches as Mooncake's master publishes them: msgpack of `[milliseconds, events, 0]`, an event a map. Its own
+    consumer refuses an event without any of these fields but `type`, `object_key` and `block_hashes`, and one with
+    another time than its batch."""
 
     def __init__(self, backend_id: str) -> None:
         self._backend_id = backend_id
@@ -285,7 +290,7 @@ class EventFormat:
             "object_key": event.key,
             "seq_hashes": hashes,
             "block_hashes": hashes,
-            "base_block_idx": 0,
+            "base_block_idx": None,
         } | ({"parent_hash": None, "token_ids": None} if event.stored else {})
 
     def _envelope(self, kind: str, type_: str, medium: str | None, unix_ms: int) -> dict[str, Any]:
@@ -298,11 +303,12 @@ class EventFormat:
             "type": type_,
             "model_name": None,
             "block_size": None,
+            "additional_salt": None,
             "lora_name": None,
             "tenant_id": "default",
             "backend_id": self._backend_id,
             "medium": medium,
-            "dp_rank": None,
+            "dp_rank": 0,
         }
 
 
@@ -325,6 +331,7 @@ class BatchRing:
         self.first = first
         self._batches: deque[bytes] = deque()
         self._length_bytes = 0
+        self._listed: tuple[int, list[bytes]] = 0, []
 
     @property
     def last(self) -> int:
@@ -344,6 +351,12 @@ class BatchRing:
         """A batch that is still here."""
         return self._batches[number - self.first] if self.first <= number <= self.last else None
 
+    def listed(self, told: Iterable[bytes]) -> tuple[int, list[bytes]]:
+        """The digests that were told up to one of the last batches, and its number. Many replays share this list."""
+        if self.last - self._listed[0] >= RING_BATCHES // 100:
+            self._listed = self.last, list(told)
+        return self._listed
+
 
 def first_sequence(core: PeerCore) -> int:
     """The number of a life's first batch: above all of earlier lives, whatever the clock did since. Incarnations rise
@@ -359,10 +372,10 @@ def replayed(
     meanwhile the ring tells again."""
     number = start
     if not ring.first <= start <= ring.last + 1:
-        digests = list(changes.told)
-        room = max(1, ring.last - start - 1) if start else len(digests) + 1
+        last, digests = ring.listed(changes.told)
+        room = max(1, last - start - 1) if 0 < start < last else len(digests) + 1
         size = max(MAX_EVENTS, min(MAX_REPLAYED_EVENTS, -(-len(digests) // room)))
-        number = ring.last - -(-len(digests) // size)
+        number = last - -(-len(digests) // size)
         yield number, form.cleared(unix_ms)
         for begin in range(0, len(digests), size):
             number += 1

@@ -92,6 +92,12 @@ class EventStream:
 
     async def run(self) -> None:
         """Publish and answer until cancelled."""
+        try:
+            await self._run()
+        except Exception:  # the peer goes on without
+            logger.exception("kv_events ended by an internal error")
+
+    async def _run(self) -> None:
         async with trio.open_nursery() as nursery:
             for listeners, kind, serve in (
                 (self._publishers, "PUB", self._serve_follower),

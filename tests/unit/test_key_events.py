@@ -46,9 +46,12 @@ def envelope(number: int, kind: str, type_: str, medium: bytes) -> bytes:
     fields = [
         *((text("event_id"), bytes([number])), (text("timestamp"), now)),
         *((text("event_type"), text(kind)), (text("type"), text(type_))),
-        *((text(name), b"\xc0") for name in ("model_name", "block_size", "lora_name")),
+        *(
+            (text(name), b"\xc0")
+            for name in ("model_name", "block_size", "additional_salt", "lora_name")
+        ),
         *((text("tenant_id"), text("default")), (text("backend_id"), text("a peer's id"))),
-        *((text("medium"), medium), (text("dp_rank"), b"\xc0")),
+        *((text("medium"), medium), (text("dp_rank"), b"\0")),
     ]
     return b"".join(name + value for name, value in fields)
 
@@ -58,7 +61,7 @@ def about(key: str, hashes: bytes) -> bytes:
         (
             *(text("group_id"), b"\xc0", text("object_key"), text(key)),
             *(text("seq_hashes"), hashes, text("block_hashes"), hashes),
-            *(text("base_block_idx"), b"\0"),
+            *(text("base_block_idx"), b"\xc0"),
         )
     )
 
@@ -67,15 +70,15 @@ def test_golden_bytes_of_mooncakes_format() -> None:
     form = EventFormat("a peer's id")
     batch = form.batch([KeyEvent("0x2a", "cpu", True), KeyEvent("k/1", "disk", False)], UNIX_MS)
     stored = (
-        b"\xde\0\x12" + envelope(1, "stored", "BlockStored", text("cpu")) + about("0x2a", b"\x91\x2a")
+        b"\xde\0\x13" + envelope(1, "stored", "BlockStored", text("cpu")) + about("0x2a", b"\x91\x2a")
     )
     stored += text("parent_hash") + b"\xc0" + text("token_ids") + b"\xc0"
     removed = (
-        b"\xde\0\x10" + envelope(2, "removed", "BlockRemoved", text("disk")) + about("k/1", b"\x90")
+        b"\xde\0\x11" + envelope(2, "removed", "BlockRemoved", text("disk")) + about("k/1", b"\x90")
     )
     now = b"\xcf" + UNIX_MS.to_bytes(8)
     assert batch == b"\x93" + now + b"\x92" + stored + removed + b"\0"
-    cleared = b"\x8b" + envelope(3, "cleared", "AllBlocksCleared", b"\xc0")
+    cleared = b"\x8c" + envelope(3, "cleared", "AllBlocksCleared", b"\xc0")
     assert form.cleared(UNIX_MS) == b"\x93" + now + b"\x91" + cleared + b"\0"
     assert form.batch([], UNIX_MS) == b"\x93" + now + b"\x90\0"
 
@@ -326,6 +329,11 @@ def test_large_logs_are_looked_at_in_steps_and_told_whole(monkeypatch: pytest.Mo
     batches = list(replayed(world.changes, world.ring, world.form, world.ring.last - 60, UNIX_MS))
     assert world.ring.last - 60 < batches[0][0]
     assert [number for number, _ in batches] == list(range(batches[0][0], world.ring.last + 1))
+    # Ahead of the stream, as after another one at the same endpoint.
+    ahead = EventSet()
+    ahead.next = world.ring.last + 100
+    ahead.replayed(replayed(world.changes, world.ring, world.form, ahead.next, UNIX_MS))
+    assert (ahead.held, ahead.next) == (world.truth, world.ring.last + 1)
     world.hide(first)
     world.settle()
     assert world.consumer.held == world.truth
@@ -428,8 +436,23 @@ def test_a_peer_that_does_not_know_the_fleet_tells_nothing_of_it() -> None:
     assert not KeyChanges(Harness(directory="partitioned").core, NAMESPACE, fleet=True).knows_all
 
 
+def test_after_a_pause_all_is_told_anew() -> None:
+    world = World(fleet=True)
+    world.put_here("here")
+    world.put(next(iter(world.logs)), "there", Tier.BOTH)
+    world.settle()
+    assert len(world.consumer.held) == 3
+    world.changes.forget()
+    world.publish(world.form.cleared(UNIX_MS))
+    assert not world.consumer.held
+    world.settle()
+    assert world.consumer.held == world.truth
+    assert world.harness.core.counters["key_events"] == 6
+
+
 def test_a_number_of_another_stream_is_answered_in_batches_of_a_size_to_send() -> None:
     world = World(fleet=False)
+    world.start_stream()
     keys = [f"key {number}" for number in range(10_000)]
     world.changes.told |= {digest_of(key): (key, 1) for key in keys}
     for start in (0, 1, world.ring.first - 1, world.ring.last + 100, (1 << 64) - 1):
