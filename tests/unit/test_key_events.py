@@ -1,49 +1,45 @@
 """Events about keys: what a consumer makes of them is what is held, whatever is lost on the way."""
 
 from __future__ import annotations
+
 from collections.abc import Iterator
-from hypothesis import given
-from hypothesis import settings
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from p2pstore.core import key_events
 from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.key_events import BatchRing
-from p2pstore.core.key_events import EventFormat
-from p2pstore.core.key_events import KeyChanges
-from p2pstore.core.key_events import KeyEvent
-from p2pstore.core.key_events import block_hash
-from p2pstore.core.key_events import first_sequence
-from p2pstore.core.key_events import replayed
+from p2pstore.core.key_events import (
+    BatchRing,
+    EventFormat,
+    KeyChanges,
+    KeyEvent,
+    block_hash,
+    first_sequence,
+    replayed,
+)
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import iterate_locations
-from p2pstore.objects import Version
-from p2pstore.objects import key_digest
+from p2pstore.gossip.records import LocationRecord, LogHead, Tier, iterate_locations
+from p2pstore.objects import Version, key_digest
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Named
-from p2pstore.transfer.peer_messages import Names
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
+from p2pstore.transfer.peer_messages import Named, Names
+from p2pstore.wire import Code, Failure
 from tests.event_consumer import EventSet
 from tests.unit.cold_world import ColdWorld
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import digest_of
-from tests.unit.gossip_network import operations_after
-from tests.unit.gossip_network import run_at
-from typing import Any
-import pytest
+from tests.unit.core_harness import NAMESPACE, OTHER_INCARNATION, Harness, digest_of
+from tests.unit.gossip_network import operations_after, run_at
 
 UNIX_MS = 1_800_000_000_000
 
 # --- the format, by hand from its list of fields ---------------------------------------------------
 
+
 def text(value: str) -> bytes:
     return bytes([0xA0 | len(value)]) + value.encode()
+
 
 def envelope(number: int, kind: str, type_: str, medium: bytes) -> bytes:
     now = b"\xcf" + UNIX_MS.to_bytes(8)
@@ -59,6 +55,7 @@ def envelope(number: int, kind: str, type_: str, medium: bytes) -> bytes:
     ]
     return b"".join(name + value for name, value in fields)
 
+
 def about(key: str, hashes: bytes) -> bytes:
     return b"".join(
         (
@@ -67,6 +64,7 @@ def about(key: str, hashes: bytes) -> bytes:
             *(text("base_block_idx"), b"\xc0"),
         )
     )
+
 
 def test_golden_bytes_of_mooncakes_format() -> None:
     form = EventFormat("a peer's id")
@@ -84,6 +82,7 @@ def test_golden_bytes_of_mooncakes_format() -> None:
     assert form.cleared(UNIX_MS) == b"\x93" + now + b"\x91" + cleared + b"\0"
     assert form.batch([], UNIX_MS) == b"\x93" + now + b"\x90\0"
 
+
 @pytest.mark.parametrize(
     ("key", "number"),
     [
@@ -97,7 +96,9 @@ def test_golden_bytes_of_mooncakes_format() -> None:
 def test_keys_that_are_hashes(key: str, number: int | None) -> None:
     assert block_hash(key) == number
 
+
 # --- a stream in a world of logs -------------------------------------------------------------------
+
 
 class World:
     """A core, the logs of other members, the stream of its events, and a consumer behind a bad line."""
@@ -256,6 +257,7 @@ class World:
         self.late_ones()
         self.publish(self.form.batch([], UNIX_MS))
 
+
 KEYS = [f"k{number}" for number in range(6)]
 TIERS = [Tier.DRAM, Tier.SSD, Tier.BOTH]
 FATES = ["arrives", "arrives twice", "late", "lost"]
@@ -272,6 +274,7 @@ steps = st.one_of(
     st.tuples(st.just("replay"), st.integers(0, 3)),
 )
 
+
 @pytest.mark.parametrize("fleet", [False, True])
 @settings(max_examples=200)
 @given(st.lists(steps, max_size=60))
@@ -279,6 +282,7 @@ def test_a_consumer_has_exactly_what_is_held(fleet: bool, history: list[tuple[An
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_events, "STEP_DIGESTS", 2)
         live_through(World(fleet=fleet), history)
+
 
 def live_through(world: World, history: list[tuple[Any, ...]]) -> None:
     members = list(world.logs)
@@ -309,6 +313,7 @@ def live_through(world: World, history: list[tuple[Any, ...]]) -> None:
                 getattr(world, name)(*arguments)
     world.settle()
     assert world.consumer.held == world.truth
+
 
 def test_large_logs_are_looked_at_in_steps_and_told_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_events, "RING_BATCHES", 50)
@@ -343,12 +348,14 @@ def test_large_logs_are_looked_at_in_steps_and_told_whole(monkeypatch: pytest.Mo
     world.settle()
     assert world.consumer.held == set()
 
+
 def test_memory_and_ssd_are_two_media() -> None:
     world = ColdWorld()
     changes = KeyChanges(world.core, NAMESPACE, fleet=False)
     world.cool("k", b"v" * 9000)
     told = [event for event in changes.take(world.now, 100) if event.key == "k"]
     assert told == [KeyEvent("k", "disk", True)]
+
 
 def test_each_life_counts_above_the_one_before_though_the_clock_went_back() -> None:
     harness = Harness()
@@ -358,7 +365,9 @@ def test_each_life_counts_above_the_one_before_though_the_clock_went_back() -> N
     assert first_sequence(harness.core) == harness.core.incarnation << 16
     assert (1 << 42) << 16 < 1 << 63  # an incarnation of the year 2109
 
+
 # --- names from others -----------------------------------------------------------------------------
+
 
 def test_a_lying_holder_renames_nothing_and_another_is_asked() -> None:
     world = World(fleet=True)
@@ -384,6 +393,7 @@ def test_a_lying_holder_renames_nothing_and_another_is_asked() -> None:
                 world.deliver(member)
             world.take()
 
+
 def test_holders_of_an_older_version_are_asked_once() -> None:
     world = World(fleet=True)
     first = next(iter(world.logs))
@@ -396,6 +406,7 @@ def test_holders_of_an_older_version_are_asked_once() -> None:
         world.take()
     assert not world.asks()
     assert not world.changes.unnamed_count
+
 
 def test_a_silent_holder_is_asked_again_later() -> None:
     world = World(fleet=True)
@@ -414,6 +425,7 @@ def test_a_silent_holder_is_asked_again_later() -> None:
     world.take()
     assert world.consumer.held == {("k", "cpu")}
 
+
 def test_names_are_given_of_what_is_held_in_that_namespace() -> None:
     world = ColdWorld(others=1)
     world.stored("k", b"value")
@@ -423,9 +435,11 @@ def test_names_are_given_of_what_is_held_in_that_namespace() -> None:
     assert world.serve(asker, DataKind.NAMES, Names(NAMESPACE, digests)) == Named(["k", "cold", ""])
     assert world.serve(asker, DataKind.NAMES, Names("other", digests)) == Named(["", "", ""])
 
+
 def test_a_peer_that_does_not_know_the_fleet_tells_nothing_of_it() -> None:
     assert KeyChanges(Harness(directory="partitioned").core, NAMESPACE, fleet=False).knows_all
     assert not KeyChanges(Harness(directory="partitioned").core, NAMESPACE, fleet=True).knows_all
+
 
 def test_after_a_pause_all_is_told_anew() -> None:
     world = World(fleet=True)
@@ -439,6 +453,7 @@ def test_after_a_pause_all_is_told_anew() -> None:
     world.settle()
     assert world.consumer.held == world.truth
     assert world.harness.core.counters["key_events"] == 6
+
 
 def test_a_number_of_another_stream_is_answered_in_batches_of_a_size_to_send() -> None:
     world = World(fleet=False)
