@@ -7,21 +7,26 @@ what is held here are known; those of others are asked of a holder (NAMES).
 """
 
 from __future__ import annotations
-
-import struct
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-import msgspec
-
-from p2pstore.core.gets.naming import NamesOperation, name_here
+from collections import OrderedDict
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from p2pstore.core.gets.naming import NamesOperation
+from p2pstore.core.gets.naming import name_here
 from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.locations.views import ViewPlace
-from p2pstore.gossip.records import Member, PeerId
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import PeerId
 from p2pstore.location_table import TIER_FLAGS
 from p2pstore.objects import CLOCK_COUNTER_BITS
 from p2pstore.transfer.peer_messages import MAX_NAMED
+from typing import Any
+from typing import Final
+from typing import NamedTuple
+from typing import TYPE_CHECKING
+import msgspec
+import struct
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -42,9 +47,10 @@ MEDIA_OF_TIER: Final = (1, 2, 3, 0)
 
 MAX_EVENTS: Final = 256
 """In one batch."""
+MAX_REPLAYED_EVENTS: Final = 4096
+"""In one batch that tells what is held."""
 RING_BATCHES: Final = 10_000
 RING_BYTES: Final = 64 << 20
-
 
 class KeyEvent(NamedTuple):
     """A key came to be held in this medium, or is held there no longer."""
@@ -52,7 +58,6 @@ class KeyEvent(NamedTuple):
     key: str
     medium: str
     stored: bool
-
 
 class KeyChanges:
     """Events of one namespace: of this peer's log alone, or with `fleet` of all logs that this peer has, where a key
@@ -67,8 +72,10 @@ class KeyChanges:
         self._places: dict[Member, ViewPlace] = {}
         """Up to where each log was followed."""
         self._to_look: OrderedDict[bytes, None] = OrderedDict()
-        self._passes: dict[Member | None, Iterator[Sequence[bytes]]] = {}
+        self._passes: OrderedDict[Member | None, Iterator[Sequence[bytes]]] = OrderedDict()
         """Logs whose records are all to be looked at; None stands for what was told."""
+        self._lost_some = False
+        """Since that pass over what was told began."""
         self._unnamed: OrderedDict[bytes, set[PeerId]] = OrderedDict()
         """Digests whose keys are wanted, and the holders that gave none."""
         self._named: dict[bytes, str] = {}
@@ -127,38 +134,41 @@ class KeyChanges:
                 continue
             operations = None
             if before is not None and place[:2] == before[:2]:
-                own = member == self._core.member
-                operations = (
-                    log.after(before.sequence)
-                    if own
-                    else directory.operations_after(member, before.sequence)
-                )
                 if place.sequence == before.sequence:
                     operations = b""
+                elif member == self._core.member:
+                    operations = log.after(before.sequence)
+                else:
+                    operations = directory.operations_after(member, before.sequence)
             if operations is None:
-                self._passes[None] = self._chunks_told()
+                self._look_at_told()
             if operations is None or (before and before.hidden != place.hidden):
                 self._passes[member] = self._chunks_of(member)
             if operations:
                 self._to_look.update(dict.fromkeys(digests_of(operations)))
         if self._places.keys() - places.keys():
-            self._passes[None] = self._chunks_told()
+            self._look_at_told()
         self._places = places
 
     def _look_on(self) -> None:
-        """Go on with logs that are looked at whole."""
+        """Go on with logs that are looked at whole, in turns."""
         while self._passes and len(self._to_look) < STEP_DIGESTS:
-            which, chunks = next(iter(self._passes.items()))
-            chunk = next(chunks, None)
-            if chunk is None:
-                del self._passes[which]
-            else:
+            which, chunks = self._passes.popitem(last=False)
+            if (chunk := next(chunks, None)) is not None:
                 self._to_look.update(dict.fromkeys(chunk))
+                self._passes[which] = chunks
+
+    def _look_at_told(self) -> None:
+        """Look at all that was told: again, when that is under way, so that it comes to an end."""
+        self._lost_some = True
+        self._passes.setdefault(None, self._chunks_told())
 
     def _chunks_told(self) -> Iterator[Sequence[bytes]]:
-        everything = list(self.told)
-        for start in range(0, len(everything), STEP_DIGESTS):
-            yield everything[start : start + STEP_DIGESTS]
+        while self._lost_some:
+            self._lost_some = False
+            everything = list(self.told)
+            for start in range(0, len(everything), STEP_DIGESTS):
+                yield everything[start : start + STEP_DIGESTS]
 
     def _chunks_of(self, member: Member) -> Iterator[Sequence[bytes]]:
         """From the last record to the first: one that takes the place of another comes from behind."""
@@ -190,8 +200,11 @@ class KeyChanges:
                 self._named.pop(digest, None)
             return []
         if not key:
-            name = name_here(self._core, digest, self._namespace, now)
-            key = self._named.pop(digest, "") if name is None else name
+            name, answered = (
+                name_here(self._core, digest, self._namespace, now),
+                self._named.pop(digest, ""),
+            )
+            key = answered if name is None else name
             if not key:
                 if name is None and self._fleet:
                     self._unnamed.setdefault(digest, set())
@@ -255,9 +268,7 @@ class KeyChanges:
             if state is not None and not (location.hidden or location.hearsay):
                 yield state.peer_id
 
-
 # --- the stream of Mooncake's master -------------------------------------------------------------
-
 
 class EventFormat:
     """Batches as Mooncake's master publishes them: msgpack of `[milliseconds, events, 0]`, an event a map. Its own
@@ -309,7 +320,6 @@ class EventFormat:
             "dp_rank": 0,
         }
 
-
 def block_hash(key: str) -> int | None:
     """The 64-bit number that a key is, decimal or with 0x; None for any other key."""
     digits, base = (key[2:], 16) if key[:2] in ("0x", "0X") else (key, 10)
@@ -320,7 +330,6 @@ def block_hash(key: str) -> int | None:
     except ValueError:
         return None
     return number if number < 1 << 64 else None
-
 
 class BatchRing:
     """The last batches of a stream, numbered without gaps from `first` on."""
@@ -355,12 +364,10 @@ class BatchRing:
             self._listed = self.last, list(told)
         return self._listed
 
-
 def first_sequence(core: PeerCore) -> int:
     """The number of a life's first batch: above all of earlier lives, whatever the clock did since. Incarnations rise
     with each start and count milliseconds, the hybrid clock is saved; both are far faster than batches."""
     return max(core.clock.latest, core.incarnation << CLOCK_COUNTER_BITS)
-
 
 def replayed(
     changes: KeyChanges, ring: BatchRing, form: EventFormat, start: int, unix_ms: int
@@ -372,7 +379,7 @@ def replayed(
     if not ring.first <= start <= ring.last + 1:
         last, digests = ring.listed(changes.told)
         room = max(1, last - start - 1) if 0 < start < last else len(digests) + 1
-        size = max(MAX_EVENTS, -(-len(digests) // room))
+        size = max(MAX_EVENTS, min(MAX_REPLAYED_EVENTS, -(-len(digests) // room)))
         number = last - -(-len(digests) // size)
         yield number, form.cleared(unix_ms)
         for begin in range(0, len(digests), size):
@@ -389,7 +396,6 @@ def replayed(
     while (payload := ring.get(number)) is not None:
         yield number, payload
         number += 1
-
 
 SEQUENCE: Final = struct.Struct(">Q")
 """Of a batch, in its second frame."""
