@@ -184,7 +184,7 @@ def test_one_home_is_believed_when_the_others_do_not_answer() -> None:
         (silent,) = world.asks(DataKind.LOOKUP)
         world.answer(silent, None)
     assert operation.result == [[]]
-    assert not operation.nobody_told_of(operation.digests[0])
+    assert isinstance(operation.absence(operation.digests[0]), NoSuchKey)
 
 
 def test_who_needs_the_word_of_one_home_only_asks_no_other() -> None:
