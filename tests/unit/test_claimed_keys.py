@@ -11,10 +11,9 @@ import pytest
 from p2pstore.core.copies.proofs import DOUBT_SECONDS
 from p2pstore.core.core_effects import AskPeer, PullObject
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.lookup import CLAIM_SHARE
+from p2pstore.core.gets.lookup import CLAIM_SHARE, LookupOperation
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import NoSuchKey, Unavailable
-from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.gossip.records import LocationRecord, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.transfer.data_messages import DataKind
@@ -41,8 +40,8 @@ PROVES = "proves"
 class Claimed:
     """A peer that has heard of copies of one key, all at others than the writer, which has none any more."""
 
-    def __init__(self, claimants: int, directory: DirectorySetting = "auto") -> None:
-        self.world = Harness(others=1 + claimants, directory=directory)
+    def __init__(self, claimants: int) -> None:
+        self.world = Harness(others=1 + claimants)
         writer, *self.claimants = self.world.others
         thing = remote_object("k", b"value", clock_at(-5.0), writer_of(writer.peer_id))
         (self._proof,) = sign_versions([(thing.slot.digest, thing.version)], writer.signer)
@@ -63,13 +62,18 @@ class Claimed:
         begin = self.world.now
         while not fetch.done:
             assert self.world.now <= begin + DEADLINE_SECONDS
-            for effect in self.world.core.take_effects():
-                if isinstance(effect, PullObject):
-                    return effect
-                if isinstance(effect, AskPeer):
-                    self._reply(effect)
-            self.world.pass_time(0.05)
+            if pulls := self.exchange():
+                return pulls[0]
         return fetch
+
+    def exchange(self) -> list[PullObject]:
+        """Answer all questions, and let 50 ms pass. The pulls that are wanted."""
+        effects = self.world.core.take_effects()
+        for effect in effects:
+            if isinstance(effect, AskPeer):
+                self._reply(effect)
+        self.world.pass_time(0.05)
+        return [effect for effect in effects if isinstance(effect, PullObject)]
 
     def _reply(self, ask: AskPeer) -> None:
         if ask.kind == DataKind.LOOKUP:
@@ -152,8 +156,17 @@ def test_a_put_does_not_wait_for_silent_holders() -> None:
     operation = claimed.world.put("k", b"new")
     assert isinstance(operation, PutOperation)
     while not operation.done:
-        for effect in claimed.world.core.take_effects():
-            if isinstance(effect, AskPeer):
-                claimed._reply(effect)
-        claimed.world.pass_time(0.05)
+        claimed.exchange()
     assert claimed.world.now < began + 1.0
+
+
+@pytest.mark.parametrize(("reply", "claimed_after"), [(SILENT, True), (DENIES, False), (PROVES, False)])
+def test_a_lookup_without_patience_says_what_is_claimed_only(reply: Any, claimed_after: bool) -> None:
+    claimed = Claimed(1)
+    claimed.answer(claimed.claimants[0], reply)
+    operation = LookupOperation(claimed.world.core, [digest_of("k")])
+    claimed.world.start(operation)
+    while not operation.done:
+        claimed.exchange()
+    assert operation.is_claimed(digest_of("k")) is claimed_after
+    assert bool(operation.result[0]) is (reply is PROVES)

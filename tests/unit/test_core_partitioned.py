@@ -123,12 +123,17 @@ def test_a_home_that_denies_what_is_there_hides_nothing(lie: str) -> None:
     assert operation.result[0][0].peer_id == holder.peer_id
 
 
-@pytest.mark.parametrize("wait_seconds", [0.0, 5.0])
-def test_what_a_home_claims_to_have_itself_and_does_not_prove_hides_nothing(wait_seconds: float) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("seconds", [0.0, 5.0])
+@pytest.mark.parametrize("name", ["wait_seconds", "claim_seconds"])
+def test_what_a_home_claims_to_have_itself_and_does_not_prove_hides_nothing(
+    name: str, seconds: float, silent: bool
+) -> None:
     world = partitioned()
     key, holder = foreign_key(world), world.others[0]
-    operation = look(world, key, wait_seconds=wait_seconds)
+    operation = look(world, key, **{name: seconds})
     (ask,) = world.asks(DataKind.LOOKUP)
+    world.silent = {ask.peer_id} if silent else set()
     claimed = LocationRecord(digest_of(key), Version(clock_at(-1.0), 9, 5), 5, 1)
     liar = Holding(member_of(ask.peer_id), OTHER_INCARNATION, 1, claimed.encode())
     world.answer(ask, Locations([[liar]]))

@@ -115,6 +115,8 @@ class LookupOperation(Operation):
         """Copies that would have to be proved, of keys without newer ones: by their places."""
         self._unproved: set[bytes] = set()
         """Keys whose copies stayed unproved: until the next round, only copies that count are looked for."""
+        self._asks_longer = False
+        """Whether a round of proofs has failed."""
         self._claimed: dict[bytes, bool] = {}
         """Keys without copies that count, which holders claim to have that did not fail to prove it: whether one of
         these can be reached."""
@@ -357,7 +359,7 @@ class LookupOperation(Operation):
             self._wake_soon(now)
         elif self._doubtful:
             copies = [copy for copies in self._doubtful.values() for copy in copies]
-            left_seconds = min(COLD_SECONDS, self._claims_until - now) if self._claimed else 0.0
+            left_seconds = min(COLD_SECONDS, self._claims_until - now) if self._asks_longer else 0.0
             proving = ProveOperation(
                 self.core, copies, self._asked_for_proofs, seconds=max(ASK_SECONDS, left_seconds)
             )
@@ -374,7 +376,9 @@ class LookupOperation(Operation):
         newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
         self._claimed.pop(digest, None)
         if newest == (0, 0) and (open_claims := self.core.proofs.undenied(doubtful, now)):
-            self._claimed[digest] = any(copy.reachable for copy in open_claims)
+            self._claimed[digest] = any(
+                copy.reachable and copy.member not in self._exclude for copy in open_claims
+            )
         alone = newest == (0, 0) and digest not in self._unproved
         if wanted := [
             copy
@@ -406,6 +410,7 @@ class LookupOperation(Operation):
             self.finish(self._collected, now)
             return
         self._unproved.update(again)
+        self._asks_longer = True
         self._collected = None
         self._to_look.extend(again)
         self._look_on(now)
