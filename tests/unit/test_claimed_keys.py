@@ -168,5 +168,5 @@ def test_a_lookup_without_patience_says_what_is_claimed_only(reply: Any, claimed
     claimed.world.start(operation)
     while not operation.done:
         claimed.exchange()
-    assert operation.is_claimed(digest_of("k")) is claimed_after
+    assert (digest_of("k") in operation.claimed) is claimed_after
     assert bool(operation.result[0]) is (reply is PROVES)

@@ -97,7 +97,6 @@ class LookupOperation(Operation):
         """By key: versions that homes know at members of which this peer has not heard yet, as when it has begun."""
         self._unsure_until = 0.0
         self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
-        """Questions under way."""
         self._hedge_at: dict[int, float] = {}
         """By question: when the next home is to be asked as well."""
         self._hedged: set[bytes] = set()
@@ -110,16 +109,13 @@ class LookupOperation(Operation):
         self._ask_again_at = float("inf")
         self._wait_until = 0.0
         self._missed: dict[bytes, None] = {}
-        """Keys not found yet, in order."""
         self._doubtful: dict[int, list[KnownCopy]] = {}
         """Copies that would have to be proved, of keys without newer ones: by their places."""
         self._unproved: set[bytes] = set()
         """Keys whose copies stayed unproved: until the next round, only copies that count are looked for."""
         self._asks_longer = False
-        """Whether a round of proofs has failed."""
-        self._claimed: dict[bytes, bool] = {}
-        """Keys without copies that count, which holders claim to have that did not fail to prove it: whether one of
-        these can be reached."""
+        self.claimed: dict[bytes, bool] = {}
+        """Keys without copies that holders claim, and did not fail to prove: whether one of these can be reached."""
         self._collected: list[list[KnownCopy]] | None = None
         """The result as far as it is put together; None before."""
 
@@ -142,14 +138,10 @@ class LookupOperation(Operation):
             if not self._missed:
                 self._settle(now)
 
-    def is_claimed(self, digest: bytes) -> bool:
-        """Whether a key without copies may exist all the same: a holder says so, and has yet to answer. A member that
-        claims a key and stays silent gains no more than one that puts the key and withholds it."""
-        return digest in self._claimed
-
     def absence(self, digest: bytes) -> P2PStoreError:
-        """Why a key has no copies: no peer has it, or this peer cannot know."""
-        if self.is_claimed(digest):
+        """Why a key has no copies: no peer has it, or this peer cannot know. A member that claims a key and stays
+        silent gains no more than one that puts the key and withholds it."""
+        if digest in self.claimed:
             return Unavailable(
                 "peers say that they hold this key, and did not answer in time: try again (`mooncake-p2p peers` says "
                 "who can be reached)"
@@ -240,7 +232,7 @@ class LookupOperation(Operation):
         elif self._to_look:
             self._look_on(now)
         elif not self._needs_answers and now >= self._ask_again_at:
-            waiting, claimed = now < self._wait_until, self._claimed.get
+            waiting, claimed = now < self._wait_until, self.claimed.get
             self._to_look.extend(
                 d for d in self._missed if waiting or d in self._homes_left or claimed(d)
             )
@@ -337,7 +329,7 @@ class LookupOperation(Operation):
             return
         needs_answers = self._needs_answers
         until = max(self._wait_until, self._unsure_until) if self._is_unsure else self._wait_until
-        if any(self._claimed.get(digest) for digest in self._missed):
+        if any(self.claimed.get(digest) for digest in self._missed):
             until = max(until, self._claims_until)
         if not self._missed or (not needs_answers and now >= until):
             self._collected = []
@@ -374,9 +366,9 @@ class LookupOperation(Operation):
         if copies and not copies[0].local:
             self.core.gossip.partitions.hot.used(digest, now)
         newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
-        self._claimed.pop(digest, None)
+        self.claimed.pop(digest, None)
         if newest == (0, 0) and (open_claims := self.core.proofs.undenied(doubtful, now)):
-            self._claimed[digest] = any(
+            self.claimed[digest] = any(
                 copy.reachable and copy.member not in self._exclude for copy in open_claims
             )
         alone = newest == (0, 0) and digest not in self._unproved

@@ -183,7 +183,7 @@ class LocalQueries:
         operation = LookupOperation(self._core, missing, namespace=namespace)
         found = await self._node.complete(self._core.operations.start(operation, self._now))
         for digest, copies in zip(missing, found, strict=True):
-            if any(copy.reachable for copy in copies) or operation.is_claimed(digest):
+            if any(copy.reachable for copy in copies) or digest in operation.claimed:
                 known.add(digest)  # as `_presence` counts what is claimed
         return bytes([digest in known for digest in digests])
 
