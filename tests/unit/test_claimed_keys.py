@@ -11,7 +11,7 @@ import pytest
 from p2pstore.core.copies.proofs import DOUBT_SECONDS
 from p2pstore.core.core_effects import AskPeer, PullObject
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.lookup import CLAIM_SHARE, LookupOperation
+from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.records import LocationRecord, writer_of
@@ -126,7 +126,7 @@ def test_holders_are_asked_again_within_the_deadline(replies: Sequence[Sequence[
     pull = claimed.fetch()
     assert isinstance(pull, PullObject)
     assert claimed.claimants[-1].member in {copy.member for copy in pull.copies}
-    assert claimed.world.now <= began + CLAIM_SHARE * DEADLINE_SECONDS
+    assert claimed.world.now <= began + PATIENCE_SHARE * DEADLINE_SECONDS
 
 
 def test_a_key_whose_holders_died_unproved_is_unavailable() -> None:

@@ -125,7 +125,7 @@ def test_a_home_that_denies_what_is_there_hides_nothing(lie: str) -> None:
 
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("seconds", [0.0, 5.0])
-@pytest.mark.parametrize("name", ["wait_seconds", "claim_seconds"])
+@pytest.mark.parametrize("name", ["wait_seconds", "patience_seconds"])
 def test_what_a_home_claims_to_have_itself_and_does_not_prove_hides_nothing(
     name: str, seconds: float, silent: bool
 ) -> None:
@@ -618,6 +618,22 @@ def test_a_key_of_which_nobody_could_tell_is_not_one_that_never_was(
         world.pass_time(0.02)
     assert len(by_home) == 3
     assert isinstance(fetch.result, error)
+
+
+def test_homes_that_are_all_silent_are_asked_again_within_the_deadline() -> None:
+    world = partitioned()
+    key, holder = foreign_key(world), world.others[0]
+    world.start(FetchOperation(world.core, digest_of(key), progress_seconds=10.0))
+    begin = world.now
+    while world.now < begin + UNSURE_SECONDS + 1.0:
+        for ask in world.asks(DataKind.LOOKUP):
+            world.answer(ask, None)
+        world.pass_time(0.02)
+    while not (asks := world.asks(DataKind.LOOKUP)):
+        assert world.now < begin + 6.0
+        world.pass_time(0.02)
+    world.answer(asks[0], Locations([[told(holder, remote_object(key, b"1"), world)]]))
+    assert [copy.peer_id for copy in world.pull_wanted().copies] == [holder.peer_id]
 
 
 def test_a_home_names_the_holder_that_died() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from p2pstore.core.core_effects import KnownCopy, LoadObject, PullObject, PullOutcome
-from p2pstore.core.gets.lookup import CLAIM_SHARE, LookupOperation
+from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.records import Member, Tier
@@ -81,7 +81,7 @@ class FetchOperation(Operation):
             [self.digest],
             exclude=frozenset(self._failed),
             ask_homes=not self.only_here,
-            claim_seconds=CLAIM_SHARE * self._progress_seconds,
+            patience_seconds=PATIENCE_SHARE * self._progress_seconds,
             on_finish=self._found,
         )
         self.core.operations.start(self._lookup, now)

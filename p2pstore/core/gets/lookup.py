@@ -31,8 +31,8 @@ PARTITIONED_LAST_RETRY_SECONDS: Final = 0.5
 """A peer that does not follow all logs hears of keys only by asking."""
 UNSURE_SECONDS: Final = 2.0
 """How long homes that do not know their records yet are asked again. Longer than it takes to tell them."""
-CLAIM_SHARE: Final = 0.6
-"""Share of a read's deadline in which holders that claim the key and are silent are asked for proofs."""
+PATIENCE_SHARE: Final = 0.6
+"""Share of a read's deadline in which homes, and holders without a proof, are asked again where none answers."""
 BELIEVED: Final = 2
 """Homes that must say that no peer holds a key: one alone may be wrong, or lie."""
 DIGESTS_PER_LOOKUP: Final = 1_024
@@ -52,8 +52,8 @@ class LookupOperation(Operation):
     key was found or the time is over: it looks again at any news of a missing key, and now and then
     asks the homes again. `exclude` are members that just failed for the caller. `namespace` is the digest
     of the namespace of all keys, where it is known: flushed objects are left out. With `ask_always`, homes are
-    asked even of keys of which copies are known here: there may be more. For `claim_seconds`, holders whose proofs have
-    not come are asked again, where a key has no other copies.
+    asked even of keys of which copies are known here: there may be more. For `patience_seconds`, homes of which none
+    has answered are asked again, and holders whose proofs have not come, where a key has no other copies.
 
     Many keys are gone through some at a time (`PeerCore.keys_per_step`), one step a tick.
     """
@@ -69,7 +69,7 @@ class LookupOperation(Operation):
         ask_homes: bool = True,
         ask_always: bool = False,
         believed: int = BELIEVED,
-        claim_seconds: float = 0.0,
+        patience_seconds: float = 0.0,
         on_finish: Callable[[Any, float], None] | None = None,
     ) -> None:
         super().__init__(core, on_finish)
@@ -80,7 +80,7 @@ class LookupOperation(Operation):
         self._ask_homes = ask_homes
         self._ask_always = ask_always
         self._believed = believed
-        self._claims_until = claim_seconds
+        self._patient_until = patience_seconds
         self._denied_by: Counter[bytes] = Counter()
         """How many homes vouched in this round that no peer holds a key; in partitioned mode."""
         self._to_look: deque[bytes] = deque()
@@ -121,7 +121,7 @@ class LookupOperation(Operation):
 
     def start(self, now: float) -> None:
         self._wait_until = now + self._wait_seconds
-        self._claims_until += self._wait_until
+        self._patient_until += self._wait_until
         self._unsure_until = now + UNSURE_SECONDS
         self._to_look.extend(dict.fromkeys(self.digests))
         self._look_on(now)
@@ -329,8 +329,9 @@ class LookupOperation(Operation):
             return
         needs_answers = self._needs_answers
         until = max(self._wait_until, self._unsure_until) if self._is_unsure else self._wait_until
-        if any(self.claimed.get(digest) for digest in self._missed):
-            until = max(until, self._claims_until)
+        unheard_of = self._missed.keys() & self._homes_left.keys() - self._told_of
+        if unheard_of or (self.claimed and any(map(self.claimed.get, self._missed))):
+            until = max(until, self._patient_until)
         if not self._missed or (not needs_answers and now >= until):
             self._collected = []
             self._collect(now)
@@ -351,7 +352,7 @@ class LookupOperation(Operation):
             self._wake_soon(now)
         elif self._doubtful:
             copies = [copy for copies in self._doubtful.values() for copy in copies]
-            left_seconds = min(COLD_SECONDS, self._claims_until - now) if self._asks_longer else 0.0
+            left_seconds = min(COLD_SECONDS, self._patient_until - now) if self._asks_longer else 0.0
             proving = ProveOperation(
                 self.core, copies, self._asked_for_proofs, seconds=max(ASK_SECONDS, left_seconds)
             )

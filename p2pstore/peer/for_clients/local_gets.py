@@ -12,7 +12,7 @@ import trio
 
 from p2pstore.core.core_effects import KnownCopy, PullFailure
 from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable
-from p2pstore.core.gets.lookup import CLAIM_SHARE, LookupOperation, split_digests
+from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation, split_digests
 from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local
@@ -176,7 +176,7 @@ class LocalGets:
                 self._core.member if member == local.OWN_COPY else member for member in message.exclude
             ),
             namespace=message.namespace or None,
-            claim_seconds=CLAIM_SHARE * message.deadline_ms / 1000,
+            patience_seconds=PATIENCE_SHARE * message.deadline_ms / 1000,
         )
         self._core.operations.start(operation, self._node.now)
         if operation.done:
