@@ -19,7 +19,7 @@ from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.core.removals.flush import SweepOperation
 from p2pstore.core.taking_pushes import TakePushOperation
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
 from p2pstore.gossip.records import LocationRecord, PeerId, SignedRecord, member_of, writer_of
 from p2pstore.memory.segment import ObjectEntry
@@ -305,7 +305,7 @@ def reply_of(operation: Operation) -> Message:
 
 class ProofsHereOperation(Operation):
     """Prove the objects that this peer holds. The result is `Proofs`. An object on the SSD alone is brought to memory,
-    as the asking peer is about to read it."""
+    as the asking peer is about to read it; one that does not come is not denied."""
 
     def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
         super().__init__(core)
@@ -333,13 +333,16 @@ class ProofsHereOperation(Operation):
     def _settle(self, now: float) -> None:
         if self._coming or self.done:
             return
-        items = []
+        items, stays_cold = [], False
         for digest in self._digests:
             entry = self.core.objects.find(digest, now)
             proof = b"" if entry is None else self.core.proofs.of(entry, now)
             if entry is not None and not proof:
                 self.core.proofs.lacks(digest, now)
+            stays_cold |= entry is None and self.core.cold.find(digest, now) is not None
             items.append(proof)
+        if stays_cold and not any(items):
+            self.finish(Unavailable("what is on the SSD did not come to memory"), now)
         self.finish(Proofs(items), now)
 
 
