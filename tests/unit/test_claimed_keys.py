@@ -16,8 +16,9 @@ from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.records import LocationRecord, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
+from p2pstore.home_messages import Push
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Locations, Proofs, Push
+from p2pstore.transfer.peer_messages import Locations, Proofs
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import (
     OTHER_INCARNATION,
