@@ -449,26 +449,21 @@ def config_in(folder: Path) -> PeerConfig:
     )
 
 
-async def test_without_room_to_map_the_table_the_peer_is_asked(
-    tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(descriptor: int, length: int) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr("p2pstore.local.local_greeting.map_table", no_room)
-    with trio.fail_after(SECONDS):
-        async with open_peer(config_in(tmp_path)) as peer:
-            assert not await peer.contains("nowhere")
-            assert questions == ["CONTAINS"]
-
-
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        ("p2pstore.local.local_greeting.map_table", OSError(errno.ENOMEM, "Cannot allocate memory")),
+        ("p2pstore.peer.assembly.create_table_memory", ConfigError("this kernel cannot")),
+    ],
+    ids=["no room to map it", "no memory that can be mapped"],
+)
 async def test_without_a_table_the_peer_is_asked(
-    tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
 ) -> None:
-    def impossible(total_bytes: int, name: str) -> None:
-        raise ConfigError("this kernel cannot")
+    def fail(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr("p2pstore.peer.assembly.create_table_memory", impossible)
+    monkeypatch.setattr(step, fail)
     with trio.fail_after(SECONDS):
         async with open_peer(config_in(tmp_path)) as peer:
             assert not await peer.contains("nowhere")

@@ -22,9 +22,7 @@ from p2pstore.client import put_elsewhere as elsewhere
 from p2pstore.client.read_plan import remote_copy
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_greeting import Opening
-from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer, open_peer
 from p2pstore.runtime.trio_streams import TrioDriver
@@ -255,17 +253,6 @@ async def test_a_strict_transport_is_kept_to(tmp_path: Path) -> None:
     async with peers(tmp_path, {"memory": 0, "transport": "shm"}, {}) as (a, _):
         with pytest.raises(errors.CapacityExceeded, match="shm only"):
             await a.put("k", b"value")
-
-
-async def test_a_client_that_may_only_read_gets_no_place(tmp_path: Path) -> None:
-    async with peers(tmp_path, NONE, {}) as (a, _):
-        reader = await LocalConnection.open(TrioDriver(), a.socket, Opening("default", Access.READ))
-        with pytest.raises(ValueError, match="only to read"):
-            await reader.request(LocalKind.PLACE, local.Place(key_digest("k"), 5), local.Placed)
-        news = local.StoredElsewhere(a.node.core.peer_id, 1, 1, bytes(42))
-        with pytest.raises(ValueError, match="only to read"):
-            await reader.request(LocalKind.STORED, news, local.Placed)
-        reader.close()
 
 
 @pytest.mark.parametrize(
