@@ -593,8 +593,7 @@ async def test_a_host_closes_quickly_and_leaks_nothing(way: str) -> None:
             with contextlib.suppress(LinkError):
                 await ping(three, peer_id(1), address_of(one))
             await three.discover(address_of(two), SECONDS)
-            half_open = dial(one)
-            try:
+            with contextlib.closing(dial(one)):
                 await trio.testing.wait_all_tasks_blocked(0.01)
                 ended.append(time.monotonic())
                 if way == "error":
@@ -602,8 +601,6 @@ async def test_a_host_closes_quickly_and_leaks_nothing(way: str) -> None:
                 if way == "cancel":
                     scope.cancel()
                     await trio.sleep_forever()
-            finally:
-                half_open.close()
 
     for _ in range(4):
         before = open_descriptors()

@@ -11,7 +11,6 @@ import trio
 
 import p2pstore
 from p2pstore import errors
-from p2pstore.access.keyring import new_cluster_key
 from p2pstore.core.gets import key_pages as listing
 from p2pstore.core.gets import serving
 from p2pstore.gossip.gossip_messages import ControlKind, Ping
@@ -26,7 +25,7 @@ from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations, Lookup, Replicate
 from simulation.segment_checks import check_segment
-from tests.cluster.peers import cluster, config, write_private
+from tests.cluster.peers import cluster, config
 from tests.present import present
 from tests.waiting import until
 
@@ -171,26 +170,6 @@ async def test_a_cancelled_peer_closes_everything(tmp_path: Path) -> None:
 
 
 # --- joining ---------------------------------------------------------------------------------
-
-
-def key_file(folder: Path, name: str) -> str:
-    return write_private(folder / name, new_cluster_key() + "\n")
-
-
-async def test_the_wrong_cluster_key_is_refused_and_said_on_both_sides(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    right, wrong = key_file(tmp_path, "right"), key_file(tmp_path, "wrong")
-    async with open_peer(config(tmp_path, "a", cluster_key_file=right)) as a:
-        with pytest.raises(errors.AuthenticationFailed, match="cluster key"):
-            async with open_peer(config(tmp_path, "b", a, cluster_key_file=wrong)) as b:
-                with trio.fail_after(15):
-                    await b.node.leave_requested.wait()
-        assert not a.node.core.live_peers()
-    said = [r.getMessage() for r in caplog.records if "wrong cluster key" in r.getMessage()]
-    refused = [r for r in caplog.records if r.getMessage().startswith("not admitted by")]
-    assert refused, said  # why, the error says
-    assert any(line.startswith("dropped") for line in said), said
 
 
 def book(state: str) -> str:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,8 @@ async def client_of(peer: Peer, kind: str) -> AsyncIterator[Any]:
         async with p2pstore.connect(peer.socket) as client:
             yield client
     else:
-        plain = await trio.to_thread.run_sync(blocking.connect, peer.socket)
-        try:
+        with closing(await trio.to_thread.run_sync(blocking.connect, peer.socket)) as plain:
             yield InThread(plain)
-        finally:
-            plain.close()
 
 
 def used(peer: Peer) -> int:
@@ -311,10 +308,8 @@ async def stranger(peer: Peer, scope: Scope) -> AsyncIterator[Callable[..., Any]
     async def store(request: Store, value: bytes) -> Stored:
         return await pool.store(remote, request, memoryview(value))
 
-    try:
+    with closing(pool):
         yield store
-    finally:
-        pool.close()
 
 
 async def test_nonsense_with_a_valid_ticket(tmp_path: Path) -> None:

@@ -215,6 +215,7 @@ def sglang_config(**changed: Any) -> Any:
 @pytest.fixture
 def hicache(peer: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's backend, which finds the peer by its environment."""
+    require_torch()
     stand_in(monkeypatch, SGLANG)
     monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
     return plugin(monkeypatch, "sglang").P2PHiCache

@@ -807,10 +807,9 @@ def test_what_requests_gave_to_do_is_done_also_before_garbage(peer: SmallPeer) -
 
 
 def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
-    connection = run_blocking(
-        LocalConnection.open(BlockingDriver(), str(peer.path), Opening("n", Access.READ))
-    )
-    try:
+    with contextlib.closing(
+        run_blocking(LocalConnection.open(BlockingDriver(), str(peer.path), Opening("n", Access.READ)))
+    ) as connection:
         assert connection.segments[0].readonly
         requests: dict[LocalKind, Message] = {
             LocalKind.RESERVE: local.Reserve([local.ReserveItem(1, 100)]),
@@ -828,8 +827,6 @@ def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
             with pytest.raises(ValueError, match="only to read"):
                 run_blocking(connection.request(kind, request, Empty))
         assert peer.backend.requests == []
-    finally:
-        connection.close()
 
 
 async def test_a_socket_that_cannot_be_given_to_its_group_is_not_left_behind(

@@ -66,10 +66,8 @@ def plain(address: str) -> str:
 async def ping(harness: TcpHarness, side: Side, address: str, peer_id: bytes) -> object:
     pool = harness.pool(side.driver)
     peer = replace(harness.copy(), data=(address,), peer_id=peer_id)
-    try:
+    with contextlib.closing(pool):
         return await side.run(lambda: pool.request(peer, DataKind.PING, Ping()))
-    finally:
-        pool.close()
 
 
 # --- who meets whom ------------------------------------------------------------------------------
