@@ -10,31 +10,35 @@ has several publishers and none is trusted, nothing is guessed.
 """
 
 from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Iterable
-from p2pstore.errors import CheckpointRefused
-from p2pstore.errors import NoSuchKey
-from p2pstore.gossip.checkpoint_records import Head
-from p2pstore.gossip.checkpoint_records import HeadBody
-from p2pstore.gossip.checkpoint_records import NO_VERSION
-from p2pstore.gossip.checkpoint_records import Switch
-from p2pstore.gossip.checkpoint_records import SwitchBody
-from p2pstore.gossip.checkpoint_records import VERSION_BYTES
-from p2pstore.gossip.checkpoint_records import checkpoint_digest
-from p2pstore.gossip.checkpoint_records import read_head
-from p2pstore.gossip.checkpoint_records import read_switch
-from p2pstore.gossip.records import CLUSTER_RECORD_FORMAT
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import ClusterRecordKind
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.gossip.records import writer_of
-from p2pstore.objects import check_checkpoint_name
-from p2pstore.wire import Message
-from p2pstore.wire import encode_body
-from typing import Final
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
 import msgspec
+
+from p2pstore.errors import CheckpointRefused, NoSuchKey
+from p2pstore.gossip.checkpoint_records import (
+    NO_VERSION,
+    VERSION_BYTES,
+    Head,
+    HeadBody,
+    Switch,
+    SwitchBody,
+    checkpoint_digest,
+    read_head,
+    read_switch,
+)
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    ClusterRecord,
+    ClusterRecordKind,
+    PeerId,
+    format_peer_id,
+    writer_of,
+)
+from p2pstore.objects import check_checkpoint_name
+from p2pstore.wire import Message, encode_body
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -43,6 +47,7 @@ MAX_PINS: Final = 1024
 MAX_NOTES: Final = 64
 Name = tuple[str, str]
 """(namespace, name of a checkpoint)."""
+
 
 class TrustedPublishers:
     """The publisher that this peer trusts for each name, and those that it is to forget. `version` grows whenever
@@ -145,6 +150,7 @@ class TrustedPublishers:
                 f"checkpoint {head.name!r}: {format_peer_id(head.publisher)} publishes that name, too, and is ignored: "
                 f"{format_peer_id(trusted)} is trusted for it"
             )
+
 
 class Checkpoints:
     """The core's part in checkpoints. `version` grows with everything that is new: heads, switches, what others have
@@ -273,11 +279,9 @@ class Checkpoints:
         return None if switch is None or switch.version == NO_VERSION else switch
 
     def find(self, namespace: str, name: str, publisher: PeerId | None = None) -> Head:
-        """The head of a name by the publisher that is trusted for it: the one given, else the one that is pinned, else
-        the only one there is. Whoever it is, is pinned.
-
-        Raises `NoSuchKey` when that one publishes no such name, and `ValueError` when there are several to choose from.
-        """
+        """The head of a name by its trusted publisher: the one given, else the pinned one, else the only one; it is
+        pinned. Raises `NoSuchKey` when that one publishes no such name, `ValueError` when there are several to choose
+        from."""
         trusted = publisher or self._publishers.pinned(namespace, name)
         known = self.heads(namespace, name)
         if trusted is not None:

@@ -1,47 +1,37 @@
 """The client's side of a hello on the local socket: connect, ask, map the memories that the peer passes."""
 
 from __future__ import annotations
-from collections.abc import Collection
-from dataclasses import dataclass
-from itertools import islice
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import NoLocalPeer
-from p2pstore.errors import ProtocolError
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import Hello
-from p2pstore.local.local_protocol import HelloReply
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.local_protocol import SegmentInfo
-from p2pstore.local.local_requests import reply_in
-from p2pstore.local.socket_paths import CHOICES
-from p2pstore.local.socket_paths import not_a_socket
-from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
-from p2pstore.memory.hazards import HazardPage
-from p2pstore.memory.mapped.mapped_memory import map_joined
-from p2pstore.memory.mapped.mapped_memory import map_read_only
-from p2pstore.memory.mapped.mapped_memory import map_table
-from p2pstore.memory.mapped.mapped_memory import map_writable
-from p2pstore.runtime import linux
-from p2pstore.runtime.linux import connected_user
-from p2pstore.runtime.linux import is_shortage
-from p2pstore.runtime.linux import shortage
-from p2pstore.runtime.streams import ByteStream
-from p2pstore.runtime.streams import Driver
-from p2pstore.runtime.streams import MAX_PASSED_DESCRIPTORS
-from p2pstore.wire import FrameBuffer
-from p2pstore.wire import LOCAL_LIMITS
-from p2pstore.wire import MAX_PROTOCOL_VERSION
-from p2pstore.wire import MIN_PROTOCOL_VERSION
-from p2pstore.wire import PREFACE_LOCAL
-from p2pstore.wire import encode_frame
-from p2pstore.wire import negotiate_version
-from typing import Final
+
 import contextlib
 import mmap
 import os
 import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from p2pstore.errors import DeadlineExceeded, NoLocalPeer, ProtocolError
+from p2pstore.local.local_protocol import Access, Hello, HelloReply, LocalKind, SegmentInfo
+from p2pstore.local.local_requests import reply_in
+from p2pstore.local.socket_paths import CHOICES, not_a_socket
+from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
+from p2pstore.memory.mapped.mapped_memory import map_joined, map_read_only, map_table, map_writable
+from p2pstore.runtime import linux
+from p2pstore.runtime.linux import connected_user, is_shortage, shortage
+from p2pstore.runtime.streams import MAX_PASSED_DESCRIPTORS, ByteStream, Driver
+from p2pstore.wire import (
+    LOCAL_LIMITS,
+    MAX_PROTOCOL_VERSION,
+    MIN_PROTOCOL_VERSION,
+    PREFACE_LOCAL,
+    FrameBuffer,
+    encode_frame,
+    negotiate_version,
+)
 
 RECEIVE_BYTES: Final = 64 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Opening:
@@ -72,6 +62,7 @@ class Opening:
             hazards=self.hazards and linux.join_barriers(),
         )
 
+
 @dataclass(slots=True)
 class Greeting:
     """The peer's answer, and the memories that came with it: segments in the order of the answer, writable for WRITE
@@ -82,6 +73,7 @@ class Greeting:
     location_table: mmap.mmap | None = None
     hazards: HazardPage | None = None
     checkpoint: memoryview | None = None
+
 
 async def connect_to_peer(driver: Driver, path: str, timeout_seconds: float) -> ByteStream:
     """A connection to `path`. Raises `NoLocalPeer` where no peer listens, `DeadlineExceeded` for one that hangs."""
@@ -105,6 +97,7 @@ async def connect_to_peer(driver: Driver, path: str, timeout_seconds: float) -> 
             f"no peer listens at {path} ({error.strerror}): start one with `mooncake-p2p join`"
         ) from error
 
+
 def hangs(path: str) -> DeadlineExceeded:
     """The error of a peer that does not answer."""
     return DeadlineExceeded(
@@ -112,10 +105,12 @@ def hangs(path: str) -> DeadlineExceeded:
         "it and start it again"
     )
 
+
 def user_at(stream: ByteStream) -> int:
     """The user whose process is at the other end, as the kernel has it."""
     with socket.socket(fileno=os.dup(stream.fileno())) as sock:
         return connected_user(sock)
+
 
 async def greet(stream: ByteStream, path: str, opening: Opening) -> Greeting:
     """Say hello on a fresh connection and map what the peer passes. Raises `NoLocalPeer` for a socket of another user
@@ -138,6 +133,7 @@ async def greet(stream: ByteStream, path: str, opening: Opening) -> Greeting:
         for descriptor in descriptors:
             os.close(descriptor)
 
+
 async def _receive_hello(stream: ByteStream, descriptors: list[int]) -> HelloReply:
     """The peer's hello; the descriptors with it are added to `descriptors`."""
     frames, buffer = FrameBuffer(LOCAL_LIMITS), memoryview(bytearray(RECEIVE_BYTES))
@@ -152,6 +148,7 @@ async def _receive_hello(stream: ByteStream, descriptors: list[int]) -> HelloRep
     hello = reply_in(frame, LocalKind.HELLO, HelloReply)
     negotiate_version(hello.version, hello.version)
     return hello
+
 
 def _map_all(hello: HelloReply, descriptors: list[int], user: int, *, writable: bool) -> Greeting:
     """Map the memories of the hello. `user` could show anything anyway: a file of its memory is taken from it."""
@@ -179,6 +176,7 @@ def _map_all(hello: HelloReply, descriptors: list[int], user: int, *, writable: 
     if hello.checkpoint_bytes:
         mapped.checkpoint = map_read_only(next(left), hello.checkpoint_bytes)
     return mapped
+
 
 def _map_segment(
     segment: SegmentInfo, descriptors: list[int], user: int, *, writable: bool

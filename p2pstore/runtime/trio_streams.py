@@ -358,11 +358,8 @@ LONGEST_PAUSE_SECONDS: Final = 2.0
 
 
 class Accepting:
-    """Accepts connections of one listener, on through shortages: these are logged once a minute, and a process that
-    connects meanwhile is turned away with the reason.
-
-    `what` connects, for people. `turn_away` gets such a connection and the reason, and closes it; it may not raise.
-    """
+    """Accepts connections of one listener of `what` (for people), on through shortages: logged once a minute, with
+    `turn_away` called for a connection and the reason, which closes it and may not raise."""
 
     def __init__(
         self,

@@ -7,50 +7,47 @@ the real segments, with their ranks; the SSD keeps blocks by the rule of the rea
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import count
-from itertools import islice
+from itertools import count, islice
 from math import inf
-from p2pstore.core.copies.coldest import READY_PART
-from p2pstore.core.copies.coldest import ROOMS_SECONDS
-from p2pstore.core.copies.coldest import Room
-from p2pstore.core.copies.coldest import Rooms
-from p2pstore.core.copies.coldest import WRITTEN_SHARE
-from p2pstore.core.copies.coldest import choose_offers
+from random import Random
+from typing import Final, Literal
+
+from p2pstore.core.copies.coldest import (
+    READY_PART,
+    ROOMS_SECONDS,
+    WRITTEN_SHARE,
+    Room,
+    Rooms,
+    choose_offers,
+)
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.policies import DEFAULT_POLICY
-from p2pstore.memory.policies import PolicyName
-from p2pstore.memory.policies import make_policy
+from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.segment_layout import GRANULE_BYTES
 from p2pstore.objects import Version
-from p2pstore.trace.one_cache import BlockCache
-from p2pstore.trace.one_cache import ColdBlocks
-from p2pstore.trace.one_cache import HitCounts
-from p2pstore.trace.one_cache import LLAMA3_70B
-from p2pstore.trace.one_cache import Model
-from p2pstore.trace.one_cache import OFFERED
-from p2pstore.trace.one_cache import OWN
-from p2pstore.trace.one_cache import Request
-from p2pstore.trace.one_cache import block_of
-from p2pstore.trace.one_cache import leading_hits
-from random import Random
-from typing import Final
-from typing import Literal
+from p2pstore.trace.one_cache import (
+    LLAMA3_70B,
+    OFFERED,
+    OWN,
+    BlockCache,
+    ColdBlocks,
+    HitCounts,
+    Model,
+    Request,
+    block_of,
+    leading_hits,
+)
 
 DEFAULT_LOAD_BOUND: Final = 1.05
 """With a looser bound the first holders get most new conversations, and the memory of others is not used."""
 
 UNEQUAL_TENTHS: Final = 7
 """Of the requests, with unequal load, that the first peer serves."""
+
 
 class Source(StrEnum):
     """Where a block was read."""
@@ -59,6 +56,7 @@ class Source(StrEnum):
     REMOTE_MEMORY = "remote memory"
     LOCAL_SSD = "local SSD"
     REMOTE_SSD = "remote SSD"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
@@ -77,6 +75,7 @@ class PoolSettings:
     offers: bool = True
     seed: int = 1
 
+
 @dataclass(slots=True)
 class PoolOutcome:
     """The result of a replay."""
@@ -90,6 +89,7 @@ class PoolOutcome:
     blocks_offered: int = 0
     """Copied to another peer before they were evicted."""
     ssd_blocks_written: int = 0
+
 
 class _Peer:
     def __init__(self, settings: PoolSettings) -> None:
@@ -105,12 +105,14 @@ class _Peer:
         """Memory is gone; the SSD is not."""
         self.memory, self.up = self._empty_memory(), False
 
+
 def _room_of(peer: _Peer, number: int) -> Room[int]:
     memory = peer.memory
     first = next(memory.order.coldest(cheap=False), None)
     free = memory.capacity - len(memory)
     coldest = 0.0 if first is None else memory.order.policy.stays_until(first)
     return Room(number, memory.capacity * GRANULE_BYTES, free * GRANULE_BYTES, coldest)
+
 
 class Pool:
     """Peers and their blocks. `replay` once."""
@@ -332,6 +334,7 @@ class Pool:
         elif block not in self._in_memory and block not in self._on_ssd:
             self.outcome.blocks_lost += 1
 
+
 @dataclass(frozen=True, slots=True)
 class PeerChange:
     """A peer was killed (`up` is false) or came back, before the request of this number (from 0), or during it."""
@@ -339,6 +342,7 @@ class PeerChange:
     request: int
     peer: int
     up: bool
+
 
 def next_up(chosen: int, up: Sequence[bool]) -> int:
     """The peer that takes what `chosen` would: itself, or the next one up. Raises `ValueError` when none is."""
@@ -348,14 +352,17 @@ def next_up(chosen: int, up: Sequence[bool]) -> int:
             return peer
     raise ValueError("no peer is up")
 
+
 RoutingName = Literal["round-robin", "random", "affine", "unequal"]
 
 Router = Callable[[Sequence[int]], int]
 """The peer for a request, by its number, of whose prefix each peer n has `local[n]` blocks in its own memory."""
 
+
 def _unequal(turn: int, peers: int) -> int:
     """The first peer in 70 of 100 cases, else the others in turns."""
     return 0 if turn % 10 < UNEQUAL_TENTHS or peers == 1 else 1 + turn % (peers - 1)
+
 
 class PrefixAffine:
     """The peer that has most of the prefix, among those that were sent less than `load_bound` times the mean of all
@@ -375,6 +382,7 @@ class PrefixAffine:
         sent[chosen] += 1
         return chosen
 
+
 def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
     """A new router."""
     if name == "affine":
@@ -386,11 +394,13 @@ def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
         return lambda local: _unequal(next(turns) + 1, len(local))
     return lambda local: next(turns) % len(local)
 
+
 PRIVATE: Final = "each peer alone"
 ONE_CACHE: Final = "one cache of all memory"
 ENDLESS: Final = "one cache without end"
 SCALES: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Of the memory that was asked for, in `by_memory`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -399,12 +409,14 @@ class Case:
     name: str
     settings: PoolSettings
 
+
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """The result of a case."""
 
     case: Case
     outcome: PoolOutcome
+
 
 def cases(settings: PoolSettings, blocks: int) -> list[Case]:
     """The cases to replay for a pool with these settings, the baseline first; `blocks` is the number in the trace."""
@@ -421,10 +433,12 @@ def cases(settings: PoolSettings, blocks: int) -> list[Case]:
         found[2:2] = [alone, Case("pool with SSDs", settings)]
     return found
 
+
 def compare(requests: Sequence[Request], compared: Iterable[Case], model: Model) -> Iterator[Replayed]:
     """Replay each case."""
     for case in compared:
         yield Replayed(case, Pool(case.settings, model).replay(requests))
+
 
 def by_memory(
     requests: Sequence[Request], settings: PoolSettings, model: Model

@@ -1,23 +1,22 @@
 """Objects that a peer lends to the threads that answer reads, and reads left to its event loop."""
 
 from __future__ import annotations
+
 from collections.abc import Iterator
-from p2pstore.core.gets.reads import HOT_READS
-from p2pstore.objects import MIB
-from p2pstore.objects import key_digest
-from p2pstore.peer.for_peers.data_backend import PeerDataBackend
-from p2pstore.transfer.data_messages import GetItem
-from p2pstore.transfer.data_messages import GetSmall
-from p2pstore.transfer.data_messages import Keeps
-from p2pstore.transfer.serving.read_answers import LentObject
-from tests.contract.worlds import Cluster
-from tests.contract.worlds import open_cluster
-from typing import Any
-from typing import cast
+from typing import Any, cast
+
 import pytest
+
+from p2pstore.core.gets.reads import HOT_READS
+from p2pstore.objects import MIB, key_digest
+from p2pstore.peer.for_peers.data_backend import PeerDataBackend
+from p2pstore.transfer.data_messages import GetItem, GetSmall, Keeps
+from p2pstore.transfer.serving.read_answers import LentObject
+from tests.contract.worlds import Cluster, open_cluster
 
 CHUNK, LONGER = key_digest("chunk"), key_digest("longer")
 STRANGER = b"a peer that nobody knows"
+
 
 class Lender:
     """The near peer of a cluster, as its threads see it."""
@@ -51,6 +50,7 @@ class Lender:
             if lent.handle is not None:
                 self._backend.end_loan(lent.handle)
 
+
 @pytest.fixture
 def lender() -> Iterator[Lender]:
     with open_cluster() as cluster:
@@ -66,11 +66,13 @@ def lender() -> Iterator[Lender]:
 
         assert cluster.on_near(nothing_is_lent)
 
+
 def test_it_lends_objects_and_parts_of_them(lender: Lender) -> None:
     assert lender.lends(GetItem(CHUNK)) == b"c" * MIB
     assert lender.lends(GetItem(LONGER)) == b"l" * 2 * MIB
     assert lender.lends(GetItem(LONGER, 1, 1)) == b"l" * MIB
     assert lender.lends(GetItem(key_digest("absent"))) is None
+
 
 def test_what_is_hot_is_left_to_the_event_loop(lender: Lender) -> None:
     """That tells the reader to have its own peer keep it. Each reading counts, the parts of one do not."""
@@ -82,12 +84,14 @@ def test_what_is_hot_is_left_to_the_event_loop(lender: Lender) -> None:
     assert lender.lends(GetItem(LONGER, 1, 1), lender.other, Keeps.BY_PEER)
     assert lender.lends(GetItem(LONGER), lender.other, Keeps.NO)
 
+
 def test_by_small_reads_it_lends_one_chunk_at_most(lender: Lender) -> None:
     assert lender.lends_small(CHUNK, MIB) == b"c" * MIB
     assert lender.lends_small(CHUNK, MIB - 1) == b""
     assert lender.lends_small(LONGER, 1 << 62) == b""
     assert lender.lends_small(CHUNK, 1 << 62) == b"c" * MIB
     assert lender.lends_small(CHUNK, -1) == b""
+
 
 def test_what_is_hot_is_not_lent_by_small_reads(lender: Lender) -> None:
     """GET is to say who keeps it."""

@@ -1,17 +1,15 @@
 """Fetching one object into this peer's memory: one fetch for all who want it, and every way it can fail."""
 
 from __future__ import annotations
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.core_effects import PullFailure
-from p2pstore.core.core_effects import PullObject
-from p2pstore.core.core_effects import PullOutcome
+
+from typing import Any
+
+import pytest
+
+from p2pstore.core.core_effects import AskPeer, KnownCopy, PullFailure, PullObject, PullOutcome
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.operation import Operation
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import Unavailable
+from p2pstore.errors import CapacityExceeded, DeadlineExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.entries import ObjectEntry
@@ -20,23 +18,26 @@ from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from tests.present import present
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import digests_asked
-from tests.unit.core_harness import remote_object
-from typing import Any
-import pytest
+from tests.unit.core_harness import (
+    NAMESPACE,
+    OTHER_INCARNATION,
+    Harness,
+    clock_at,
+    digest_of,
+    digests_asked,
+    remote_object,
+)
+
 
 def fetch(world: Harness, key: str = "k", **options: Any) -> Operation:
     return world.core.operations.fetch(digest_of(key), world.now, **options)
+
 
 def answer_lookups(world: Harness) -> None:
     """All homes know nothing."""
     for ask in world.asks(DataKind.LOOKUP):
         world.answer(ask, Locations([[] for _ in digests_asked(ask)]))
+
 
 def test_a_fetched_object_is_a_soft_copy_of_the_same_version() -> None:
     world = Harness(others=2)
@@ -55,6 +56,7 @@ def test_a_fetched_object_is_a_soft_copy_of_the_same_version() -> None:
     assert world.finished() >= {operation.number}
     world.check_idle()
 
+
 def test_replicas_and_pin_travel_with_the_object() -> None:
     world = Harness(others=1)
     thing = remote_object("k", b"value", replicas=3, pin=2)
@@ -62,6 +64,7 @@ def test_replicas_and_pin_travel_with_the_object() -> None:
     fetch(world)
     entry = present(world.deliver(world.pull_wanted(), thing))
     assert (entry.replicas, entry.pin) == (3, 2)
+
 
 def test_a_copy_ends_when_the_object_does() -> None:
     world = Harness(others=1)
@@ -75,12 +78,14 @@ def test_a_copy_ends_when_the_object_does() -> None:
     assert world.find("k") is None
     assert world.core.copies.own_location(digest_of("k"), world.now) is None
 
+
 def test_a_copy_that_is_fetched_is_within_its_namespaces_quota() -> None:
     world = Harness(others=1, quotas={NAMESPACE: 64 * 1024})
     thing = world.hold(world.others[0], "k", b"value")
     fetch(world)
     world.deliver(world.pull_wanted(), thing)
     assert world.segment.quotas[NAMESPACE].kept_bytes == 4096
+
 
 def test_the_version_that_arrived_raises_the_clock() -> None:
     world = Harness(others=1)
@@ -89,13 +94,16 @@ def test_the_version_that_arrived_raises_the_clock() -> None:
     world.deliver(world.pull_wanted(), thing)
     assert world.stored("other", b"1").version.clock > clock_at(8.0)
 
+
 def test_what_is_here_needs_no_pull() -> None:
     world = Harness()
     entry = world.stored("k", b"value")
     assert fetch(world).result is entry
     world.check_idle()
 
+
 # --- one fetch for all -----------------------------------------------------------------------
+
 
 def test_many_that_want_one_object_share_one_fetch() -> None:
     world = Harness(others=1)
@@ -105,6 +113,7 @@ def test_many_that_want_one_object_share_one_fetch() -> None:
     entry = world.deliver(world.pull_wanted(), thing)
     assert all(operation.result is entry for operation in operations)
     assert fetch(world) is not operations[0], "a finished fetch is not joined"
+
 
 def test_a_shared_fetch_goes_on_while_anybody_wants_it() -> None:
     world = Harness(others=1)
@@ -117,6 +126,7 @@ def test_a_shared_fetch_goes_on_while_anybody_wants_it() -> None:
     assert not operation.done
     world.deliver(pull, thing)
     assert isinstance(operation.result, ObjectEntry)
+
 
 def test_a_fetch_that_nobody_wants_any_more_ends() -> None:
     world = Harness(others=1)
@@ -134,6 +144,7 @@ def test_a_fetch_that_nobody_wants_any_more_ends() -> None:
     assert again is not operation
     assert world.pull_wanted().operation == again.number
 
+
 def test_a_fetch_that_is_cancelled_while_it_looks_up_pulls_nothing() -> None:
     world = Harness(others=1)
     operation = fetch(world)
@@ -144,6 +155,7 @@ def test_a_fetch_that_is_cancelled_while_it_looks_up_pulls_nothing() -> None:
     assert not world.effects(PullObject)
     world.check_idle()
 
+
 def test_a_firm_copy_is_made_as_soon_as_one_wants_it() -> None:
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
@@ -153,7 +165,9 @@ def test_a_firm_copy_is_made_as_soon_as_one_wants_it() -> None:
     entry = present(world.deliver(world.pull_wanted(), thing))
     assert not entry.soft
 
+
 # --- holders that fail -----------------------------------------------------------------------
+
 
 def test_reachable_holders_are_handed_over_best_first() -> None:
     world = Harness(others=4)
@@ -164,6 +178,7 @@ def test_reachable_holders_are_handed_over_best_first() -> None:
     fetch(world)
     copies = world.pull_wanted().copies
     assert [copy.record.version.clock for copy in copies] == [new.version.clock, old.version.clock]
+
 
 def test_a_failed_holder_is_avoided_and_the_next_one_delivers() -> None:
     world = Harness(others=2)
@@ -176,6 +191,7 @@ def test_a_failed_holder_is_avoided_and_the_next_one_delivers() -> None:
     assert isinstance(operation.result, ObjectEntry)
     assert world.core.copies.known(digest_of("k"), world.now)[-1].member == failed.member
     assert [ask.peer_id for ask in world.effects(Ask)] == [failed.peer_id]
+
 
 def test_who_is_too_slow_again_and_again_is_avoided_for_longer() -> None:
     world = Harness(others=2)
@@ -201,12 +217,14 @@ def test_who_is_too_slow_again_and_again_is_avoided_for_longer() -> None:
     world.core.tick(world.now)
     assert not world.core.holders._slow
 
+
 def test_a_holder_that_sent_wrong_bytes_is_not_taken_for_dead() -> None:
     world = Harness(others=2)
     thing = world.hold(world.others[0], "k", b"value")
     fetch(world)
     world.deliver(world.pull_wanted(), thing, PullFailure(world.others[0].member, int(Code.STALE)))
     assert not world.effects(Ask)
+
 
 def test_after_a_failed_round_others_are_looked_for_once() -> None:
     world = Harness(others=3)
@@ -228,12 +246,14 @@ def test_after_a_failed_round_others_are_looked_for_once() -> None:
         world.answer(ask, Locations([[]]))
     world.check_idle()
 
+
 def test_a_key_that_nobody_knows_does_not_exist() -> None:
     world = Harness(others=2)
     operation = fetch(world)
     answer_lookups(world)
     assert isinstance(operation.result, NoSuchKey)
     world.check_idle()
+
 
 def test_a_key_that_all_holders_have_lost_does_not_exist() -> None:
     world = Harness(others=2)
@@ -245,6 +265,7 @@ def test_a_key_that_all_holders_have_lost_does_not_exist() -> None:
     assert isinstance(operation.result, NoSuchKey)
     assert world.core.copies.known(digest_of("k"), world.now) == [], "and they are believed"
 
+
 def test_a_location_that_was_denied_counts_again_when_its_owner_has_moved_on() -> None:
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
@@ -254,6 +275,7 @@ def test_a_location_that_was_denied_counts_again_when_its_owner_has_moved_on() -
     world.push(world.others[0], thing)
     assert len(world.core.copies.known(digest_of("k"), world.now)) == 1
 
+
 def test_a_client_s_report_counts_like_a_failure_of_one_s_own() -> None:
 
     world = Harness(others=2)
@@ -261,6 +283,7 @@ def test_a_client_s_report_counts_like_a_failure_of_one_s_own() -> None:
     failure = PullFailure(world.others[0].member, int(Code.NO_SUCH_KEY), "", OTHER_INCARNATION, 1000)
     world.core.holders.failed(digest_of("k"), failure, world.now)
     assert world.core.copies.known(digest_of("k"), world.now) == []
+
 
 def test_one_holder_lost_it_and_one_is_silent() -> None:
     world = Harness(others=2)
@@ -271,6 +294,7 @@ def test_one_holder_lost_it_and_one_is_silent() -> None:
     answer_lookups(world)
     assert isinstance(operation.result, Unavailable)
 
+
 def test_copies_of_the_dead_are_unavailable() -> None:
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"value")
@@ -279,6 +303,7 @@ def test_copies_of_the_dead_are_unavailable() -> None:
     answer_lookups(world)
     assert isinstance(operation.result, Unavailable)
     assert "1 copy is" in str(operation.result)
+
 
 def test_no_room_here_is_no_holder_s_fault() -> None:
     world = Harness(others=1, memory_bytes=64 * 1024)
@@ -294,12 +319,15 @@ def test_no_room_here_is_no_holder_s_fault() -> None:
     assert not world.asks(DataKind.LOOKUP), "another holder would not help"
     world.check_idle()
 
+
 # --- what may arrive -------------------------------------------------------------------------
+
 
 def begin(world: Harness) -> PullObject:
     world.hold(world.others[0], "k", b"value")
     fetch(world)
     return world.pull_wanted()
+
 
 def test_a_version_that_is_too_old_is_refused_on_arrival() -> None:
     world = Harness(others=3)
@@ -323,6 +351,7 @@ def test_a_version_that_is_too_old_is_refused_on_arrival() -> None:
     assert doubt.kind == DataKind.CHECK_COPY, "with a source, nobody else is asked"
     world.check_idle()
 
+
 def test_a_trailer_of_another_key_is_refused() -> None:
     world = Harness(others=1)
     pull = begin(world)
@@ -330,6 +359,7 @@ def test_a_trailer_of_another_key_is_refused() -> None:
     destination = world.core.operations.copy_destination(pull.operation, world.now)
     with pytest.raises(NoSuchKey, match="another key"):
         destination.prepare(thing.slot, other.trailer)
+
 
 def test_what_was_removed_before_it_arrives_is_refused() -> None:
     world = Harness(others=1)
@@ -339,6 +369,7 @@ def test_what_was_removed_before_it_arrives_is_refused() -> None:
     destination = world.core.operations.copy_destination(pull.operation, world.now)
     with pytest.raises(NoSuchKey, match="removed"):
         destination.prepare(thing.slot, thing.trailer)
+
 
 def test_what_is_removed_while_it_arrives_is_not_published() -> None:
     world = Harness(others=1)
@@ -352,6 +383,7 @@ def test_what_is_removed_while_it_arrives_is_not_published() -> None:
     world.core.operations.pulled(pull.operation, PullOutcome(True), world.now)
     world.check_idle()
 
+
 def test_delivered_and_gone_again_is_no_such_key() -> None:
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
@@ -364,6 +396,7 @@ def test_delivered_and_gone_again_is_no_such_key() -> None:
     world.core.operations.pulled(pull.operation, PullOutcome(True), world.now)
     assert isinstance(operation.result, NoSuchKey)
     assert "removed" in str(operation.result)
+
 
 def test_a_second_holder_of_the_version_goes_on_in_the_same_room() -> None:
     world = Harness(others=1)
@@ -381,6 +414,7 @@ def test_a_second_holder_of_the_version_goes_on_in_the_same_room() -> None:
     assert destination.commit(world.now) is world.find("k")
     assert world.value("k") == b"value"
 
+
 def test_room_of_a_version_that_is_refused_meanwhile_is_given_back() -> None:
     world = Harness(others=1)
     pull = begin(world)
@@ -391,6 +425,7 @@ def test_room_of_a_version_that_is_refused_meanwhile_is_given_back() -> None:
     with pytest.raises(NoSuchKey, match="removed"):
         destination.prepare(thing.slot, thing.trailer)
     assert world.segment.used_bytes == 0
+
 
 def test_a_second_holder_of_another_version_starts_over_with_fresh_room() -> None:
     world = Harness(others=1)
@@ -406,6 +441,7 @@ def test_a_second_holder_of_another_version_starts_over_with_fresh_room() -> Non
     destination.abort()  # after a commit there is nothing to give back
     assert world.value("k") == b"value"
 
+
 def test_an_aborted_arrival_gives_its_room_back() -> None:
     world = Harness(others=1)
     pull = begin(world)
@@ -417,6 +453,7 @@ def test_an_aborted_arrival_gives_its_room_back() -> None:
     assert world.segment.used_bytes == 0
     with pytest.raises(RuntimeError):
         destination.commit(world.now)
+
 
 def test_a_newer_version_that_was_put_meanwhile_stays() -> None:
     world = Harness(others=1)
@@ -430,6 +467,7 @@ def test_a_newer_version_that_was_put_meanwhile_stays() -> None:
     world.core.operations.pulled(pull.operation, PullOutcome(True), world.now)
     world.check_idle()
 
+
 def test_an_older_version_here_is_replaced_by_what_arrives() -> None:
     world = Harness(others=1)
     pull = begin(world)
@@ -441,6 +479,7 @@ def test_an_older_version_here_is_replaced_by_what_arrives() -> None:
     assert record.version == newer.version
     world.check_idle()
 
+
 def test_a_newer_version_that_gossip_told_of_meanwhile_drops_what_arrived() -> None:
     world = Harness(others=2)
     pull = begin(world)
@@ -450,6 +489,7 @@ def test_a_newer_version_that_gossip_told_of_meanwhile_drops_what_arrived() -> N
     world.deliver(pull, thing)
     world.core.gossip_arrived(world.now)
     assert world.find("k") is None
+
 
 def test_a_version_from_the_future_is_refused() -> None:
     """Its clock would make every version that this peer writes one from the future, too."""
@@ -461,6 +501,7 @@ def test_a_version_from_the_future_is_refused() -> None:
         destination.prepare(thing.slot, thing.trailer)
     assert world.core.clock.latest < clock_at(1.0)
     world.fail(pull, Code.STALE)
+
 
 def test_bringing_something_here_evicts_and_says_so_first() -> None:
     world = Harness(others=1, memory_bytes=64 * 1024)

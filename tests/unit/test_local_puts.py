@@ -1,14 +1,17 @@
 """A peer's work for local clients that put and get, without sockets."""
 
 from __future__ import annotations
+
 from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from p2pstore.core.operation import Operation
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalClient
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
+from p2pstore.local.local_protocol import Access, LocalClient
+from p2pstore.objects import chunk_sums, key_digest, root_checksum
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts
@@ -16,19 +19,13 @@ from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from simulation.segment_checks import check_segment
-from tests.unit.core_harness import HOLDER
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import digests_asked
-from tests.unit.test_core_partitioned import foreign_key
-from tests.unit.test_core_partitioned import partitioned
-from types import SimpleNamespace
-from typing import Any
-import pytest
+from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, digests_asked
+from tests.unit.test_core_partitioned import foreign_key, partitioned
 
 VALUE = b"v" * 5000
 ROOM = local.ReserveItem(len(VALUE), 128)
 CLIENT = LocalClient(7, NAMESPACE, Access.WRITE, 1, "")
+
 
 class Loop:
     """A client that puts value after value, each into room that came with the answer to the one before."""
@@ -55,12 +52,14 @@ class Loop:
             self._room = answer.again[0]
         return answer
 
+
 def fill(world: Harness) -> None:
     """Put until something has to go."""
     number = 0
     while world.segment.free_bytes:
         world.stored(f"before {number}", b"x")
         number += 1
+
 
 def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
     world = Harness(memory_bytes=256 * 1024)
@@ -76,6 +75,7 @@ def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
     world.segment.drop_holder(CLIENT.holder)
     check_segment(world.segment)
 
+
 def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
     world = Harness(memory_bytes=256 * 1024)
     loop = Loop(world)
@@ -87,6 +87,7 @@ def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
     loop.puts.make_room_ahead()
     assert world.segment.object_count == there
 
+
 def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
     world = Harness(memory_bytes=64 * 1024)
     loop = Loop(world)
@@ -96,6 +97,7 @@ def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
     assert loop.put("the last one that fits").again[0].error.code == Code.CAPACITY_EXCEEDED
     loop.puts.make_room_ahead()
     assert world.find("the last one that fits") is not None
+
 
 @pytest.mark.parametrize(
     "item", [local.ReserveItem(-5, 1), local.ReserveItem(1, 1 << 40), local.ReserveItem(1 << 40, 1)]
@@ -107,6 +109,7 @@ def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: local.ReserveItem) 
     loop.puts.make_room_ahead()
     assert world.find("k") is not None
 
+
 def test_an_abort_passes_over_what_has_ended() -> None:
     world = Harness()
     loop = Loop(world)
@@ -117,6 +120,7 @@ def test_an_abort_passes_over_what_has_ended() -> None:
     loop.puts.abort(CLIENT, local.Abort([first, 1 << 40, second]))
     assert world.segment.used_bytes < used
 
+
 def gets_of(world: Harness) -> LocalGets:
     async def complete(operation: Operation) -> Any:
         assert operation.done
@@ -126,6 +130,7 @@ def gets_of(world: Harness) -> LocalGets:
         core=world.core, now=world.now, complete=complete, routes=SimpleNamespace(reading_order=list)
     )
     return LocalGets(node, office=None, max_leased_bytes=0)  # type: ignore[arg-type]  # no ticket is asked for
+
 
 @pytest.mark.parametrize(("homes_answer", "code"), [(False, Code.UNAVAILABLE), (True, Code.NO_SUCH_KEY)])
 async def test_a_plan_for_a_key_of_which_nobody_can_tell_says_so(homes_answer: bool, code: Code) -> None:

@@ -1,33 +1,31 @@
 """`doctor` and `support-bundle`: faults of this machine or of the way to a peer, and diagnostics in a file."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from dataclasses import dataclass
-from mooncake_p2p.options import DEFAULT_TIMEOUT
-from mooncake_p2p.options import Json
-from mooncake_p2p.options import Socket
-from mooncake_p2p.options import Timeout
-from mooncake_p2p.options import option
-from mooncake_p2p.options import parse_timeout
-from mooncake_p2p.options import was_given
-from mooncake_p2p.options import with_records
-from mooncake_p2p.output import CommandFailed
-from mooncake_p2p.output import ExitCode
-from mooncake_p2p.output import print_json
-from mooncake_p2p.output import printable
-from mooncake_p2p.output import progress
-from mooncake_p2p.output import remark
-from p2pstore.objects import format_bytes
-from pathlib import Path
-from typing import Annotated
-from typing import Final
-from typing import TYPE_CHECKING
+
 import os
 import shutil
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
 import typer
+
+from mooncake_p2p.options import (
+    DEFAULT_TIMEOUT,
+    Json,
+    Socket,
+    Timeout,
+    option,
+    parse_timeout,
+    was_given,
+    with_records,
+)
+from mooncake_p2p.output import CommandFailed, ExitCode, print_json, printable, progress, remark
+from p2pstore.objects import format_bytes
 
 if TYPE_CHECKING:
     from p2pstore.status.doctor.finding import Finding
@@ -39,6 +37,7 @@ PIPE_COLUMNS: Final = 80
 MAX_COLUMNS: Final = 120
 MAX_MEASURE_SECONDS: Final = 60.0
 COLOURS: Final = {"ok": "32", "warning": "33", "broken": "31", "skipped": "2"}
+
 
 @dataclass(frozen=True, slots=True)
 class WayOptions:
@@ -69,6 +68,7 @@ class WayOptions:
                 name = each.replace("_", "-")
                 raise ValueError(f"--{name} is for --peer: add it, or leave it out")
         return measure_seconds
+
 
 @with_records
 def doctor(
@@ -120,6 +120,7 @@ def doctor(
         _examine_way(report, way.peer, way, measure_seconds, timeout_seconds)
     _conclude(findings, json)
 
+
 def _examine_way(
     report: Callable[[Finding], None],
     peer: str,
@@ -135,6 +136,7 @@ def _examine_way(
     ring = load_cluster_key_file(file) if file else ring_of_the_keyless()
     examine_way(Way(peer, ring, options.cluster, measure_seconds, timeout_seconds), report)
 
+
 def _examine_machine(
     report: Callable[[Finding], None],
     socket: str | None,
@@ -145,6 +147,7 @@ def _examine_machine(
 
     for finding in examine_machine(socket=socket, directory=directory, rdma_topology=rdma_topology):
         report(finding)
+
 
 def _conclude(findings: list[Finding], json: bool) -> None:
     """Print the summary, and raise what gives the exit status when something is broken."""
@@ -166,6 +169,7 @@ def _conclude(findings: list[Finding], json: bool) -> None:
         why = what.cause if json else "broken; cause and cure are above"
         raise CommandFailed(printable(f"{what.name}: {why}"), code)
 
+
 def _show(finding: Finding) -> None:
     """One line for what was found; cause and cure below it, where there are any."""
     on_terminal = sys.stdout.isatty()
@@ -180,6 +184,7 @@ def _show(finding: Finding) -> None:
             if text:
                 _print_wrapped(label, printable(text), columns, " " * STATUS_COLUMNS)
 
+
 def _print_wrapped(label: str, text: str, columns: int, before: str) -> None:
     """`text` behind its label, in as many lines as it needs; `before` takes `STATUS_COLUMNS`."""
     room = max(20, columns - STATUS_COLUMNS - len(label))
@@ -187,6 +192,7 @@ def _print_wrapped(label: str, text: str, columns: int, before: str) -> None:
     print(f"{before}{label}{first}".rstrip())
     for line in others:
         print(" " * (STATUS_COLUMNS + len(label)) + line)
+
 
 def support_bundle(
     output: Annotated[
@@ -236,6 +242,7 @@ def support_bundle(
         file.close()
     _tell(path, bundle, length, as_json=json)
 
+
 def _doctor(socket: str | None) -> str:
     from p2pstore.status.doctor.checks import examine_machine
     from p2pstore.status.doctor.finding import summary
@@ -243,6 +250,7 @@ def _doctor(socket: str | None) -> str:
 
     found = list(examine_machine(socket=socket))
     return to_json({"findings": [each.document() for each in found], "summary": summary(found)})
+
 
 def _tell(path: str, bundle: Bundle, length: int, *, as_json: bool) -> None:
     if as_json:

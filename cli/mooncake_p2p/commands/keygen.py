@@ -1,28 +1,29 @@
 """`keygen` and `invite`: the cluster's key, its replacement while peers run, and the line for the next machine."""
 
 from __future__ import annotations
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from mooncake_p2p.options import DEFAULT_TIMEOUT
-from mooncake_p2p.options import Json
-from mooncake_p2p.options import Socket
-from mooncake_p2p.options import Timeout
-from mooncake_p2p.options import connected
-from mooncake_p2p.options import flag
-from mooncake_p2p.options import option
-from mooncake_p2p.options import with_records
-from mooncake_p2p.output import CommandFailed
-from mooncake_p2p.output import print_json
-from mooncake_p2p.output import remark
-from pathlib import Path
-from typing import Annotated
-from typing import Final
-from typing import TYPE_CHECKING
+
 import contextlib
 import os
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
 import typer
+
+from mooncake_p2p.options import (
+    DEFAULT_TIMEOUT,
+    Json,
+    Socket,
+    Timeout,
+    connected,
+    flag,
+    option,
+    with_records,
+)
+from mooncake_p2p.output import CommandFailed, print_json, remark
 
 if TYPE_CHECKING:
     from p2pstore.access.keyring import KeyRing
@@ -34,10 +35,12 @@ _NEXT_STEP = {
     "retire": "copy the file to every peer and send each SIGHUP; then the old key is out",
 }
 
+
 class KeyRole(StrEnum):
     member = "member"
     reader = "reader"
     writer = "writer"
+
 
 @dataclass(frozen=True, slots=True)
 class KeyOptions:
@@ -71,6 +74,7 @@ class KeyOptions:
                 f"--{chosen[0]} changes the cluster's key file; make the others' files from it anew"
             )
         return chosen[0] if chosen else ""
+
 
 @with_records
 def keygen(
@@ -120,6 +124,7 @@ def keygen(
     also = f"; accepted as well: {', '.join(ids[1:])}" if ids[1:] else ""
     remark(f"{file}: key {ids[0]} proves{also}\n{_NEXT_STEP[step]}")
 
+
 def _make(path: Path, source: str | None, namespaces: Sequence[str]) -> list[str]:
     """A new file with one key, or with the readers' and writers' keys of those in `source`. Returns their ids."""
     from p2pstore.access.keyring import new_cluster_key
@@ -139,6 +144,7 @@ def _make(path: Path, source: str | None, namespaces: Sequence[str]) -> list[str
     except OSError as error:
         raise CommandFailed(f"cannot write {path}: {error.strerror}") from error
     return _ids(line, path)
+
 
 def _change(path: Path, step: str) -> list[str]:
     """One step of a rotation: the whole file is replaced at once, or left alone."""
@@ -172,6 +178,7 @@ def _change(path: Path, step: str) -> list[str]:
         raise CommandFailed(f"cannot change {path}: {error.strerror}") from error
     return _ids(changed, path)
 
+
 def _write_new(path: Path, text: str) -> None:
     """Make a file for this user only, on the disk when this returns. Raises `OSError`, leaving none."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -186,13 +193,16 @@ def _write_new(path: Path, text: str) -> None:
             path.unlink()  # an empty file would keep the next try from making one
         raise
 
+
 def _ids(text: str, path: Path) -> list[str]:
     from p2pstore.access.keyring import parse_cluster_keys
 
     return [key_id.hex() for key_id in parse_cluster_keys(text, str(path)).ids]
 
+
 MAX_OTHERS: Final = 3
 """Peers that the invite names beside the local one, so that it works while that one is down."""
+
 
 def invite(
     without_key: Annotated[
@@ -242,6 +252,7 @@ def invite(
     for text in _remarks(bool(keys), key_file, only_here, not key_file and not insecure):
         remark(text)
 
+
 def _keys_to_tell(ring: KeyRing) -> Sequence[bytes]:
     from p2pstore.access.keyring import Role
 
@@ -251,6 +262,7 @@ def _keys_to_tell(ring: KeyRing) -> Sequence[bytes]:
             "an invite --without-key"
         )
     return ring.keys
+
 
 def _remarks(
     with_key: bool, key_file: str | None, only_here: bool, own_user_only: bool
@@ -268,6 +280,7 @@ def _remarks(
             "`--interface`, with a cluster key, serves others"
         )
     return said
+
 
 def addresses_to_offer(members: Sequence[PeerInfo]) -> list[str]:
     """Control addresses of the local peer and of a few live others. Raises `CommandFailed` without any."""

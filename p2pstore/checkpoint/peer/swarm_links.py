@@ -7,48 +7,40 @@ Moving pieces between a swarm's store and other members: received in place, then
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
-from functools import partial
-from p2pstore.checkpoint.content.pieces import PieceLayout
-from p2pstore.checkpoint.peer.piece_flow import AtOnce
-from p2pstore.checkpoint.peer.piece_flow import PieceBuffers
-from p2pstore.checkpoint.peer.piece_flow import TokenBucket
-from p2pstore.checkpoint.peer.stores import PieceStore
-from p2pstore.checkpoint.peer.surroundings import Surroundings
-from p2pstore.checkpoint.swarm.swarm_messages import Event
-from p2pstore.checkpoint.swarm.swarm_messages import Failure
-from p2pstore.checkpoint.swarm.swarm_messages import Linked
-from p2pstore.checkpoint.swarm.swarm_messages import Members
-from p2pstore.checkpoint.swarm.swarm_messages import Received
-from p2pstore.checkpoint.swarm.swarm_messages import SwarmMessage
-from p2pstore.checkpoint.swarm.swarm_messages import Unlinked
-from p2pstore.checkpoint.swarm.swarm_messages import decode_message
-from p2pstore.checkpoint.swarm.swarm_messages import kind_of
-from p2pstore.errors import CheckpointChanged
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import Member
-from p2pstore.runtime.streams import BytesLike
-from p2pstore.transfer.data_frames import FrameLink
-from p2pstore.transfer.data_frames import LINK_LIMITS
-from p2pstore.transfer.data_messages import GetPiece
-from p2pstore.transfer.data_messages import PieceStatus
-from p2pstore.transfer.data_messages import SwarmLink
-from p2pstore.transfer.transport import RemotePeer
-from p2pstore.wire import FrameBuffer
-from p2pstore.wire import ONE_WAY
-from p2pstore.wire import encode_frame
-from typing import Final
-from typing import TypeVar
+
 import logging
 import resource
 import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeVar
+
 import trio
+
+from p2pstore.checkpoint.content.pieces import PieceLayout
+from p2pstore.checkpoint.peer.piece_flow import AtOnce, PieceBuffers, TokenBucket
+from p2pstore.checkpoint.peer.stores import PieceStore
+from p2pstore.checkpoint.peer.surroundings import Surroundings
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    Event,
+    Failure,
+    Linked,
+    Members,
+    Received,
+    SwarmMessage,
+    Unlinked,
+    decode_message,
+    kind_of,
+)
+from p2pstore.errors import CheckpointChanged, P2PStoreError, ProtocolError, Unavailable
+from p2pstore.gossip.records import Member
+from p2pstore.runtime.streams import BytesLike
+from p2pstore.transfer.data_frames import LINK_LIMITS, FrameLink
+from p2pstore.transfer.data_messages import GetPiece, PieceStatus, SwarmLink
+from p2pstore.transfer.transport import RemotePeer
+from p2pstore.wire import ONE_WAY, FrameBuffer, encode_frame
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -58,6 +50,7 @@ SETTLED_SECONDS: Final = 5.0
 """A dial by a neighbour with an older link than this shows that the neighbour has lost that link."""
 MAX_LINKS: Final = 256
 
+
 @dataclass(slots=True, eq=False)
 class _Link:
     frames: FrameLink
@@ -66,6 +59,7 @@ class _Link:
     said: trio.Event = field(default_factory=trio.Event)
     to_say: list[bytes] = field(default_factory=list)
     """Frames that go out together, with `send_said`."""
+
 
 class SwarmLinks:
     """All links of one swarm; `happens` gets their events in order."""
@@ -229,6 +223,7 @@ class SwarmLinks:
                 await link.frames.send_all()
         link.frames.end()
 
+
 @dataclass(frozen=True, slots=True)
 class OfferedSwarmLink:
     """`p2pstore.transfer.serving.serving_backends.OfferedLink` of one member."""
@@ -240,11 +235,13 @@ class OfferedSwarmLink:
         """Use it until it ends."""
         await self.links.take_over(self.member, link)
 
+
 T = TypeVar("T")
 
 PIECE_SECONDS: Final = 15.0
 """A request for a piece fails after this time without progress; the machine abandons it earlier."""
 FAILURE_OF: Final = {int(PieceStatus.BUSY): Failure.BUSY, int(PieceStatus.LACKS): Failure.LACKS}
+
 
 class PieceTransfers:
     """The pieces of one version on their way in and out."""
@@ -359,6 +356,7 @@ class PieceTransfers:
     def give_back(self, buffer: bytearray) -> None:
         """Reuse a buffer of `read`."""
         self._buffers.give_back(buffer)
+
 
 def _waits() -> int:
     """Voluntary context switches of this thread so far: it waited for something."""

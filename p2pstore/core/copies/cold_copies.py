@@ -5,21 +5,17 @@ live, and objects that stay hidden until the peer knows the removals made while 
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections import deque
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
 from p2pstore.core.own_objects import location_on_ssd
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import Version
-from typing import Final
-from typing import NamedTuple
-from typing import Protocol
-from typing import TYPE_CHECKING
-import heapq
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -29,6 +25,7 @@ if TYPE_CHECKING:
 MAX_VERSION: Final = Version((1 << 64) - 1, 0xFFFF)
 FORGOTTEN_PER_STEP: Final = 64
 """Withdrawing a location costs some 25 us."""
+
 
 class Gone(StrEnum):
     """Why a peer gave an object up, and what that costs."""
@@ -42,6 +39,7 @@ class Gone(StrEnum):
     COPY_ELSEWHERE = "copy_elsewhere"
     LAST_COPY = "last_copy"
     """No other copy is known."""
+
 
 class ColdStore(Protocol):
     """The core's requests to an SSD tier. Nothing here waits, or reads the SSD."""
@@ -82,11 +80,13 @@ class ColdStore(Protocol):
         """Objects in the order of their keys, above `after`, and whether there are more."""
         ...
 
+
 class Page(NamedTuple):
     """Objects in the order of their keys, and up to which key that is all; None when there are no more."""
 
     entries: Sequence[ObjectEntry | ColdEntry]
     complete_to: str | None
+
 
 class _Sweep(NamedTuple):
     """A pass that discards objects of one namespace, or of all, up to a version; with the objects not yet looked at."""
@@ -94,6 +94,7 @@ class _Sweep(NamedTuple):
     namespace: bytes | None
     up_to: Version
     left: Iterator[Sequence[bytes]]
+
 
 class ColdCopies:
     """A peer's copies on its SSD. Without a `store` there are none."""

@@ -1,26 +1,22 @@
 """Handing over what a peer alone holds, before it leaves."""
 
 from __future__ import annotations
+
+import heapq
 from dataclasses import dataclass
 from functools import partial
-from p2pstore.core.copies.coldest import MemberRooms
-from p2pstore.core.copies.coldest import SPREAD_SECONDS
-from p2pstore.core.copies.own_copies import OwnCopies
-from p2pstore.core.copies.own_copies import held_here
-from p2pstore.core.copies.own_copies import other_firm_copies
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.copies.coldest import SPREAD_SECONDS, MemberRooms
+from p2pstore.core.copies.own_copies import OwnCopies, held_here, other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import round_up
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import MIB
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import heapq
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -36,6 +32,7 @@ MOST_ORDERED: Final = 32_768
 MAX_TARGETS: Final = 4
 """Peers that are asked to take an object, one after the other."""
 
+
 @dataclass(frozen=True, slots=True)
 class HandedOver:
     """Counts of the objects handed over and of those that this peer alone still holds, with their bytes."""
@@ -44,6 +41,7 @@ class HandedOver:
     bytes: int = 0
     left_objects: int = 0
     left_bytes: int = 0
+
 
 class HandOverOperation(Operation):
     """Have the last copies that this peer holds copied by others. The result is a `HandedOver`, also when the
@@ -194,6 +192,7 @@ class HandOverOperation(Operation):
     def _count_off(self, length: int) -> None:
         self._left_objects -= 1
         self._left_bytes -= length
+
 
 class _Rooms(MemberRooms):
     """Chooses among them."""

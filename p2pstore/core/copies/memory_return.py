@@ -1,21 +1,17 @@
 """What a peer has of an earlier life, in memory and on its SSD: sorted, checked, and shown again, some at a time."""
 
 from __future__ import annotations
+
+import math
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from p2pstore.core.core_effects import CheckReturned
-from p2pstore.core.core_effects import ColdObject
-from p2pstore.core.core_effects import ColdSorted
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.core_effects import CheckReturned, ColdObject, ColdSorted
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.memory.segment_layout import SlotState
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from typing import Final
-from typing import TYPE_CHECKING
-import math
+from p2pstore.objects import MIB, Version
 
 if TYPE_CHECKING:
     from p2pstore.core.operation import Operation
@@ -32,6 +28,7 @@ FATES: Final = ("returned", "damaged", "discarded")
 """Fates of objects of an earlier life: published again, bytes damaged, or possibly removed meanwhile."""
 BATCHES_UNDER_WAY: Final = 2
 """One is checked while another one is published."""
+
 
 class MemoryReturn:
     """The objects that are left to be looked at, the oldest first: so those put last are the last to be evicted."""
@@ -107,6 +104,7 @@ class MemoryReturn:
         self._core.counters[f"kept_objects_{fate}"] += 1
         self._core.counters[f"kept_bytes_{fate}"] += entry.length
 
+
 class ColdReturn:
     """The objects that are held back, and how they are told apart, some at a time."""
 
@@ -123,6 +121,7 @@ class ColdReturn:
             tuple(each for each in some if each not in good),
             last=len(some) < count,
         )
+
 
 class EarlierLife:
     """What this peer has of an earlier life, which is held back until all floors made meanwhile are known here; and

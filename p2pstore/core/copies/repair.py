@@ -12,28 +12,24 @@ have a copy already, when there are more of them.
 """
 
 from __future__ import annotations
+
+import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
-from p2pstore.core.copies.own_copies import OwnCopies
-from p2pstore.core.copies.own_copies import held_here
-from p2pstore.core.copies.own_copies import other_firm_copies
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.copies.own_copies import OwnCopies, held_here, other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.partition_homes import weight
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import Tier
+from p2pstore.gossip.records import Member, Tier
 from p2pstore.memory.entries import ObjectEntry
-from types import MappingProxyType
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import math
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -43,6 +39,7 @@ LOOK_INTERVAL_SECONDS: Final = 0.02
 MOST_FAILURES: Final = 8
 """Failures in a row that end a pass: no peer takes copies now."""
 DEFAULT_BYTES_PER_SECOND: Final = 125e6
+
 
 @dataclass(frozen=True, slots=True)
 class RepairTiming:
@@ -56,6 +53,7 @@ class RepairTiming:
     longest_pause_seconds: float = 600.0
     bytes_per_second: float = DEFAULT_BYTES_PER_SECOND
 
+
 TIMING: Final[Mapping[str, RepairTiming]] = MappingProxyType(
     {
         "lan": RepairTiming(),
@@ -65,6 +63,7 @@ TIMING: Final[Mapping[str, RepairTiming]] = MappingProxyType(
 )
 """By the setting `network`."""
 
+
 @dataclass(frozen=True, slots=True)
 class _Lack:
     """An object with too few copies, `there` of `wanted`. `turn`: how many holders come before this peer."""
@@ -73,6 +72,7 @@ class _Lack:
     wanted: int
     there: int
     turn: int
+
 
 @dataclass(slots=True)
 class _Pass:
@@ -96,6 +96,7 @@ class _Pass:
     """Of this round: whether some are left to other holders."""
     failed: bool = False
     failures_in_a_row: int = 0
+
 
 class Repair:
     """Decides for one peer. Driven by `tick`."""
@@ -335,6 +336,7 @@ class Repair:
         if current.failures_in_a_row >= MOST_FAILURES:
             current.queue.clear()
             current.walk.end()
+
 
 def _order(digest: bytes, member: Member, only_on_ssd: bool) -> tuple[bool, int]:
     """Sort key of holders by who acts first: holders with the object in memory, then by rendezvous order."""

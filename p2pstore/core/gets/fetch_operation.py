@@ -26,11 +26,10 @@ MOST_HOPS: Final = 8
 
 
 class FetchOperation(Operation):
-    """Bring one object into this peer's memory. The result is its `ObjectEntry`.
+    """Bring one object into this peer's memory: from its SSD, else from other peers. The result is its `ObjectEntry`.
 
-    An object on this peer's SSD is read from there, and only from other peers when that fails. Many callers that want
-    one absent object share one fetch (`PeerCore.fetch`). With `source`, only that peer is asked, and `minimum` is the
-    version it promised. With `only_here`, no peer is asked: the object comes from this peer's SSD, or not at all.
+    Callers that want one absent object share one fetch (`Operations.fetch`). With `source`, only that peer is asked,
+    and `minimum` is the version it promised. With `only_here`, no peer is asked.
     """
 
     def __init__(

@@ -57,12 +57,11 @@ def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
 
 
 class PutOperation(Operation):
-    """Publish a reservation as an object, unless the key exists; then make the other copies.
+    """Publish a reservation as an object, unless the key exists; then make the other copies. The result is a `PutEnd`;
+    None when there is no reservation and the bytes are needed.
 
-    The result is a `PutEnd`; None when there is no reservation and the bytes are needed.
-    A key held only elsewhere is compared by asking a holder for its slot: equal roots make this copy an
-    additional one of the existing version, other bytes keep what exists.
-    """
+    A key held only elsewhere is compared by its holder's slot: with an equal root this copy is one more of the existing
+    version; other bytes keep what exists."""
 
     def __init__(
         self,

@@ -1,47 +1,31 @@
 """Puts of local clients: room for the bytes, then publishing them."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Iterable
-from collections.abc import Sequence
+
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
+from typing import Final, TypeAlias
+
+import trio
+
 from p2pstore.core.copies.replicate import PutAmongMany
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import Operation, PutEnd
 from p2pstore.core.puts.placing import place
-from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP
-from p2pstore.core.puts.publishing import Reserved
-from p2pstore.core.puts.publishing import publish_new
-from p2pstore.core.puts.publishing import reserve_many
-from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.core.puts.put_operation import check_put
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
+from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, Reserved, publish_new, reserve_many
+from p2pstore.core.puts.put_operation import PutOperation, check_put
+from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
 from p2pstore.gossip.homes.known_locations import Word
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import member_of
+from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalClient
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import check_object_length
-from p2pstore.peer.for_clients.local_queries import Answer
-from p2pstore.peer.for_clients.local_queries import failed_put
-from p2pstore.peer.for_clients.local_queries import item_error
-from p2pstore.peer.for_clients.local_queries import put_outcome
+from p2pstore.objects import DIGEST_BYTES, check_object_length
+from p2pstore.peer.for_clients.local_queries import Answer, failed_put, item_error, put_outcome
 from p2pstore.peer.node import Node
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.trio_tasks import in_turns
-from p2pstore.runtime.trio_tasks import take_turns
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.transfer.ticket_desk import TicketOffice
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from typing import Final
-from typing import TypeAlias
-import trio
+from p2pstore.wire import Code, Empty
 
 _NO_ROOM_AHEAD: Final = local.Reservation(
     0, 0, 0, 0, local.ItemError(int(Code.CAPACITY_EXCEEDED), "no room can be spared for puts to come")
@@ -50,6 +34,7 @@ ABORTED_PER_STEP: Final = 64
 
 Started: TypeAlias = Operation | PutAmongMany | local.PutOutcome
 """A put that was begun, or that failed at once."""
+
 
 class LocalPuts:
     """RESERVE, COMMIT and ABORT; PLACE and STORED for what goes to other peers."""
@@ -267,6 +252,7 @@ class LocalPuts:
             self._core.clock.observe(stamp, self._core.believed_unix(now))  # later puts are above it
         self._core.counters["puts_elsewhere"] += 1
         return Empty()
+
 
 def _room(reserved: Reserved) -> local.Reservation:
     if isinstance(reserved, Exception):

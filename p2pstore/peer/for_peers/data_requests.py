@@ -1,57 +1,46 @@
 """Requests to other peers over data connections: questions, pulls of objects, snapshots of logs. Shell."""
 
 from __future__ import annotations
-from collections.abc import Sequence
-from dataclasses import replace
-from p2pstore.core.copies.copy_destination import Room
-from p2pstore.core.copies.copy_destination import RoomDestination
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.core_effects import PullFailure
-from p2pstore.core.core_effects import PullObject
-from p2pstore.core.core_effects import PullOutcome
-from p2pstore.core.core_effects import PullTogether
-from p2pstore.core.core_effects import Reply
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.gossip_messages import FetchSnapshot
-from p2pstore.gossip.gossip_messages import SnapshotHead
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot
-from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import member_of
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import round_up
-from p2pstore.objects import Announced
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import KIB
-from p2pstore.objects import SIZE_UNIT_BYTES
-from p2pstore.runtime.trio_tasks import take_turns
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Keeps
-from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.peer_messages import Snapshot
-from p2pstore.transfer.peer_messages import SnapshotReply
-from p2pstore.transfer.reading.small_reads import MOST_ITEMS
-from p2pstore.transfer.reading.small_reads import Part
-from p2pstore.transfer.reading.small_reads import Parts
-from p2pstore.transfer.reading.small_reads import part_slices
-from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import PullReport
-from p2pstore.transfer.transport import RemotePeer
-from p2pstore.transfer.transport import pull_with_failover
-from p2pstore.wire import Failure
-from p2pstore.wire import code_of
-from typing import Final
-from typing import TYPE_CHECKING
+
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
 import trio
+
+from p2pstore.core.copies.copy_destination import Room, RoomDestination
+from p2pstore.core.core_effects import (
+    AskPeer,
+    KnownCopy,
+    PullFailure,
+    PullObject,
+    PullOutcome,
+    PullTogether,
+    Reply,
+)
+from p2pstore.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    NoSuchKey,
+    P2PStoreError,
+    ProtocolError,
+    Unavailable,
+)
+from p2pstore.gossip.gossip_messages import FetchSnapshot, SnapshotHead
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
+from p2pstore.gossip.records import LocationRecord, PeerId, member_of
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
+from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES, Announced
+from p2pstore.runtime.trio_tasks import take_turns
+from p2pstore.transfer.data_messages import DataKind, Keeps
+from p2pstore.transfer.failover import HolderReport
+from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
+from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part, Parts, part_slices
+from p2pstore.transfer.transfer_trace import ReadWatch
+from p2pstore.transfer.transport import PullReport, RemotePeer, pull_with_failover
+from p2pstore.wire import Failure, code_of
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -65,6 +54,7 @@ MAPPED_BYTES: Final = 32 * KIB
 """Up to here a value takes less time over a connection, together with others, than out of mapped memory, alone."""
 NO_WRITER: Final = -1
 """The hash of no writer: only the announced version will do."""
+
 
 class TakenCopies:
     """Carries out `PullTogether`."""
@@ -145,12 +135,14 @@ class TakenCopies:
             return False
         return report.pulled is not None
 
+
 def _parts(everything: Part) -> Parts:
     """As few requests as it takes: the holder answers other requests at the same time."""
     digests, views, most_bytes, versions = everything
     slices = part_slices(views, most_bytes, MOST_ITEMS)
     parts = [Part(digests[some], views[some], most_bytes, versions[some]) for some in slices]
     return lambda: iter([[part] for part in parts])
+
 
 class DataRequests:
     """Carries out `AskPeer`, `PullObject`, `PullTogether` and `FetchSnapshot` over data connections."""
@@ -244,13 +236,16 @@ class DataRequests:
             lambda: self._node.core.gossip.snapshot_fetched(effect.token, head, checked, self._node.now)
         )
 
+
 _LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)
+
 
 def refusal(error: Exception) -> Failure | None:
     """The failure that the other side answered with; None when it was the way there that failed."""
     if isinstance(error, _LINK_ERRORS):
         return None
     return Failure(int(code_of(error)), str(error))
+
 
 def pull_failure(report: HolderReport) -> PullFailure:
     """A transport's report as the core takes it."""
