@@ -8,23 +8,27 @@ with the token, where there is one.
 """
 
 from __future__ import annotations
-
+from collections.abc import Awaitable
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Sequence
+from contextlib import closing
+from contextlib import suppress
+from http import HTTPStatus
+from p2pstore.access.crowding import Strangers
+from p2pstore.addresses import is_wildcard
+from p2pstore.addresses import join_address
+from p2pstore.addresses import split_address
+from p2pstore.errors import ConfigError
+from p2pstore.runtime.trio_streams import Accepting
+from typing import Final
+from typing import NamedTuple
 import hmac
 import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import closing, suppress
-from http import HTTPStatus
-from typing import Final, NamedTuple
-
 import trio
-
-from p2pstore.access.crowding import Strangers
-from p2pstore.addresses import is_wildcard, join_address, split_address
-from p2pstore.errors import ConfigError
-from p2pstore.runtime.trio_streams import Accepting
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -41,7 +45,6 @@ PROBES: Final = frozenset({"/livez", "/readyz"})
 """Answered under any name: they tell nothing confidential."""
 TEXT: Final = "text/plain; charset=utf-8"
 
-
 class Answer(NamedTuple):
     """An answer. `headers` come on top of the common ones."""
 
@@ -50,11 +53,9 @@ class Answer(NamedTuple):
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
 
-
 Pages = dict[str, Callable[[], Answer | Awaitable[Answer]]]
 Queries = dict[str, Callable[[bytes], Answer | Awaitable[Answer]]]
 """By path, what answers to a body."""
-
 
 class Site(NamedTuple):
     """All that a server answers. `token`: what a query must show; empty: none, and queries come by loopback only."""
@@ -62,7 +63,6 @@ class Site(NamedTuple):
     pages: Pages
     queries: Queries
     token: str
-
 
 class _Request(NamedTuple):
     method: str
@@ -90,7 +90,6 @@ class _Request(NamedTuple):
         """Whether the client may send another request on this connection."""
         return self.version == "HTTP/1.1" and "close" not in self.header("connection").lower()
 
-
 class _Refused(Exception):
     """A request that is answered with a line of text, and ends its connection."""
 
@@ -98,54 +97,76 @@ class _Refused(Exception):
         super().__init__(text)
         self.answer = text_answer(status, text)
 
-
 def text_answer(status: HTTPStatus, text: str) -> Answer:
     """A line of text."""
     return Answer(status, TEXT, f"{text}\n".encode())
 
-
-async def open_http_listeners(address: str) -> list[trio.SocketListener]:
+async def open_http_listeners(address: str, setting: str = "metrics") -> list[trio.SocketListener]:
     """Listen at HOST:PORT. Raises `ConfigError` when that is not possible."""
-    host, port = split_address(address, "metrics")
+    host, port = split_address(address, setting)
     try:
         listeners: list[trio.SocketListener] = await trio.open_tcp_listeners(
             port, host=None if is_wildcard(host) else host
         )
     except OSError as error:
         raise ConfigError(
-            f"metrics: cannot listen at {address}: {error.strerror or error}; choose another port, or 0 for any"
+            f"{setting}: cannot listen at {address}: {error.strerror or error}; choose another port, or 0 for any"
         ) from None
     return listeners
-
 
 def address_of(listeners: Sequence[trio.SocketListener]) -> str:
     """HOST:PORT of the first listener."""
     host, port, *_ = listeners[0].socket.getsockname()
     return join_address(host, port)
 
-
 async def serve_http(listeners: Sequence[trio.SocketListener], site: Site) -> None:
     """Until cancelled."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await serve_requests(site, stream, at_loopback=_is_at_loopback(stream))
+
     guests: Strangers[trio.CancelScope] = Strangers(MAX_CONNECTIONS, MAX_HOST_CONNECTIONS)
-    async with trio.open_nursery() as nursery:
-        for listener in listeners:
-            nursery.start_soon(_accept, listener, site, guests, nursery)
+    await serve_strangers(listeners, guests, serve, "readers of the status page", _turn_away)
 
-
-async def _accept(
-    listener: trio.SocketListener, site: Site, guests: Strangers[trio.CancelScope], nursery: trio.Nursery
+async def serve_strangers(
+    listeners: Sequence[trio.SocketListener],
+    guests: Strangers[trio.CancelScope],
+    serve: Callable[[trio.SocketStream], Awaitable[None]],
+    what: str,
+    turn_away: Callable[[socket.socket, str], None] = lambda sock, reason: sock.close(),
 ) -> None:
-    async with listener:
-        with (
-            closing(Accepting(logger, "readers of the status page", _turn_away)) as accepting,
-            socket.socket(fileno=os.dup(listener.socket.fileno())) as waiting,
-        ):
-            waiting.setblocking(False)
-            while True:
-                sock, _ = await accepting.accept(waiting)
-                stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
-                nursery.start_soon(_serve, site, guests, stream)
+    """Accept connections and serve each in a task, until cancelled. `what` connects, for people."""
 
+    async def greet(sock: socket.socket) -> None:
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+        async with stream:
+            try:
+                host = str(stream.socket.getpeername()[0])
+            except OSError:
+                return  # the client has gone
+            with trio.CancelScope() as scope:
+                dropped = guests.arrive(host, scope)
+                if dropped is not None:
+                    dropped.cancel()
+                try:
+                    await serve(stream)
+                finally:
+                    guests.leave(scope)
+
+    async def accept(listener: trio.SocketListener) -> None:
+        async with listener:
+            with (
+                closing(Accepting(logger, what, turn_away)) as accepting,
+                socket.socket(fileno=os.dup(listener.socket.fileno())) as waiting,
+            ):
+                waiting.setblocking(False)
+                while True:
+                    sock, _ = await accepting.accept(waiting)
+                    nursery.start_soon(greet, sock)
+
+    async with trio.open_nursery() as nursery:
+        for each in listeners:
+            nursery.start_soon(accept, each)
 
 def _turn_away(sock: socket.socket, reason: str) -> None:
     answer = text_answer(HTTPStatus.SERVICE_UNAVAILABLE, reason)
@@ -153,28 +174,10 @@ def _turn_away(sock: socket.socket, reason: str) -> None:
         sock.setblocking(False)
         sock.send(_head(answer) + answer.body)
 
-
-async def _serve(site: Site, guests: Strangers[trio.CancelScope], stream: trio.SocketStream) -> None:
-    async with stream:
-        try:
-            host = str(stream.socket.getpeername()[0])
-        except OSError:
-            return  # the client has gone
-        with trio.CancelScope() as scope:
-            dropped = guests.arrive(host, scope)
-            if dropped is not None:
-                dropped.cancel()
-            try:
-                await serve_requests(site, stream, at_loopback=_is_at_loopback(stream))
-            finally:
-                guests.leave(scope)
-
-
 def _is_at_loopback(stream: trio.SocketStream) -> bool:
     address = ipaddress.ip_address(str(stream.socket.getsockname()[0]).partition("%")[0])
     mapped = address.ipv4_mapped if address.version == 6 else None
     return (mapped or address).is_loopback
-
 
 async def serve_requests(site: Site, stream: trio.abc.Stream, *, at_loopback: bool = False) -> None:
     """Read requests and answer them: one page, or queries until the client has no more. A request that takes over
@@ -194,7 +197,6 @@ async def serve_requests(site: Site, stream: trio.abc.Stream, *, at_loopback: bo
         pass  # the client has gone, or says nothing
     except Exception:
         logger.exception("an HTTP request failed by an internal error")
-
 
 async def _answer_one(
     site: Site, stream: trio.abc.Stream, received: bytes, at_loopback: bool
@@ -221,10 +223,8 @@ async def _answer_one(
     await stream.send_all(_head(answer) + (b"" if request.method == "HEAD" else answer.body))
     return None
 
-
 async def _made(answer: Answer | Awaitable[Answer]) -> Answer:
     return await answer if isinstance(answer, Awaitable) else answer
-
 
 def _check_page(site: Site, request: _Request, at_loopback: bool) -> None:
     if request.method not in ("GET", "HEAD"):
@@ -233,7 +233,6 @@ def _check_page(site: Site, request: _Request, at_loopback: bool) -> None:
         raise _Refused(HTTPStatus.NOT_FOUND, "there are " + ", ".join(site.pages))
     if request.path not in PROBES and at_loopback:
         _check_name(request)
-
 
 def _check_query(site: Site, request: _Request, at_loopback: bool) -> None:
     if request.path not in site.queries:
@@ -252,7 +251,6 @@ def _check_query(site: Site, request: _Request, at_loopback: bool) -> None:
         )
     if at_loopback:
         _check_name(request)
-
 
 async def _body(request: _Request, stream: trio.abc.Stream, left: bytes) -> tuple[bytes, bytes]:
     """The request's body, and what came behind it."""
@@ -275,7 +273,6 @@ async def _body(request: _Request, stream: trio.abc.Stream, left: bytes) -> tupl
     whole = b"".join(parts)
     return whole[:size], whole[size:]
 
-
 def _check_name(request: _Request) -> None:
     machine = socket.gethostname().lower()
     own_names = (machine, machine.partition(".")[0])
@@ -285,7 +282,6 @@ def _check_name(request: _Request) -> None:
             HTTPStatus.MISDIRECTED_REQUEST,
             "this page is not shown by that name at a loopback address: ask for it as localhost, or by its address",
         )
-
 
 def _head(answer: Answer, *, stay: bool = False) -> bytes:
     status = answer.status
@@ -300,9 +296,7 @@ def _head(answer: Answer, *, stay: bool = False) -> bytes:
     ]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
-
 LOCALHOST: Final = "localhost"
-
 
 def is_own_name(host: str, own_names: Collection[str]) -> bool:
     """Whether a request with this `Host` may be answered at a loopback address. `own_names` are in lower case."""
@@ -314,7 +308,6 @@ def is_own_name(host: str, own_names: Collection[str]) -> bool:
     except ValueError:
         return False
     return True
-
 
 def _without_port(host: str) -> str:
     if host.startswith("["):
