@@ -1,36 +1,30 @@
 """The peer's settings, typed and checked; `p2pstore.settings` says where they come from."""
 
 from __future__ import annotations
-from collections.abc import Mapping
-from p2pstore.addresses import is_loopback
-from p2pstore.addresses import on_loopback
-from p2pstore.addresses import refuse_link_local
-from p2pstore.addresses import refuse_wildcard
-from p2pstore.addresses import split_address
-from p2pstore.addresses import split_peer_address
-from p2pstore.errors import ConfigError
-from p2pstore.memory.areas import MAX_QUOTAS
-from p2pstore.memory.policies import DEFAULT_POLICY
-from p2pstore.memory.policies import PolicyName
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import round_up
-from p2pstore.objects import GIB
-from p2pstore.objects import MIB
-from p2pstore.objects import encode_namespace
-from p2pstore.objects import format_bytes
-from p2pstore.objects import parse_bytes
-from p2pstore.runtime.linux import memory_limits
-from types import MappingProxyType
-from typing import Any
-from typing import Final
-from typing import Literal
-from typing import NamedTuple
-from typing import get_args
-from typing import get_origin
-import msgspec
+
 import os
 import re
 import socket
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
+
+import msgspec
+
+from p2pstore.addresses import (
+    is_loopback,
+    on_loopback,
+    refuse_link_local,
+    refuse_wildcard,
+    split_address,
+    split_peer_address,
+)
+from p2pstore.errors import ConfigError
+from p2pstore.memory.areas import MAX_QUOTAS
+from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
+from p2pstore.objects import GIB, MIB, encode_namespace, format_bytes, parse_bytes
+from p2pstore.runtime.linux import memory_limits
 
 ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
 MINIMUM_MEMORY_BYTES: Final = 1 * MIB
@@ -55,6 +49,7 @@ SwitchName = Literal["off", "on"]
 OthersMay = Literal["read", "write"]
 EventsOf = Literal["peer", "fleet"]
 
+
 class _NamesAreChecked(msgspec.StructMeta):
     """A `TypeError` for an unknown setting names the nearest known one."""
 
@@ -68,6 +63,7 @@ class _NamesAreChecked(msgspec.StructMeta):
                 raise TypeError(f"PeerConfig has no setting {name!r}: {meant}")
         return super().__call__(*arguments, **settings)
 
+
 class MemoryPiece(NamedTuple):
     """Memory to add: `size` bytes from a NUMA node, or in a file."""
 
@@ -79,6 +75,7 @@ class MemoryPiece(NamedTuple):
         """As a setting, independent of the working directory."""
         where = f"node:{self.node}" if self.path is None else os.path.abspath(self.path)
         return f"{self.size}@{where}"
+
 
 def _memory_piece(text: str, spelled: str) -> MemoryPiece:
     size_text, _, where = text.partition("@")
@@ -95,6 +92,7 @@ def _memory_piece(text: str, spelled: str) -> MemoryPiece:
         )
     return MemoryPiece(size, node=int(node))
 
+
 def _sizes(setting: list[str] | dict[str, str | int], spelled: str) -> dict[str, int]:
     if isinstance(setting, dict):
         return {name: parse_bytes(size, spelled) for name, size in setting.items()}
@@ -108,6 +106,7 @@ def _sizes(setting: list[str] | dict[str, str | int], spelled: str) -> dict[str,
             raise ConfigError(f"{spelled}: {namespace!r} has two of them")
         found[namespace] = bytes_of_it
     return found
+
 
 class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fields=True, kw_only=True):
     """Settings of one peer. Field names are the command line's option names with underscores.
@@ -430,6 +429,7 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
             raise ConfigError(f"{spelled}: {self.socket_mode!r} is not an octal mode such as 0600")
         return mode
 
+
 def name_or_host(name: str, spelled: str) -> str:
     """A peer's name: this host's when it has none. Raises `ConfigError` when it cannot be shown, or name files."""
     name = name or socket.gethostname() or "peer"
@@ -445,10 +445,12 @@ def name_or_host(name: str, spelled: str) -> str:
         )
     return name
 
+
 def usable_memory_bytes() -> int:
     """Memory for this process: the smallest of the host's memory and the limits of its cgroups."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([host, *(limit for limit, _ in memory_limits())])
+
 
 def check_types(settings: Mapping[str, Any], spelled: Mapping[str, str], *, strict: bool) -> PeerConfig:
     """Settings of the right types. Raises `ConfigError` naming the setting, the value and what is allowed."""
@@ -470,6 +472,7 @@ def check_types(settings: Mapping[str, Any], spelled: Mapping[str, str], *, stri
         raise ConfigError(f"{where}: {value!r} is not one of {', '.join(get_args(kinds[name]))}")
     raise ConfigError(f"{where}: {value!r} must be {_wanted(parts['problem'])}")
 
+
 _VALIDATION_ERROR: Final = re.compile(
     r"(?P<problem>.*) - at `\$\.(?P<name>\w+)(?:\[(?P<index>\d+)\]|(?P<member>\[\.\.\.\]))?`"
 )
@@ -480,6 +483,7 @@ _KINDS: Final = {
     "bool": "true or false",
     "array": "a list",
 }
+
 
 def _wanted(problem: str) -> str:
     """The type that msgspec expected (``Expected `int | str`, got `float` ``), in plain words."""

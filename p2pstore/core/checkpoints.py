@@ -10,31 +10,35 @@ has several publishers and none is trusted, nothing is guessed.
 """
 
 from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Iterable
-from p2pstore.errors import CheckpointRefused
-from p2pstore.errors import NoSuchKey
-from p2pstore.gossip.checkpoint_records import Head
-from p2pstore.gossip.checkpoint_records import HeadBody
-from p2pstore.gossip.checkpoint_records import NO_VERSION
-from p2pstore.gossip.checkpoint_records import Switch
-from p2pstore.gossip.checkpoint_records import SwitchBody
-from p2pstore.gossip.checkpoint_records import VERSION_BYTES
-from p2pstore.gossip.checkpoint_records import checkpoint_digest
-from p2pstore.gossip.checkpoint_records import read_head
-from p2pstore.gossip.checkpoint_records import read_switch
-from p2pstore.gossip.records import CLUSTER_RECORD_FORMAT
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import ClusterRecordKind
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.gossip.records import writer_of
-from p2pstore.objects import check_checkpoint_name
-from p2pstore.wire import Message
-from p2pstore.wire import encode_body
-from typing import Final
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
 import msgspec
+
+from p2pstore.errors import CheckpointRefused, NoSuchKey
+from p2pstore.gossip.checkpoint_records import (
+    NO_VERSION,
+    VERSION_BYTES,
+    Head,
+    HeadBody,
+    Switch,
+    SwitchBody,
+    checkpoint_digest,
+    read_head,
+    read_switch,
+)
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    ClusterRecord,
+    ClusterRecordKind,
+    PeerId,
+    format_peer_id,
+    writer_of,
+)
+from p2pstore.objects import check_checkpoint_name
+from p2pstore.wire import Message, encode_body
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -43,6 +47,7 @@ MAX_PINS: Final = 1024
 MAX_NOTES: Final = 64
 Name = tuple[str, str]
 """(namespace, name of a checkpoint)."""
+
 
 class TrustedPublishers:
     """The publisher that this peer trusts for each name, and those that it is to forget. `version` grows whenever
@@ -145,6 +150,7 @@ class TrustedPublishers:
                 f"checkpoint {head.name!r}: {format_peer_id(head.publisher)} publishes that name, too, and is ignored: "
                 f"{format_peer_id(trusted)} is trusted for it"
             )
+
 
 class Checkpoints:
     """The core's part in checkpoints. `version` grows with everything that is new: heads, switches, what others have

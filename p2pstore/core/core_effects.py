@@ -1,23 +1,19 @@
 """The core's requests to its shell. Every effect with an `operation` is answered by an event that names it."""
 
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import writer_of
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.objects import Version
-from p2pstore.objects import ZERO_VERSION
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
+
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, writer_of
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.objects import ZERO_VERSION, Version
+from p2pstore.wire import Failure, Message
 
 if TYPE_CHECKING:
     from p2pstore.core.copies.copy_destination import CopiesDestination
     from p2pstore.memory.entries import ObjectEntry
+
 
 @dataclass(frozen=True, slots=True)
 class KnownCopy:
@@ -40,6 +36,7 @@ class KnownCopy:
         unsaid = self.hearsay and version.writer == writer_of(self.peer_id)
         return ZERO_VERSION if unsaid else version
 
+
 @dataclass(frozen=True, slots=True)
 class AskPeer:
     """Send a request over a data connection; `core.answered(operation, tag, reply)` brings the outcome. Operation 0
@@ -51,6 +48,7 @@ class AskPeer:
     kind: int
     request: Message
     timeout_seconds: float
+
 
 @dataclass(frozen=True, slots=True)
 class PullObject:
@@ -64,6 +62,7 @@ class PullObject:
     insist: bool = False
     """Not to be sent on to those who keep a hot object."""
 
+
 @dataclass(frozen=True, slots=True)
 class PullTogether:
     """Bring objects into this peer's memory, all from one holder. The shell has `copies` choose which and where to,
@@ -73,6 +72,7 @@ class PullTogether:
     holder: PeerId
     copies: CopiesDestination
 
+
 @dataclass(frozen=True, slots=True)
 class LoadObject:
     """Bring an object from this peer's SSD into its memory: as `PullObject`, without other peers."""
@@ -80,11 +80,13 @@ class LoadObject:
     operation: int
     digest: bytes
 
+
 @dataclass(frozen=True, slots=True)
 class WriteObject:
     """Write an object in memory to the SSD, its bytes held until `core.write_back.ended` brings the outcome."""
 
     entry: ObjectEntry
+
 
 @dataclass(frozen=True, slots=True)
 class CheckReturned:
@@ -93,11 +95,13 @@ class CheckReturned:
 
     entries: tuple[ObjectEntry, ...]
 
+
 @dataclass(frozen=True, slots=True)
 class CheckObject:
     """Make the checksums of an object in memory, its bytes held until `core.checks.ended` brings them."""
 
     entry: ObjectEntry
+
 
 @dataclass(frozen=True, slots=True)
 class SaveClusterRecord:
@@ -105,11 +109,13 @@ class SaveClusterRecord:
 
     signed: SignedRecord
 
+
 @dataclass(frozen=True, slots=True)
 class OperationFinished:
     """The operation has its `result`; its callers may go on."""
 
     operation: int
+
 
 @dataclass(frozen=True, slots=True)
 class PullFailure:
@@ -124,6 +130,7 @@ class PullFailure:
     others: tuple[Member, ...] = ()
     """With `keep`: the object is hot, and these have it."""
 
+
 @dataclass(frozen=True, slots=True)
 class PullOutcome:
     """How a pull ended: delivered, or not, with the failures on the way."""
@@ -136,8 +143,10 @@ class PullOutcome:
     transport: str = ""
     """From which member it came, and how."""
 
+
 Reply = Message | Failure | None
 """An answer, a refusal, or nothing at all within the time."""
+
 
 @dataclass(frozen=True, slots=True)
 class ColdObject:
@@ -147,6 +156,7 @@ class ColdObject:
     namespace: bytes
     version: Version
 
+
 @dataclass(frozen=True, slots=True)
 class ColdSorted:
     """Of the objects that the peer returned with: `good` may be served and announced, `discarded` are to be
@@ -155,6 +165,7 @@ class ColdSorted:
     good: tuple[ColdObject, ...]
     discarded: tuple[ColdObject, ...]
     last: bool
+
 
 Effect = (
     AskPeer

@@ -7,26 +7,21 @@ what is held here are known; those of others are asked of a holder (NAMES).
 """
 
 from __future__ import annotations
-from collections import OrderedDict
-from collections import deque
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from p2pstore.core.gets.naming import NamesOperation
-from p2pstore.core.gets.naming import name_here
+
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from p2pstore.core.gets.naming import NamesOperation, name_here
 from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.locations.views import ViewPlace
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import Member, PeerId
 from p2pstore.location_table import TIER_FLAGS
 from p2pstore.objects import CLOCK_COUNTER_BITS
 from p2pstore.transfer.peer_messages import MAX_NAMED
-from typing import Any
-from typing import Final
-from typing import NamedTuple
-from typing import TYPE_CHECKING
-import msgspec
-import struct
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -52,12 +47,14 @@ MAX_REPLAYED_EVENTS: Final = 4096
 RING_BATCHES: Final = 10_000
 RING_BYTES: Final = 64 << 20
 
+
 class KeyEvent(NamedTuple):
     """A key came to be held in this medium, or is held there no longer."""
 
     key: str
     medium: str
     stored: bool
+
 
 class KeyChanges:
     """Events of one namespace: of this peer's log alone, or with `fleet` of all logs that this peer has, where a key
@@ -268,7 +265,9 @@ class KeyChanges:
             if state is not None and not (location.hidden or location.hearsay):
                 yield state.peer_id
 
+
 # --- the stream of Mooncake's master -------------------------------------------------------------
+
 
 class EventFormat:
     """Batches as Mooncake's master publishes them: msgpack of `[milliseconds, events, 0]`, an event a map. Its own
@@ -320,6 +319,7 @@ class EventFormat:
             "dp_rank": 0,
         }
 
+
 def block_hash(key: str) -> int | None:
     """The 64-bit number that a key is, decimal or with 0x; None for any other key."""
     digits, base = (key[2:], 16) if key[:2] in ("0x", "0X") else (key, 10)
@@ -330,6 +330,7 @@ def block_hash(key: str) -> int | None:
     except ValueError:
         return None
     return number if number < 1 << 64 else None
+
 
 class BatchRing:
     """The last batches of a stream, numbered without gaps from `first` on."""
@@ -364,10 +365,12 @@ class BatchRing:
             self._listed = self.last, list(told)
         return self._listed
 
+
 def first_sequence(core: PeerCore) -> int:
     """The number of a life's first batch: above all of earlier lives, whatever the clock did since. Incarnations rise
     with each start and count milliseconds, the hybrid clock is saved; both are far faster than batches."""
     return max(core.clock.latest, core.incarnation << CLOCK_COUNTER_BITS)
+
 
 def replayed(
     changes: KeyChanges, ring: BatchRing, form: EventFormat, start: int, unix_ms: int
@@ -396,6 +399,7 @@ def replayed(
     while (payload := ring.get(number)) is not None:
         yield number, payload
         number += 1
+
 
 SEQUENCE: Final = struct.Struct(">Q")
 """Of a batch, in its second frame."""

@@ -112,7 +112,7 @@ class PeerCore:
         self.participations = Participations(self)
         self.checkpoints = Checkpoints(self)
         self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
-        gossip.locations.watch(segment.digests(), self.operations.awaited)
+        gossip.locations.watch(segment.digests(), self.operations.awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
 
@@ -203,10 +203,6 @@ class PeerCore:
     def live_peers(self) -> list[PeerId]:
         """The other members that are not believed dead."""
         return [state.peer_id for state in self.gossip.membership.others()]
-
-    def ranked_peers(self, digest: bytes) -> list[PeerId]:
-        """The other live members in rendezvous order for a key."""
-        return self.gossip.rank(digest)
 
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, this one left out."""

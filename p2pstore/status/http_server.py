@@ -8,27 +8,23 @@ with the token, where there is one.
 """
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Sequence
-from contextlib import closing
-from contextlib import suppress
-from http import HTTPStatus
-from p2pstore.access.crowding import Strangers
-from p2pstore.addresses import is_wildcard
-from p2pstore.addresses import join_address
-from p2pstore.addresses import split_address
-from p2pstore.errors import ConfigError
-from p2pstore.runtime.trio_streams import Accepting
-from typing import Final
-from typing import NamedTuple
+
 import hmac
 import ipaddress
 import logging
 import os
 import socket
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import closing, suppress
+from http import HTTPStatus
+from typing import Final, NamedTuple
+
 import trio
+
+from p2pstore.access.crowding import Strangers
+from p2pstore.addresses import is_wildcard, join_address, split_address
+from p2pstore.errors import ConfigError
+from p2pstore.runtime.trio_streams import Accepting
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -45,6 +41,7 @@ PROBES: Final = frozenset({"/livez", "/readyz"})
 """Answered under any name: they tell nothing confidential."""
 TEXT: Final = "text/plain; charset=utf-8"
 
+
 class Answer(NamedTuple):
     """An answer. `headers` come on top of the common ones."""
 
@@ -53,9 +50,11 @@ class Answer(NamedTuple):
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
 
+
 Pages = dict[str, Callable[[], Answer | Awaitable[Answer]]]
 Queries = dict[str, Callable[[bytes], Answer | Awaitable[Answer]]]
 """By path, what answers to a body."""
+
 
 class Site(NamedTuple):
     """All that a server answers. `token`: what a query must show; empty: none, and queries come by loopback only."""
@@ -63,6 +62,7 @@ class Site(NamedTuple):
     pages: Pages
     queries: Queries
     token: str
+
 
 class _Request(NamedTuple):
     method: str
@@ -90,6 +90,7 @@ class _Request(NamedTuple):
         """Whether the client may send another request on this connection."""
         return self.version == "HTTP/1.1" and "close" not in self.header("connection").lower()
 
+
 class _Refused(Exception):
     """A request that is answered with a line of text, and ends its connection."""
 
@@ -97,9 +98,11 @@ class _Refused(Exception):
         super().__init__(text)
         self.answer = text_answer(status, text)
 
+
 def text_answer(status: HTTPStatus, text: str) -> Answer:
     """A line of text."""
     return Answer(status, TEXT, f"{text}\n".encode())
+
 
 async def open_http_listeners(address: str, setting: str = "metrics") -> list[trio.SocketListener]:
     """Listen at HOST:PORT. Raises `ConfigError` when that is not possible."""
@@ -114,10 +117,12 @@ async def open_http_listeners(address: str, setting: str = "metrics") -> list[tr
         ) from None
     return listeners
 
+
 def address_of(listeners: Sequence[trio.SocketListener]) -> str:
     """HOST:PORT of the first listener."""
     host, port, *_ = listeners[0].socket.getsockname()
     return join_address(host, port)
+
 
 async def serve_http(listeners: Sequence[trio.SocketListener], site: Site) -> None:
     """Until cancelled."""
@@ -127,6 +132,7 @@ async def serve_http(listeners: Sequence[trio.SocketListener], site: Site) -> No
 
     guests: Strangers[trio.CancelScope] = Strangers(MAX_CONNECTIONS, MAX_HOST_CONNECTIONS)
     await serve_strangers(listeners, guests, serve, "readers of the status page", _turn_away)
+
 
 async def serve_strangers(
     listeners: Sequence[trio.SocketListener],
@@ -168,16 +174,19 @@ async def serve_strangers(
         for each in listeners:
             nursery.start_soon(accept, each)
 
+
 def _turn_away(sock: socket.socket, reason: str) -> None:
     answer = text_answer(HTTPStatus.SERVICE_UNAVAILABLE, reason)
     with sock, suppress(OSError):
         sock.setblocking(False)
         sock.send(_head(answer) + answer.body)
 
+
 def _is_at_loopback(stream: trio.SocketStream) -> bool:
     address = ipaddress.ip_address(str(stream.socket.getsockname()[0]).partition("%")[0])
     mapped = address.ipv4_mapped if address.version == 6 else None
     return (mapped or address).is_loopback
+
 
 async def serve_requests(site: Site, stream: trio.abc.Stream, *, at_loopback: bool = False) -> None:
     """Read requests and answer them: one page, or queries until the client has no more. A request that takes over
@@ -197,6 +206,7 @@ async def serve_requests(site: Site, stream: trio.abc.Stream, *, at_loopback: bo
         pass  # the client has gone, or says nothing
     except Exception:
         logger.exception("an HTTP request failed by an internal error")
+
 
 async def _answer_one(
     site: Site, stream: trio.abc.Stream, received: bytes, at_loopback: bool
@@ -223,8 +233,10 @@ async def _answer_one(
     await stream.send_all(_head(answer) + (b"" if request.method == "HEAD" else answer.body))
     return None
 
+
 async def _made(answer: Answer | Awaitable[Answer]) -> Answer:
     return await answer if isinstance(answer, Awaitable) else answer
+
 
 def _check_page(site: Site, request: _Request, at_loopback: bool) -> None:
     if request.method not in ("GET", "HEAD"):
@@ -233,6 +245,7 @@ def _check_page(site: Site, request: _Request, at_loopback: bool) -> None:
         raise _Refused(HTTPStatus.NOT_FOUND, "there are " + ", ".join(site.pages))
     if request.path not in PROBES and at_loopback:
         _check_name(request)
+
 
 def _check_query(site: Site, request: _Request, at_loopback: bool) -> None:
     if request.path not in site.queries:
@@ -251,6 +264,7 @@ def _check_query(site: Site, request: _Request, at_loopback: bool) -> None:
         )
     if at_loopback:
         _check_name(request)
+
 
 async def _body(request: _Request, stream: trio.abc.Stream, left: bytes) -> tuple[bytes, bytes]:
     """The request's body, and what came behind it."""
@@ -273,6 +287,7 @@ async def _body(request: _Request, stream: trio.abc.Stream, left: bytes) -> tupl
     whole = b"".join(parts)
     return whole[:size], whole[size:]
 
+
 def _check_name(request: _Request) -> None:
     machine = socket.gethostname().lower()
     own_names = (machine, machine.partition(".")[0])
@@ -282,6 +297,7 @@ def _check_name(request: _Request) -> None:
             HTTPStatus.MISDIRECTED_REQUEST,
             "this page is not shown by that name at a loopback address: ask for it as localhost, or by its address",
         )
+
 
 def _head(answer: Answer, *, stay: bool = False) -> bytes:
     status = answer.status
@@ -296,7 +312,9 @@ def _head(answer: Answer, *, stay: bool = False) -> bytes:
     ]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
+
 LOCALHOST: Final = "localhost"
+
 
 def is_own_name(host: str, own_names: Collection[str]) -> bool:
     """Whether a request with this `Host` may be answered at a loopback address. `own_names` are in lower case."""
@@ -308,6 +326,7 @@ def is_own_name(host: str, own_names: Collection[str]) -> bool:
     except ValueError:
         return False
     return True
+
 
 def _without_port(host: str) -> str:
     if host.startswith("["):

@@ -25,24 +25,23 @@ frames of `p2pstore.checkpoint.swarm.swarm_messages`, one-way, at any time. Piec
 """
 
 from __future__ import annotations
+
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Annotated, Final
+
 from msgspec import Meta
+
 from p2pstore.addresses import split_address
-from p2pstore.home_messages import Push
-from p2pstore.home_messages import Pushed
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import DIGEST_BYTES
+from p2pstore.home_messages import Push, Pushed
+from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES
 from p2pstore.transfer import peer_messages as peer
-from p2pstore.wire import Code
-from p2pstore.wire import Message
-from p2pstore.wire import encode_failure
-from typing import Annotated
-from typing import Final
+from p2pstore.wire import Code, Message, encode_failure
 
 MIN_DATA_VERSION: Final = 3
 MAX_DATA_VERSION: Final = 4
 """Versions of the data protocol. 3: clients of the release before; its peers do not join. 4: REPLICATE_MANY."""
+
 
 class DataKind(IntEnum):
     HELLO = 1
@@ -75,6 +74,7 @@ class DataKind(IntEnum):
     REPLICATE_MANY = 41
     NAMES = 42
 
+
 class Refused(Exception):
     """The connection ends: `frame`, with the code and the text, is sent, and one line is logged."""
 
@@ -82,11 +82,13 @@ class Refused(Exception):
         super().__init__(text)
         self.frame = encode_failure(kind, request_id, code, text)
 
+
 class Ticket(Message, frozen=True):
     """Packed `TicketClaims` and the issuing peer's ed25519 signature over them."""
 
     claims: bytes
     signature: bytes
+
 
 class Hello(Message, frozen=True):
     min_version: int
@@ -95,6 +97,7 @@ class Hello(Message, frozen=True):
     nonce: bytes
     software: str = ""
 
+
 class HelloReply(Message, frozen=True):
     version: int
     nonce: bytes
@@ -102,8 +105,10 @@ class HelloReply(Message, frozen=True):
     incarnation: int
     software: str = ""
 
+
 class Proof(Message, frozen=True):
     proof: bytes
+
 
 class GetItem(Message, frozen=True):
     """Chunks of one object. `chunk_count` 0 means to the end; `slot` is a hint, not trusted."""
@@ -121,8 +126,10 @@ class GetItem(Message, frozen=True):
             return value[start:]
         return value[start : start + self.chunk_count * CHUNK_BYTES]
 
+
 MAX_GET_ITEMS: Final = 1024
 """Like all caps on lists here, checked before anything is done per element."""
+
 
 class Get(Message, frozen=True):
     """Objects, or chunks of them; the reply's bulk is their bytes one after the other. `may_refuse`: the answer
@@ -133,10 +140,12 @@ class Get(Message, frozen=True):
     may_refuse: bool = False
     keeps: int = 0
 
+
 SMALL_OBJECT_BYTES: Final = 64 * 1024
 """Objects up to this are small; what GET_SMALL is answered with at most, unless it says otherwise."""
 MAX_SMALL_ITEMS: Final = 512
 MAX_SMALL_BULK_BYTES: Final = 4 * 1024 * 1024
+
 
 class GetSmall(Message, frozen=True):
     """Many objects of one chunk, of 1 to `most_bytes` bytes. `digests` are packed, at most 512. `keeps` as for GET."""
@@ -144,6 +153,7 @@ class GetSmall(Message, frozen=True):
     digests: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_SMALL_ITEMS)]
     most_bytes: int = SMALL_OBJECT_BYTES
     keeps: int = 0
+
 
 class SmallObjects(Message, frozen=True):
     """A slot (64 bytes) for each, exactly as in the owner's memory, and all zero for what GET has to say more of: it is
@@ -153,7 +163,9 @@ class SmallObjects(Message, frozen=True):
 
     slots: bytes
 
+
 MAX_OTHERS: Final = 64
+
 
 class Keeps(IntEnum):
     """Whether the reader keeps a copy of the object."""
@@ -165,11 +177,14 @@ class Keeps(IntEnum):
     YES = 2
     """A peer asks, which keeps a copy."""
 
+
 _KEEPS: Final = {int(each): each for each in Keeps}
+
 
 def keeps_of(number: int) -> Keeps:
     """As sent; what a newer version made up counts as not keeping."""
     return _KEEPS.get(number, Keeps.NO)
+
 
 class ObjectStatus(IntEnum):
     OK = 0
@@ -177,6 +192,7 @@ class ObjectStatus(IntEnum):
     BUSY = 2
     TOO_LARGE = 3
     """The item's bytes did not fit into this reply: ask for it alone or for fewer chunks."""
+
 
 class ObjectReply(Message, frozen=True):
     """`slot` (64 bytes) and `trailer` exactly as in the owner's memory; `bulk_bytes` of the reply's bulk
@@ -193,29 +209,36 @@ class ObjectReply(Message, frozen=True):
     others: Annotated[list[int], Meta(max_length=MAX_OTHERS)] = []
     keep: bool = False
 
+
 class Objects(Message, frozen=True):
     items: list[ObjectReply]
 
+
 class Ping(Message, frozen=True):
     pass
+
 
 class Pong(Message, frozen=True):
     incarnation: int
     sequence: int
 
+
 MAX_MEASURE_BYTES: Final = 16 * 1024 * 1024
 """Bulk bytes of one MEASURE, each way."""
+
 
 class Measure(Message, frozen=True):
     """For `mooncake-p2p doctor`: send this many bytes of bulk; take those that came along (version 2)."""
 
     reply_bytes: int = 0
 
+
 class Measured(Message, frozen=True):
     """The bulk is `reply_bytes` without meaning. `unix_ms` is the clock when the answer was made."""
 
     received_bytes: int
     unix_ms: int
+
 
 class Store(Message, frozen=True):
     """Room for this value, please: its parts follow once there is. `sums` are packed u64, `root` is made
@@ -234,6 +257,7 @@ class Store(Message, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
+
 class Stored(Message, frozen=True):
     """How a put ended. `status` is a `p2pstore.put_facts.PutStatus`; the location `record` in the
     owner's log at (`incarnation`, `sequence`), empty when the object is elsewhere."""
@@ -247,6 +271,7 @@ class Stored(Message, frozen=True):
     sequence: int = 0
     record: bytes = b""
 
+
 class StoreReply(Message, frozen=True):
     """With `send`, there is room: the parts are waited for. Otherwise what became of the put without
     them."""
@@ -254,11 +279,13 @@ class StoreReply(Message, frozen=True):
     send: bool
     stored: Stored = Stored(0, 0, 0, 0, 0)
 
+
 class StorePart(Message, frozen=True):
     """The value's bytes from `offset` on are the bulk: whole chunks, except at the value's end. Parts come
     in order; the one that completes the value is answered with `Stored`."""
 
     offset: int
+
 
 class RdmaConnect(Message, frozen=True):
     """Let my queue pair read the memory that you share. It may as long as this connection lasts. The fields
@@ -269,6 +296,7 @@ class RdmaConnect(Message, frozen=True):
     gid: bytes
     path_mtu_bytes: int
     reads: int
+
 
 class RdmaConnected(Message, frozen=True):
     """The other end, which is connected already, and the memory that it lets read: a whole segment, from its
@@ -284,10 +312,12 @@ class RdmaConnected(Message, frozen=True):
     key: int
     devices: int = 1
 
+
 class GetManifest(Message, frozen=True):
     """The manifest of this version of a checkpoint."""
 
     version: bytes
+
 
 class ManifestReply(Message, frozen=True):
     """The bulk is the manifest's bytes; who signed them, and the signature."""
@@ -295,11 +325,13 @@ class ManifestReply(Message, frozen=True):
     signer: bytes
     signature: bytes
 
+
 class GetPiece(Message, frozen=True):
     """A piece of this version. Only peers that are linked are answered with one."""
 
     version: bytes
     piece: int
+
 
 class PieceStatus(IntEnum):
     OK = 0
@@ -309,23 +341,28 @@ class PieceStatus(IntEnum):
     NOT_LINKED = 3
     """There is no link to the one who asks, or no such version."""
 
+
 class PieceReply(Message, frozen=True):
     """With status OK the bulk is the piece. `waiting`: how many wait for a slot."""
 
     status: int = PieceStatus.OK
     waiting: int = 0
 
+
 class PieceTaken(Message, frozen=True):
     """One way: the piece that was sent last on this connection is here. Only that frees its slot, as a kernel takes
     whole pieces long before a slow link has sent them."""
+
 
 class SwarmLink(Message, frozen=True):
     """Make this connection a link of the swarm of this version."""
 
     version: bytes
 
+
 class SwarmLinked(Message, frozen=True):
     """It is one now."""
+
 
 MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
     DataKind.HELLO: (Hello, HelloReply),
@@ -381,6 +418,7 @@ these and `READER_KINDS`."""
 
 TLS_SCHEME: Final = "tls://"
 
+
 @dataclass(frozen=True, slots=True)
 class DataAddress:
     """Where to connect to, and whether TLS is spoken there: `HOST:PORT` (`[v6]:PORT`) is a peer that takes plain
@@ -392,9 +430,11 @@ class DataAddress:
     port: int
     tls: bool = False
 
+
 def over_tls(address: str) -> str:
     """The data address of a `HOST:PORT` where TLS is spoken."""
     return TLS_SCHEME + address
+
 
 def split_data_address(address: str) -> DataAddress:
     """Raises `ConfigError` for a form that this version does not know."""

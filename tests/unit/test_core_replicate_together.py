@@ -70,7 +70,7 @@ def copies(ends: Sequence[PutAmongMany]) -> list[int]:
 
 
 def targets(world: Harness, key: str, count: int) -> set[PeerId]:
-    return set(world.core.ranked_peers(digest_of(key))[:count])
+    return set(world.core.gossip.rank(digest_of(key))[:count])
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -125,7 +125,7 @@ def test_what_is_to_be_copied_is_not_evicted_before() -> None:
 def test_one_that_is_refused_goes_to_the_next_candidate_alone() -> None:
     world = world_of(3)
     ends = put(world, ["k"])
-    ranked = world.core.ranked_peers(digest_of("k"))
+    ranked = world.core.gossip.rank(digest_of("k"))
     (ask,) = asks_of(world)
     world.answer(ask, held(ask, FULL))
     for expected, reply in ((ranked[1], Failure(FULL, "no room")), (ranked[2], Replicated(1, 1))):
@@ -139,7 +139,7 @@ def test_one_that_is_refused_goes_to_the_next_candidate_alone() -> None:
 def test_a_copy_that_was_made_counts_when_another_one_fails() -> None:
     world = world_of(3)
     ends = put(world, ["k"], replicas=3)
-    ranked = world.core.ranked_peers(digest_of("k"))
+    ranked = world.core.gossip.rank(digest_of("k"))
     asks = {ask.peer_id: ask for ask in asks_of(world)}
     world.answer(asks[ranked[0]], held(asks[ranked[0]], FULL))
     world.answer(asks[ranked[1]], held(asks[ranked[1]]))
@@ -179,7 +179,7 @@ def test_a_target_without_memory_is_not_asked() -> None:
 def test_a_target_that_fails_is_passed_over(reply: Any) -> None:
     world = world_of(2)
     ends = put(world, ["k"])
-    first, second = world.core.ranked_peers(digest_of("k"))
+    first, second = world.core.gossip.rank(digest_of("k"))
     (ask,) = asks_of(world)
     assert ask.peer_id == first
     world.answer(ask, reply)

@@ -1,106 +1,98 @@
 """The exact bytes of data connections. A change here breaks peers of the version before."""
 
 from __future__ import annotations
+
+import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from p2pstore.access.keyring import KeyRing
-from p2pstore.access.keyring import writer_key_of
+
+from p2pstore.access.keyring import KeyRing, writer_key_of
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.home_messages import Holding
-from p2pstore.home_messages import PartitionSet
-from p2pstore.home_messages import Push
-from p2pstore.home_messages import Pushed
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import encode_slot
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.objects import KIB
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Get
-from p2pstore.transfer.data_messages import GetItem
-from p2pstore.transfer.data_messages import GetManifest
-from p2pstore.transfer.data_messages import GetPiece
-from p2pstore.transfer.data_messages import GetSmall
-from p2pstore.transfer.data_messages import Hello
-from p2pstore.transfer.data_messages import HelloReply
-from p2pstore.transfer.data_messages import Keeps
-from p2pstore.transfer.data_messages import ManifestReply
-from p2pstore.transfer.data_messages import Measure
-from p2pstore.transfer.data_messages import Measured
-from p2pstore.transfer.data_messages import ObjectReply
-from p2pstore.transfer.data_messages import ObjectStatus
-from p2pstore.transfer.data_messages import Objects
-from p2pstore.transfer.data_messages import PieceReply
-from p2pstore.transfer.data_messages import PieceStatus
-from p2pstore.transfer.data_messages import PieceTaken
-from p2pstore.transfer.data_messages import Ping
-from p2pstore.transfer.data_messages import Pong
-from p2pstore.transfer.data_messages import Proof
-from p2pstore.transfer.data_messages import RdmaConnect
-from p2pstore.transfer.data_messages import RdmaConnected
-from p2pstore.transfer.data_messages import SmallObjects
-from p2pstore.transfer.data_messages import Store
-from p2pstore.transfer.data_messages import StorePart
-from p2pstore.transfer.data_messages import StoreReply
-from p2pstore.transfer.data_messages import Stored
-from p2pstore.transfer.data_messages import SwarmLink
-from p2pstore.transfer.data_messages import SwarmLinked
-from p2pstore.transfer.data_messages import Ticket
-from p2pstore.transfer.data_messages import over_tls
-from p2pstore.transfer.peer_messages import CheckCopy
-from p2pstore.transfer.peer_messages import CopyChecked
-from p2pstore.transfer.peer_messages import ExpiryItem
-from p2pstore.transfer.peer_messages import ExpirySet
-from p2pstore.transfer.peer_messages import Flush
-from p2pstore.transfer.peer_messages import Flushed
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.transfer.peer_messages import Named
-from p2pstore.transfer.peer_messages import Names
-from p2pstore.transfer.peer_messages import PinItem
-from p2pstore.transfer.peer_messages import PinsSet
-from p2pstore.transfer.peer_messages import Proofs
-from p2pstore.transfer.peer_messages import Prove
-from p2pstore.transfer.peer_messages import ReadCount
-from p2pstore.transfer.peer_messages import Reads
-from p2pstore.transfer.peer_messages import ReadsTaken
-from p2pstore.transfer.peer_messages import Remove
-from p2pstore.transfer.peer_messages import Removed
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import ReplicateMany
-from p2pstore.transfer.peer_messages import ReplicatedMany
-from p2pstore.transfer.peer_messages import SetExpiry
-from p2pstore.transfer.peer_messages import SetPins
-from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.read_tickets import TicketClaims
-from p2pstore.transfer.read_tickets import issue_ticket
-from p2pstore.transfer.read_tickets import prove
-from p2pstore.transfer.read_tickets import ticket_secret
-from p2pstore.transfer.tls_streams import bound_secret
-from p2pstore.transfer.tls_streams import make_certificate
-from p2pstore.wire import Code
-from p2pstore.wire import ERROR
-from p2pstore.wire import HEADER
-from p2pstore.wire import Message
-from p2pstore.wire import ONE_WAY
-from p2pstore.wire import PREFACE_DATA
-from p2pstore.wire import REPLY
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_failure
-from p2pstore.wire import encode_frame
-import pytest
+from p2pstore.home_messages import Holding, PartitionSet, Push, Pushed
+from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
+from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.data_messages import (
+    DataKind,
+    Get,
+    GetItem,
+    GetManifest,
+    GetPiece,
+    GetSmall,
+    Hello,
+    HelloReply,
+    Keeps,
+    ManifestReply,
+    Measure,
+    Measured,
+    ObjectReply,
+    Objects,
+    ObjectStatus,
+    PieceReply,
+    PieceStatus,
+    PieceTaken,
+    Ping,
+    Pong,
+    Proof,
+    RdmaConnect,
+    RdmaConnected,
+    SmallObjects,
+    Store,
+    Stored,
+    StorePart,
+    StoreReply,
+    SwarmLink,
+    SwarmLinked,
+    Ticket,
+    over_tls,
+)
+from p2pstore.transfer.peer_messages import (
+    CheckCopy,
+    CopyChecked,
+    ExpiryItem,
+    ExpirySet,
+    Flush,
+    Flushed,
+    Locations,
+    Lookup,
+    Named,
+    Names,
+    PinItem,
+    PinsSet,
+    Proofs,
+    Prove,
+    ReadCount,
+    Reads,
+    ReadsTaken,
+    Remove,
+    Removed,
+    Replicate,
+    ReplicatedMany,
+    ReplicateMany,
+    SetExpiry,
+    SetPins,
+)
+from p2pstore.transfer.read_tickets import Scope, TicketClaims, issue_ticket, prove, ticket_secret
+from p2pstore.transfer.tls_streams import bound_secret, make_certificate
+from p2pstore.wire import (
+    ERROR,
+    HEADER,
+    ONE_WAY,
+    PREFACE_DATA,
+    REPLY,
+    Code,
+    Message,
+    decode_body,
+    encode_failure,
+    encode_frame,
+)
+
 
 class Signer:
     peer_id = b"issuer"
 
     def sign(self, message: bytes) -> bytes:
         return b"signed " + message[:24]
+
 
 VALUE = b"hello, world"
 DIGEST = key_digest("key")
@@ -314,22 +306,26 @@ SERVER_PROOF = "63c8ebed5ca3e5e1282a9aeb6175b2d5f5c931d35cd8d2d29491993392419831
 OLDER_SECRET = "a9efde98dcaec9ad8b69c852f3590255b70079a81a3f7b7af6b73c7a85c4c8b5"
 WRITER_KEY = "a6eedd033d5c1fdff796e37cb30f780153e59ca4efaa476f58df729834b3a0b8"
 
+
 @pytest.mark.parametrize("name", sorted(FRAMES))
 def test_frames(name: str) -> None:
     kind, request_id, message, flags, bulk_length = FRAMES[name]
     frame = encode_frame(kind, request_id, message, flags=flags, bulk_length=bulk_length)
     assert frame.hex() == GOLDEN[name]
 
+
 def test_a_small_read_of_an_earlier_version() -> None:
     """It ends after the digests, and is answered with what has up to 64 KiB."""
     asked = decode_body(GetSmall, bytes.fromhex("91c410") + DIGEST)
     assert asked == GetSmall(DIGEST, 64 * KIB, Keeps.NO)
+
 
 def test_a_push_of_an_earlier_version() -> None:
     """It ends before `numbers`; and what answered it was empty."""
     assert decode_body(Push, bytes.fromhex("9307912ac4026f70")) == Push(7, [42], b"op")
     assert decode_body(Pushed, bytes.fromhex("90")) == Pushed()
     assert decode_body(Locations, bytes.fromhex("919190")) == Locations([[]])
+
 
 def test_reads_of_an_earlier_version() -> None:
     """A GET ends before `keeps`, and an answer before `keep`."""
@@ -339,12 +335,14 @@ def test_reads_of_an_earlier_version() -> None:
     assert busy == Objects([ObjectReply(ObjectStatus.BUSY, others=[3, 4])])
     assert not busy.items[0].keep
 
+
 def test_header_preface_and_failure() -> None:
     assert PREFACE_DATA == b"P2PSTORD"
     assert HEADER.size == 16
     failure = encode_failure(DataKind.GET, 6, Code.BUSY, "later", 1)
     assert failure.hex() == FAILURE
     assert REPLY | ERROR == 3
+
 
 def test_ticket_secret_and_proof() -> None:
     granted = issue_ticket(
@@ -362,13 +360,16 @@ def test_ticket_secret_and_proof() -> None:
     assert prove(granted.secret, b"server", b"c" * 32, b"s" * 32).hex() == SERVER_PROOF
     assert writer_key_of(b"k" * 32, "a").hex() == WRITER_KEY
 
+
 def test_a_ticket_of_an_earlier_version() -> None:
     """It ends before the namespace, and its secret is that of what it has."""
     claims = bytes.fromhex(OLDER_CLAIMS)
     assert decode_body(TicketClaims, claims).namespace == ""
     assert ticket_secret(b"k" * 32, claims).hex() == OLDER_SECRET
 
+
 # --- TLS -----------------------------------------------------------------------------------------
+
 
 def test_tls() -> None:
     """The peer's signature over a certificate's key and times, the name of its place, and a ticket's secret."""

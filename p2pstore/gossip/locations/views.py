@@ -11,31 +11,21 @@ index can be gone through as well, in steps.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Set
-from contextlib import AbstractContextManager
-from contextlib import nullcontext
-from dataclasses import dataclass
-from dataclasses import field
+
+from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
 from itertools import islice
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT
-from p2pstore.gossip.locations.location_index import LocationIndex
+from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
+
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
-from p2pstore.gossip.locations.log import OperationRing
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OperationRing, SignedRun
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.log import SignedRun
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import Member
-from typing import Concatenate
-from typing import Final
-from typing import NamedTuple
-from typing import ParamSpec
-from typing import TypeVar
+from p2pstore.gossip.records import LocationRecord, LogHead, Member
+
 
 @dataclass(frozen=True, slots=True)
 class DirectoryConfig:
@@ -56,6 +46,7 @@ class DirectoryConfig:
         """More than records: a snapshot is staged beside the view that it replaces."""
         return self.max_records * 3 // 2 + (1 << 16)
 
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """A member's word that it holds a record, as of (`incarnation`, `sequence`) of its log. `hidden`: it is believed
@@ -68,6 +59,7 @@ class Location:
     hidden: bool = False
     hearsay: bool = False
 
+
 class Outcome(Enum):
     APPLIED = "applied"
     GAP = "gap"
@@ -79,12 +71,14 @@ class Outcome(Enum):
     FULL = "full"
     """The directory has no room: the view was dropped."""
 
+
 @dataclass(frozen=True, slots=True)
 class Applied:
     """How `apply` went; `count` operations were new."""
 
     outcome: Outcome
     count: int = 0
+
 
 @dataclass(slots=True)
 class View:
@@ -102,6 +96,7 @@ class View:
     def position(self) -> Position:
         return self.incarnation, self.sequence
 
+
 class ViewPlace(NamedTuple):
     """Where a view stands. Its records changed by operations alone while nothing but `sequence` differs."""
 
@@ -110,10 +105,12 @@ class ViewPlace(NamedTuple):
     hidden: bool
     sequence: int
 
+
 _P = ParamSpec("_P")
 
 _R = TypeVar("_R")
 _T = TypeVar("_T", bound="ViewTable")
+
 
 def exclusive(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
     """Under the lock that `share` was given."""
@@ -124,6 +121,7 @@ def exclusive(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate
             return method(self, *args, **kwargs)
 
     return locked
+
 
 def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
     """Under that lock, and while clients are told that rows move."""
@@ -141,6 +139,7 @@ def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[
                 published.end()
 
     return locked
+
 
 class ViewTable:
     """All views, and where each stands. `salt`: 128 bits that other members cannot guess, for the index. Or
@@ -318,6 +317,7 @@ class ViewTable:
                 if view.ring is not None:
                     view.ring.resize(limit)
 
+
 class LocationShares:
     """See the module's docstring."""
 
@@ -352,6 +352,7 @@ class LocationShares:
         self._refused.discard(member)
         self._told.discard(member)
 
+
 def who_makes_room(
     counts: Mapping[Member, int], member: Member, wanted: int, missing: int
 ) -> list[Member]:
@@ -369,11 +370,13 @@ def who_makes_room(
                 return dropped
     return []
 
+
 STEP_RECORDS: Final = 2_048
 """A step of what takes long: one or two milliseconds."""
 
 MAX_AHEAD: Final = 8 * STEP_RECORDS
 """Touched digests that wait to be taken, before more of whole slots are. (Half a million take 10 ms to add.)"""
+
 
 class WatchedKeys:
     """See the module's docstring."""

@@ -1,66 +1,61 @@
 """Answers on data connections."""
 
 from __future__ import annotations
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+import contextlib
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import trio
+
 from p2pstore.checkpoint.peer.running import RunningSwarms
-from p2pstore.core.gets.reads import HOT_BYTES
-from p2pstore.core.gets.reads import SentOn
+from p2pstore.core.gets.reads import HOT_BYTES, SentOn
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.comparing import SLOT_ONLY
-from p2pstore.core.puts.placing import Incoming
-from p2pstore.core.puts.placing import IncomingStores
-from p2pstore.core.puts.placing import digest_of
-from p2pstore.core.puts.placing import stored_reply
+from p2pstore.core.puts.placing import Incoming, IncomingStores, digest_of, stored_reply
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import SmallObjectsLent
+from p2pstore.memory.entries import ObjectEntry, SmallObjectsLent
 from p2pstore.memory.references import Loan
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import encode_slot
-from p2pstore.memory.segment_layout import encode_trailer
+from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.peer.for_clients.local_backend import Erasing
 from p2pstore.peer.node import Node
 from p2pstore.runtime.streams import BytesLike
 from p2pstore.runtime.trio_tasks import take_turns
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import GetItem
-from p2pstore.transfer.data_messages import GetManifest
-from p2pstore.transfer.data_messages import GetSmall
-from p2pstore.transfer.data_messages import Keeps
-from p2pstore.transfer.data_messages import ObjectReply
-from p2pstore.transfer.data_messages import ObjectStatus
-from p2pstore.transfer.data_messages import Store
-from p2pstore.transfer.data_messages import Stored
-from p2pstore.transfer.data_messages import keeps_of
-from p2pstore.transfer.peer_messages import Flush
-from p2pstore.transfer.peer_messages import Remove
-from p2pstore.transfer.peer_messages import Snapshot
-from p2pstore.transfer.peer_messages import SnapshotReply
-from p2pstore.transfer.peer_messages import Statistics
-from p2pstore.transfer.peer_messages import StatisticsReply
+from p2pstore.transfer.data_messages import (
+    DataKind,
+    GetItem,
+    GetManifest,
+    GetSmall,
+    Keeps,
+    ObjectReply,
+    ObjectStatus,
+    Store,
+    Stored,
+    keeps_of,
+)
+from p2pstore.transfer.peer_messages import (
+    Flush,
+    Remove,
+    Snapshot,
+    SnapshotReply,
+    Statistics,
+    StatisticsReply,
+)
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.serving.read_answers import LentObject
 from p2pstore.transfer.serving.serving_backends import OpenedStore
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from p2pstore.wire import error_of
-from typing import Final
-from typing import TYPE_CHECKING
-import contextlib
-import json
-import threading
-import trio
+from p2pstore.wire import Failure, Message, error_of
 
 if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry
 
 BRING_SECONDS: Final = 4.0
 """For objects that are asked for before they are in memory. Who asks gives up after 5 s without progress."""
+
 
 class PeerDataBackend:
     """Satisfies `p2pstore.transfer.serving.data_server.DataBackend`."""
@@ -212,6 +207,7 @@ class PeerDataBackend:
         reply = SnapshotReply(self._core.member, copy.incarnation, head.sequence, head.set_hash)
         return reply, copy.parts
 
+
 def _trailer_on_ssd(cold: ColdEntry) -> bytes:
     """The trailer of what is on the SSD alone, without its sums; nothing where only its record tells all."""
     if cold.described:
@@ -226,6 +222,7 @@ def _trailer_on_ssd(cold: ColdEntry) -> bytes:
             pin=cold.pin,
         )
     )
+
 
 class PeerStoreBackend:
     """Satisfies `p2pstore.transfer.serving.serving_backends.StoreBackend`."""
@@ -256,6 +253,7 @@ class PeerStoreBackend:
 
     def abandon_store(self, opened: OpenedStore) -> None:
         self._incoming.close(_handle(opened)[0])
+
 
 def _handle(opened: OpenedStore) -> tuple[Incoming, bytes]:
     handle: tuple[Incoming, bytes] = opened.handle
