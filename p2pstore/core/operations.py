@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.copies.copy_destination import CopyDestination
-from p2pstore.core.core_effects import PullOutcome, Reply
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.reads import UNSEEN_TRANSPORTS
-from p2pstore.core.operation import Operation, Then
+from p2pstore.core.operation import Operation, PullOutcome, Reply, Then
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.records import PeerId
 

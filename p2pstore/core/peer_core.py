@@ -19,13 +19,12 @@ from p2pstore.core.copies.memory_return import EarlierLife
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
-from p2pstore.core.core_effects import AskPeer, Effect, Reply
 from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import Prefetching
 from p2pstore.core.gets.reads import HotObjects, ReadReports
 from p2pstore.core.gets.serving import PushesComing, rivals_of, serve
 from p2pstore.core.known_copies import Holders, KnownCopies
-from p2pstore.core.operation import Operation, Timed
+from p2pstore.core.operation import AskPeer, Effect, Operation, Reply, Timed
 from p2pstore.core.operations import Operations
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations

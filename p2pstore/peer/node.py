@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from p2pstore.config import PeerConfig
-from p2pstore.core.core_effects import (
+from p2pstore.core.operation import (
     AskPeer,
     CheckObject,
     CheckReturned,
     ColdSorted,
     Effect,
     LoadObject,
+    Operation,
     OperationFinished,
     PullObject,
     PullTogether,
     SaveClusterRecord,
     WriteObject,
 )
-from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.gossip.gossip_messages import Answer, Ask, Contact, Duplicate, FetchSnapshot, Status

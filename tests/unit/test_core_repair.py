@@ -15,7 +15,7 @@ from p2pstore.core.copies.coldest import SPREAD_SECONDS
 from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
 from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
 from p2pstore.core.copies.repair import MOST_FAILURES, RepairTiming
-from p2pstore.core.core_effects import AskPeer, LoadObject
+from p2pstore.core.operation import AskPeer, LoadObject
 from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.machine import Ask

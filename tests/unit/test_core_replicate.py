@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import AskPeer, PutEnd
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SignedRecord, open_peer_record

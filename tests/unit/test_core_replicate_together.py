@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from p2pstore.core.copies import replicate as replicate_together
 from p2pstore.core.copies.replicate import PutAmongMany
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import AskPeer, PutEnd
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.gossip.machine import Ask

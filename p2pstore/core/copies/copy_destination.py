@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from p2pstore.core.core_effects import PullOutcome, PullTogether
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import Operation, PullOutcome, PullTogether
 from p2pstore.core.puts.publishing import announce_new, reserve_many
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import NoSuchKey, ProtocolError

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from p2pstore.core.core_effects import CheckObject, KnownCopy
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import CheckObject, KnownCopy, Operation
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.records import Tier

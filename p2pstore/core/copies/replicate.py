@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from p2pstore.core.core_effects import Reply
-from p2pstore.core.operation import Operation, PutEnd
+from p2pstore.core.operation import Operation, PutEnd, Reply
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import MIB, Version

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from p2pstore.core.core_effects import KnownCopy, LoadObject, PullObject, PullOutcome
 from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, LoadObject, Operation, PullObject, PullOutcome
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.records import Member, Tier
 from p2pstore.objects import ZERO_VERSION, Version

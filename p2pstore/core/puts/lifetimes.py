@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.gets.lookup import AfterLookup, LookupOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import PeerId, writer_of
 from p2pstore.memory.segment_layout import Pin

@@ -11,11 +11,10 @@ import msgspec
 
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.operation import Operation, PutEnd
+from p2pstore.core.operation import KnownCopy, Operation, PutEnd
 from p2pstore.core.puts.comparing import CHECK_TIMEOUT_SECONDS, CompareCopies, Likeness, is_described
 from p2pstore.core.puts.lifetimes import MAX_TTL_MS
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable

@@ -22,7 +22,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge
+from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge, OperationRate
 from p2pstore.gossip.exchange.asking import Asked, Questions
 from p2pstore.gossip.exchange.digests import (
     Digest,
@@ -33,7 +33,6 @@ from p2pstore.gossip.exchange.digests import (
     unpack_digest,
     unpack_positions,
 )
-from p2pstore.gossip.exchange.fresh_news import OperationRate
 from p2pstore.gossip.floors.cluster_records import (
     COMPARED_BUCKETS,
     TheirRecords,
