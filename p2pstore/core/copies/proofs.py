@@ -6,29 +6,35 @@ remembered here; it lies beside the copy, in its trailer and on the SSD, and goe
 """
 
 from __future__ import annotations
-
-import heapq
-import logging
-import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
-
-from p2pstore.core.operation import KnownCopy, Operation, Reply
-from p2pstore.gossip.records import Member, PeerId, Tier, writer_of_member
-from p2pstore.gossip.version_proofs import (
-    MAX_LEAVES,
-    SignedTree,
-    read_proof,
-    sign_versions,
-    signature_of,
-)
+from p2pstore.core.operation import KnownCopy
+from p2pstore.core.operation import Operation
+from p2pstore.core.operation import Reply
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import Tier
+from p2pstore.gossip.records import writer_of_member
+from p2pstore.gossip.version_proofs import MAX_LEAVES
+from p2pstore.gossip.version_proofs import SignedTree
+from p2pstore.gossip.version_proofs import read_proof
+from p2pstore.gossip.version_proofs import sign_versions
+from p2pstore.gossip.version_proofs import signature_of
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import decode_trailer
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
+from p2pstore.transfer.peer_messages import MAX_PROVED
+from p2pstore.transfer.peer_messages import Proofs
+from p2pstore.transfer.peer_messages import Prove
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
+import heapq
+import logging
+import math
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -57,8 +63,8 @@ PATIENCE_SECONDS: Final = 2.0
 """After this pause an unproved copy is adopted that its writer no longer holds: otherwise no peer could read it."""
 LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
-"""Of one version."""
-
+"""Of one version, at first."""
+MOST_HOLDERS_ASKED: Final = 8
 
 class VersionProofs:
     """See the module's docstring."""
@@ -182,6 +188,11 @@ class VersionProofs:
             and (insist or until((copy.member, b""), 0.0) <= now)
         )
 
+    def undenied(self, copies: Iterable[KnownCopy], now: float) -> list[KnownCopy]:
+        """Those whose holders did not fail to prove them a moment ago: they may have them."""
+        until = self._doubted_until.get
+        return [copy for copy in copies if until((copy.member, copy.record.digest), 0.0) <= now]
+
     def lacks(self, digest: bytes, now: float) -> None:
         """A copy came without a proof: others who have it are asked for theirs, until one has come or it has gone."""
         if digest not in self._lacking and len(self._lacking) < MAX_LACKING:
@@ -246,21 +257,25 @@ class VersionProofs:
         if len(self._doubted_until) > MAX_DOUBTED:
             self._doubted_until.popitem(last=False)
 
-
 class ProveOperation(Operation):
-    """Ask holders for proofs of copies that nothing else vouches for. The result is how many were proved."""
+    """Ask holders for proofs of copies that nothing else vouches for, and wait for `seconds`: beyond `ASK_SECONDS` only
+    for keys without a proved copy, of more holders. The result is of how many keys one was proved."""
 
-    def __init__(self, core: PeerCore, copies: Iterable[KnownCopy]) -> None:
+    def __init__(
+        self, core: PeerCore, copies: Iterable[KnownCopy], *, seconds: float = ASK_SECONDS
+    ) -> None:
         super().__init__(core)
         self._copies = list(copies)
-        self._proved = 0
+        self._seconds = seconds
+        self._proved: set[bytes] = set()
 
     def start(self, now: float) -> None:
+        most = HOLDERS_ASKED if self._seconds <= ASK_SECONDS else MOST_HOLDERS_ASKED
         by_holder: dict[tuple[PeerId, bool], list[KnownCopy]] = {}
         asked: dict[tuple[bytes, Version], int] = {}
         for copy in self._copies:
             what = copy.record.digest, copy.record.version
-            if asked.get(what, 0) < HOLDERS_ASKED:
+            if asked.get(what, 0) < most:
                 asked[what] = asked.get(what, 0) + 1
                 is_cold = copy.record.tier is Tier.SSD
                 by_holder.setdefault((copy.peer_id, is_cold), []).append(copy)
@@ -268,28 +283,30 @@ class ProveOperation(Operation):
             for start in range(0, len(copies), MAX_PROVED):
                 some = copies[start : start + MAX_PROVED]
                 request = Prove(b"".join(copy.record.digest for copy in some))
-                seconds = COLD_SECONDS if is_cold else ASK_SECONDS
+                seconds = COLD_SECONDS if is_cold else self._seconds
                 self.ask(some, peer_id, DataKind.PROVE, request, seconds)
         if not self.asked:
             self.finish(0, now)
 
     def answered(self, copies: list[KnownCopy], reply: Reply, now: float) -> None:
         proofs = self.core.proofs
-        items = reply.items if isinstance(reply, Proofs) else None
-        if items is None or len(items) != len(copies):
+        items = reply.items if isinstance(reply, Proofs) else []
+        if len(items) != len(copies):
             for copy in copies:
                 proofs.doubt(copy.member, b"", now)
                 proofs.look_later(copy.record.digest, now)
-        for copy, proof in zip(copies, items or (), strict=False):
+            items = [b""] * len(copies) if isinstance(reply, Proofs) else []
+        for copy, proof in zip(copies, items, strict=False):
             digest, version = copy.record.digest, copy.record.version
             if proofs.accept(digest, version, proof):
-                self._proved += 1
+                self._proved.add(digest)
                 self._keep(digest, version, proof, now)
                 self.core.gossip.directory.touch(digest)
             else:
                 proofs.doubt(copy.member, digest, now)
-        if not self.asked:
-            self.finish(self._proved, now)
+        unanswered = {copy.record.digest for copies in self.asked.values() for copy in copies}
+        if not unanswered or (self._seconds > ASK_SECONDS and unanswered <= self._proved):
+            self.finish(len(self._proved), now)
 
     def finish(self, result: Any, now: float) -> None:
         for copy in self._copies:
