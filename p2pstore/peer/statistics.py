@@ -4,37 +4,32 @@
 """
 
 from __future__ import annotations
+
+import json
+import math
+import sys
+import time
 from collections import Counter
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
-from p2pstore.access.crowding import Holder
-from p2pstore.access.crowding import crowd
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+import p2pstore
+from p2pstore.access.crowding import Holder, crowd
 from p2pstore.access.keyring import rights_of
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.partition_homes import kept_name
 from p2pstore.gossip.links.host import MAX_ADMITTED
 from p2pstore.gossip.members.member_table import MemberState
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import TakesPart
-from p2pstore.gossip.records import format_peer_id
+from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id
 from p2pstore.runtime.stepping import Steps
-from p2pstore.status.checkup import Checkup
-from p2pstore.status.checkup import SHOWN_COUNTERS
-from p2pstore.status.doctor.finding import MAX_KEY_LETTERS
-from p2pstore.status.doctor.finding import shown
+from p2pstore.status.checkup import SHOWN_COUNTERS, Checkup
+from p2pstore.status.doctor.finding import MAX_KEY_LETTERS, shown
 from p2pstore.status.operation_watch import PeerWatch
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import json
-import math
-import msgspec
-import p2pstore
-import sys
-import time
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -50,6 +45,7 @@ MAX_LOOKED_UP: Final = 40
 """Candidates for the hottest objects: some have left memory since."""
 _STALL_BUCKET: Final = 18
 """First bucket of `histograms` for an event loop that was late by more than 131 ms."""
+
 
 class Statistics:
     """Statistics of one running peer. Satisfies `p2pstore.status.checkup.ObservedPeer`."""
@@ -281,11 +277,13 @@ class Statistics:
             "hottest": self.hottest(with_keys=True),
         }
 
+
 def _ssd_hit_rate(core: PeerCore) -> float | None:
     """The share of gets beyond memory that the SSD answered; None without any."""
     hits = core.counters["client_reads_from_ssd"]
     others = core.counters["client_reads_elsewhere"] + core.counters["client_misses"]
     return round(hits / (hits + others), 4) if hits + others else None
+
 
 def _checkpoints(core: PeerCore) -> list[dict[str, Any]]:
     """The versions of checkpoints that this peer has or fetches; at most 16."""
@@ -307,6 +305,7 @@ def _checkpoints(core: PeerCore) -> list[dict[str, Any]]:
             )
     return found
 
+
 def _follows(core: PeerCore, unix_now: float) -> list[dict[str, Any]]:
     return [
         {
@@ -321,9 +320,11 @@ def _follows(core: PeerCore, unix_now: float) -> list[dict[str, Any]]:
         for each in core.participations.followed
     ]
 
+
 def _seconds_ago(then: float, now: float) -> float | None:
     """None for minus infinity, which JSON cannot say: nothing came from the member itself yet."""
     return round(max(0.0, now - then), 3) if math.isfinite(then) else None
+
 
 def cluster_document(core: PeerCore, now: float) -> Steps[dict[str, Any]]:
     """The live members, as gossip knows them."""
@@ -342,6 +343,7 @@ def cluster_document(core: PeerCore, now: float) -> Steps[dict[str, Any]]:
         "members": members,
     }
 
+
 def _member_document(
     core: PeerCore, state: MemberState, record: PeerRecord, now: float
 ) -> dict[str, Any]:
@@ -359,6 +361,7 @@ def _member_document(
         "software": record.software,
         "directory": kept_name(record.directory),
     }
+
 
 def json_in_steps(document: Mapping[str, Any]) -> Steps[bytes]:
     """The document as JSON. Of thousands of members it is megabytes."""

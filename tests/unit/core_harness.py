@@ -1,82 +1,77 @@
 """A `PeerCore` driven by hand: effects come out, answers are fed in, and nothing else exists. For tests."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, TypeVar
+
+import msgspec
+
 from p2pstore.core.gets.lookup import split_digests
-from p2pstore.core.operation import AskPeer
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import OperationFinished
-from p2pstore.core.operation import PullFailure
-from p2pstore.core.operation import PullObject
-from p2pstore.core.operation import PullOutcome
+from p2pstore.core.operation import (
+    AskPeer,
+    Operation,
+    OperationFinished,
+    PullFailure,
+    PullObject,
+    PullOutcome,
+)
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import hash_stamps
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import Ping
+from p2pstore.gossip.gossip_messages import ControlKind, Delta, Ping
 from p2pstore.gossip.homes.partition_homes import DirectorySetting
-from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.records import CLUSTER_RECORD_FORMAT
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import ClusterRecordKind
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PEER_RECORD_FORMAT
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import iterate_locations
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import sign_cluster_record
-from p2pstore.gossip.records import sign_peer_record
-from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.machine import Gossip, GossipConfig
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    PEER_RECORD_FORMAT,
+    ClusterRecord,
+    ClusterRecordKind,
+    LocationRecord,
+    LogHead,
+    Member,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    iterate_locations,
+    member_of,
+    sign_cluster_record,
+    sign_peer_record,
+    writer_of,
+)
 from p2pstore.home_messages import Push
 from p2pstore.memory.areas import NO_QUOTAS
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.kept_memory import Kept
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import encode_slot
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import HybridClock
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
+from p2pstore.memory.segment_layout import (
+    Slot,
+    SlotState,
+    TrailerBody,
+    encode_slot,
+    encode_trailer,
+    plan_geometry,
+)
+from p2pstore.objects import (
+    DIGEST_BYTES,
+    HybridClock,
+    Version,
+    chunk_sums,
+    clock_from_unix_seconds,
+    key_digest,
+    root_checksum,
+)
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import ObjectReply
-from p2pstore.transfer.data_messages import ObjectStatus
-from p2pstore.transfer.data_messages import Objects
-from p2pstore.transfer.data_messages import REQUESTS
-from p2pstore.transfer.peer_messages import ClusterRecords
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.transfer.peer_messages import Proofs
-from p2pstore.wire import Code
-from p2pstore.wire import Message
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
-from random import Random
+from p2pstore.transfer.data_messages import REQUESTS, DataKind, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs
+from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.segment_checks import check_segment
-from simulation.signer import SimulatedSigner
-from simulation.signer import SimulatedVerifier
+from simulation.signer import SimulatedSigner, SimulatedVerifier
 from tests.unit.gossip_network import inform_of_death
-from typing import Any
-from typing import TypeVar
-import math
-import msgspec
 
 NAMESPACE = "unit"
 UNIX = 1_800_000_000.0
@@ -85,12 +80,15 @@ HOLDER = "client"
 
 EffectType = TypeVar("EffectType")
 
+
 def digest_of(key: str) -> bytes:
     return key_digest(key, NAMESPACE)
+
 
 def clock_at(seconds: float) -> int:
     """A version's clock for a time in seconds since the test began."""
     return clock_from_unix_seconds(UNIX + seconds)
+
 
 @dataclass
 class Other:
@@ -106,6 +104,7 @@ class Other:
     @property
     def member(self) -> Member:
         return member_of(self.signer.peer_id)
+
 
 @dataclass(frozen=True)
 class RemoteObject:
@@ -126,6 +125,7 @@ class RemoteObject:
             [ObjectReply(ObjectStatus.OK, encode_slot(self.slot), encode_trailer(self.trailer))]
         )
 
+
 def remote_object(
     key: str, value: bytes, clock: int | None = None, writer: int = 9, **trailer: Any
 ) -> RemoteObject:
@@ -137,7 +137,9 @@ def remote_object(
     slot = Slot(SlotState.LIVE, digest_of(key), version, 4096, len(value), len(encode_trailer(body)))
     return RemoteObject(value, slot, body)
 
+
 NOT_FOUND = Objects([ObjectReply(ObjectStatus.NOT_FOUND, incarnation=OTHER_INCARNATION, sequence=99)])
+
 
 class Harness:
     """One core over a bytearray, `others` members that are alive, and the time in `now`."""
@@ -432,10 +434,12 @@ class Harness:
         assert self.segment.used_bytes == live, "a reservation was left behind"
         check_segment(self.segment)
 
+
 def digests_asked(ask: AskPeer) -> list[bytes]:
     """The digests of a lookup."""
     assert isinstance(ask.request, Lookup)
     return split_digests(ask.request.digests)
+
 
 def describe(signer: SimulatedSigner, incarnation: int, sequence: int = 1) -> PeerRecord:
     return PeerRecord(
@@ -458,6 +462,7 @@ def describe(signer: SimulatedSigner, incarnation: int, sequence: int = 1) -> Pe
         load_permille=0,
         head=LogHead(),
     )
+
 
 def peer_record(signer: SimulatedSigner, incarnation: int = OTHER_INCARNATION) -> SignedRecord:
     return sign_peer_record(describe(signer, incarnation), signer)

@@ -1,45 +1,42 @@
 """A peer that knows a part of the directory: one home is asked, the next one where that cannot tell."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
+
+import pytest
+
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.lookup import BELIEVED
-from p2pstore.core.gets.lookup import HEDGE_PROBE_TIMEOUTS
-from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.gets.lookup import NEXT_HOME_SECONDS
-from p2pstore.core.gets.lookup import UNSURE_SECONDS
+from p2pstore.core.gets.lookup import (
+    BELIEVED,
+    HEDGE_PROBE_TIMEOUTS,
+    NEXT_HOME_SECONDS,
+    UNSURE_SECONDS,
+    LookupOperation,
+)
 from p2pstore.core.operation import AskPeer
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.homes.partition_homes import KeptDirectory
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT
-from p2pstore.gossip.homes.partition_homes import partition_of
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import member_of
-from p2pstore.home_messages import Holding
-from p2pstore.home_messages import PartitionSet
-from p2pstore.home_messages import Push
-from p2pstore.home_messages import Pushed
+from p2pstore.errors import NoSuchKey, Unavailable
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, KeptDirectory, partition_of
+from p2pstore.gossip.records import LocationRecord, PeerId, member_of
+from p2pstore.home_messages import Holding, PartitionSet, Push, Pushed
 from p2pstore.objects import Version
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import CopyChecked
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import RemoteObject
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import digests_asked
-from tests.unit.core_harness import remote_object
-import pytest
+from p2pstore.transfer.peer_messages import CopyChecked, Locations, Lookup
+from p2pstore.wire import Code, Failure
+from tests.unit.core_harness import (
+    OTHER_INCARNATION,
+    Harness,
+    Other,
+    RemoteObject,
+    clock_at,
+    digest_of,
+    digests_asked,
+    remote_object,
+)
 
 OTHERS = 6
+
 
 def partitioned(others: int = OTHERS) -> Harness:
     """A peer in partitioned mode, as all others."""
@@ -50,6 +47,7 @@ def partitioned(others: int = OTHERS) -> Harness:
         world.answer(push, Pushed())
     return world
 
+
 def pushes_of(world: Harness, seconds: float = 0.1) -> list[AskPeer]:
     asks = []
     for _ in range(int(seconds / 0.05)):
@@ -57,29 +55,36 @@ def pushes_of(world: Harness, seconds: float = 0.1) -> list[AskPeer]:
         asks += world.asks(DataKind.PUSH)
     return asks
 
+
 def foreign_key(world: Harness, number: int = 0) -> str:
     """A key that this peer is no home of."""
     return foreign_keys(world)[number]
 
+
 def foreign_keys(world: Harness) -> list[str]:
     keys = [f"k{number}" for number in range(200)]
     return [key for key in keys if len(world.core.homes(digest_of(key))) == 3]
+
 
 def home_key(world: Harness) -> str:
     """A key that this peer is a home of."""
     keys = (f"k{number}" for number in range(1000))
     return next(key for key in keys if len(world.core.homes(digest_of(key))) == 2)
 
+
 def look(world: Harness, *keys: str, **options: object) -> LookupOperation:
     operation = LookupOperation(world.core, [digest_of(key) for key in keys], **options)  # type: ignore[arg-type]  # by name
     world.start(operation)
     return operation
 
+
 def told(other: Other, thing: RemoteObject, world: Harness) -> Holding:
     return Holding(other.member, OTHER_INCARNATION, 1, world.location(thing))
 
+
 def absent(ask: AskPeer, unsure: Sequence[int] = ()) -> Locations:
     return Locations([[] for _ in digests_asked(ask)], list(unsure))
+
 
 def test_two_homes_are_asked_before_a_key_is_nowhere() -> None:
     world = partitioned()
@@ -95,6 +100,7 @@ def test_two_homes_are_asked_before_a_key_is_nowhere() -> None:
     assert not world.asks(DataKind.LOOKUP)
     world.check_idle()
 
+
 @pytest.mark.parametrize("lie", ["nobody", "one that is dead"])
 def test_a_home_that_denies_what_is_there_hides_nothing(lie: str) -> None:
     world = partitioned()
@@ -107,6 +113,7 @@ def test_a_home_that_denies_what_is_there_hides_nothing(lie: str) -> None:
     (honest,) = world.asks(DataKind.LOOKUP)
     world.answer(honest, Locations([[told(holder, remote_object(key, b"1"), world)]]))
     assert operation.result[0][0].peer_id == holder.peer_id
+
 
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("seconds", [0.0, 5.0])
@@ -130,6 +137,7 @@ def test_what_a_home_claims_to_have_itself_and_does_not_prove_hides_nothing(
     assert [copy.peer_id for copy in operation.result[0]] == [holder.peer_id]
     world.check_idle()
 
+
 def test_a_key_that_is_claimed_only_is_nowhere() -> None:
     world = partitioned()
     key = foreign_key(world)
@@ -144,6 +152,7 @@ def test_a_key_that_is_claimed_only_is_nowhere() -> None:
         assert asked <= 4
     assert operation.result == [[]]
     world.check_idle()
+
 
 def test_a_key_whose_holder_is_not_known_yet_as_a_member_is_not_nowhere() -> None:
     world = partitioned()
@@ -161,6 +170,7 @@ def test_a_key_whose_holder_is_not_known_yet_as_a_member_is_not_nowhere() -> Non
     world.answer(ask, Locations([[told(holder, thing, world)]]))
     assert [copy.peer_id for copy in operation.result[0]] == [holder.peer_id]
 
+
 def test_one_home_is_believed_when_the_others_do_not_answer() -> None:
     world = partitioned()
     operation = look(world, foreign_key(world))
@@ -173,6 +183,7 @@ def test_one_home_is_believed_when_the_others_do_not_answer() -> None:
     assert operation.result == [[]]
     assert isinstance(operation.absence(operation.digests[0]), NoSuchKey)
 
+
 def test_who_needs_the_word_of_one_home_only_asks_no_other() -> None:
     world = partitioned()
     operation = look(world, foreign_key(world), believed=1)
@@ -181,6 +192,7 @@ def test_who_needs_the_word_of_one_home_only_asks_no_other() -> None:
     assert operation.result == [[]]
     assert not world.asks(DataKind.LOOKUP)
     world.check_idle()
+
 
 def test_what_a_home_says_is_kept_for_the_next_time() -> None:
     world = partitioned()
@@ -196,6 +208,7 @@ def test_what_a_home_says_is_kept_for_the_next_time() -> None:
     world.gossip.locations.mark_stale(holder.member, digest_of(key), OTHER_INCARNATION, 5)
     look(world, key)
     assert world.asks(DataKind.LOOKUP), "it was wrong: a home is asked again"
+
 
 def test_a_home_that_cannot_tell_is_followed_by_the_next() -> None:
     world = partitioned()
@@ -221,6 +234,7 @@ def test_a_home_that_cannot_tell_is_followed_by_the_next() -> None:
     world.answer(ask, absent(ask))
     assert operation.result == [[]]
 
+
 def test_nobody_can_tell_for_long() -> None:
     world = partitioned()
     operation = look(world, foreign_key(world))
@@ -233,6 +247,7 @@ def test_nobody_can_tell_for_long() -> None:
     assert operation.result == [[]]
     assert world.now >= begin + UNSURE_SECONDS
     world.check_idle()
+
 
 def test_only_keys_that_a_home_could_not_tell_of_go_to_the_next() -> None:
     world = partitioned()
@@ -249,6 +264,7 @@ def test_only_keys_that_a_home_could_not_tell_of_go_to_the_next() -> None:
     world.answer(again, absent(again))
     assert operation.result == [[], []]
 
+
 def test_a_batch_goes_to_few_homes() -> None:
     world = partitioned()
     keys = foreign_keys(world)[:40]
@@ -260,10 +276,12 @@ def test_a_batch_goes_to_few_homes() -> None:
         world.answer(ask, absent(ask))
     assert operation.done
 
+
 def empty_partitions() -> Push:
     """The answer of a member that holds nothing."""
     sets = [PartitionSet(partition, 0, 0, b"") for partition in range(PARTITION_COUNT)]
     return Push(OTHER_INCARNATION, [], b"", b"", 1, sets)
+
 
 def acquainted(world: Harness) -> Harness:
     """All others have told this peer the records it should know, and know the same members."""
@@ -273,9 +291,11 @@ def acquainted(world: Harness) -> Harness:
     pushes_of(world, 1.1)
     return world
 
+
 def numbered(world: Harness, thing: RemoteObject, number: int, sequence: int) -> Push:
     packed = world.location(thing)
     return Push(OTHER_INCARNATION, [sequence], packed, number.to_bytes(4, "little"))
+
 
 def test_a_home_vouches_for_its_partitions_and_for_no_others() -> None:
     world = acquainted(partitioned())
@@ -285,6 +305,7 @@ def test_a_home_vouches_for_its_partitions_and_for_no_others() -> None:
     packed = digest_of(mine) + digest_of(theirs)
     reply = world.serve(world.others[0], DataKind.LOOKUP, Lookup(packed))
     assert reply == Locations([[], []], [1])
+
 
 def test_a_home_knows_what_owners_push_and_says_what_it_missed() -> None:
     world = acquainted(partitioned())
@@ -299,6 +320,7 @@ def test_a_home_knows_what_owners_push_and_says_what_it_missed() -> None:
     reply = world.serve(world.others[1], DataKind.LOOKUP, Lookup(digest_of(key)))
     assert reply.unsure == [0]
 
+
 def test_a_stale_location_is_hidden_until_its_owner_says_more() -> None:
     world = acquainted(partitioned())
     key, owner = home_key(world), world.others[0]
@@ -309,6 +331,7 @@ def test_a_stale_location_is_hidden_until_its_owner_says_more() -> None:
     later = remote_object(key, b"2", clock=clock_at(-30.0))
     world.serve(owner, DataKind.PUSH, numbered(world, later, 2, 61))
     assert len(look(world, key).result[0]) == 1
+
 
 def test_a_put_asks_a_home_whether_the_key_exists() -> None:
     world = partitioned()
@@ -327,6 +350,7 @@ def test_a_put_asks_a_home_whether_the_key_exists() -> None:
     world.answer(ask, absent(ask))
     assert fresh.result.status is PutStatus.CREATED
 
+
 def test_of_two_first_puts_the_older_one_hears_of_the_newer_from_the_home() -> None:
     """The home names other versions to who pushes; who pushed the newer one tells the other holder."""
     world = acquainted(partitioned())
@@ -337,6 +361,7 @@ def test_of_two_first_puts_the_older_one_hears_of_the_newer_from_the_home() -> N
     reply = world.serve(second, DataKind.PUSH, numbered(world, new, 1, 70))
     assert [holding.member for holding in reply.rivals] == [first.member]
     assert reply.rivals[0].record == world.location(old)
+
 
 @pytest.mark.parametrize("mode", [KeptDirectory.PARTITIONED, KeptDirectory.FULL])
 def test_who_follows_no_logs_hears_of_what_a_full_peer_puts(mode: KeptDirectory) -> None:
@@ -351,8 +376,10 @@ def test_who_follows_no_logs_hears_of_what_a_full_peer_puts(mode: KeptDirectory)
     follows_none = mode is KeptDirectory.PARTITIONED
     assert [holding.member for holding in reply.rivals] == [first.member] * follows_none
 
+
 FAR = 1 << 40
 """A place that no log reaches."""
+
 
 def put_here(world: Harness, key: str) -> list[AskPeer]:
     """A key is put and held here. The pushes to its homes, which are not answered yet."""
@@ -363,6 +390,7 @@ def put_here(world: Harness, key: str) -> list[AskPeer]:
     asks = pushes_of(world)
     assert {ask.peer_id for ask in asks} == set(world.core.homes(digest_of(key)))
     return asks
+
 
 @pytest.mark.parametrize("is_true", [True, False])
 def test_who_is_told_of_a_newer_version_asks_its_holder_before_it_withdraws_its_own(
@@ -383,6 +411,7 @@ def test_who_is_told_of_a_newer_version_asks_its_holder_before_it_withdraws_its_
     pushes_of(world)
     assert (world.find(key) is None) is is_true
 
+
 def test_who_holds_the_newer_version_says_so_to_who_tells_of_an_older_one() -> None:
     world = partitioned()
     key, other = foreign_key(world), world.others[0]
@@ -392,6 +421,7 @@ def test_who_holds_the_newer_version_says_so_to_who_tells_of_an_older_one() -> N
     reply = world.serve(other, DataKind.PUSH, numbered(world, older, 0, 7))
     assert [holding.member for holding in reply.rivals] == [world.core.member]
     assert world.find(key) is not None
+
 
 @pytest.mark.parametrize("way", ["lookup", "hot"])
 def test_what_others_say_of_a_holder_gives_up_no_copy_and_hides_no_word_of_it(way: str) -> None:
@@ -418,6 +448,7 @@ def test_what_others_say_of_a_holder_gives_up_no_copy_and_hides_no_word_of_it(wa
     reply = world.serve(liar, DataKind.LOOKUP, Lookup(digest_of(key)))
     assert FAR not in [each.sequence for each in reply.items[0]], "it is not passed on"
 
+
 def test_a_lie_about_a_holder_does_not_hide_what_a_home_says_of_it() -> None:
     world = partitioned()
     key, holder = foreign_key(world), world.others[0]
@@ -431,6 +462,7 @@ def test_a_lie_about_a_holder_does_not_hide_what_a_home_says_of_it() -> None:
     (known,) = world.core.copies.known(digest_of(key), world.now)
     assert known.record.version[:2] == thing.version[:2]
 
+
 def test_the_denial_of_a_member_ends_what_others_say_of_it_whatever_place_that_claims() -> None:
     world = partitioned()
     key, owner = foreign_key(world), world.others[0]
@@ -440,6 +472,7 @@ def test_the_denial_of_a_member_ends_what_others_say_of_it_whatever_place_that_c
     assert look(world, key).done
     world.gossip.locations.mark_stale(owner.member, digest_of(key), OTHER_INCARNATION, 5)
     assert world.core.copies.known(digest_of(key), world.now) == []
+
 
 def test_who_has_the_newer_version_tells_the_other_holder() -> None:
     world = partitioned()
@@ -460,6 +493,7 @@ def test_who_has_the_newer_version_tells_the_other_holder() -> None:
     assert request.numbers[:4] == bytes(4), "it is no home of the key"
     assert world.find(key) is not None
 
+
 def test_what_a_member_tells_of_itself_is_taken_in_by_who_is_no_home() -> None:
     world = partitioned()
     key = foreign_key(world)
@@ -467,6 +501,7 @@ def test_what_a_member_tells_of_itself_is_taken_in_by_who_is_no_home() -> None:
     assert world.serve(world.others[0], DataKind.PUSH, numbered(world, thing, 0, 5)) == Pushed()
     assert len(look(world, key).result[0]) == 1
     assert world.gossip.locations.views.record_count == 0
+
 
 def test_the_next_home_is_asked_as_well_when_one_is_silent() -> None:
     world = partitioned()
@@ -490,6 +525,7 @@ def test_the_next_home_is_asked_as_well_when_one_is_silent() -> None:
     )
     world.check_idle()
 
+
 def test_a_put_does_not_wait_for_homes_that_just_died() -> None:
     world = partitioned()
     begin = world.now
@@ -503,6 +539,7 @@ def test_a_put_does_not_wait_for_homes_that_just_died() -> None:
     world.answer(asked[2], absent(asked[2]))
     assert put.result.status is PutStatus.CREATED
     assert world.now - begin < 0.5 * NEXT_HOME_SECONDS
+
 
 def test_the_third_home_is_asked_once_when_two_are_silent() -> None:
     world = partitioned()
@@ -520,6 +557,7 @@ def test_the_third_home_is_asked_once_when_two_are_silent() -> None:
     assert operation.result == [[]]
     world.check_idle()
 
+
 def test_an_unsure_answer_to_a_hedged_question_does_not_end_the_lookup() -> None:
     world = partitioned()
     key, holder = foreign_key(world), world.others[0]
@@ -531,6 +569,7 @@ def test_an_unsure_answer_to_a_hedged_question_does_not_end_the_lookup() -> None
     assert not operation.done
     world.answer(first, Locations([[told(holder, remote_object(key, b"1"), world)]]))
     assert [[copy.peer_id for copy in copies] for copies in operation.result] == [[holder.peer_id]]
+
 
 def test_a_key_whose_only_holder_died_is_not_one_that_never_was() -> None:
     """The home names the dead holder; who asked knows that it is dead."""
@@ -546,6 +585,7 @@ def test_a_key_whose_only_holder_died_is_not_one_that_never_was() -> None:
             world.answer(ask, Locations([holdings]))
         outcomes.append(type(fetch.result))
     assert outcomes == [Unavailable, NoSuchKey]
+
 
 @pytest.mark.parametrize(
     ("answers", "error"),
@@ -571,6 +611,7 @@ def test_a_key_of_which_nobody_could_tell_is_not_one_that_never_was(
     assert len(by_home) == 3
     assert isinstance(fetch.result, error)
 
+
 def test_homes_that_are_all_silent_are_asked_again_within_the_deadline() -> None:
     world = partitioned()
     key, holder = foreign_key(world), world.others[0]
@@ -586,6 +627,7 @@ def test_homes_that_are_all_silent_are_asked_again_within_the_deadline() -> None
     world.answer(asks[0], Locations([[told(holder, remote_object(key, b"1"), world)]]))
     assert [copy.peer_id for copy in world.pull_wanted().copies] == [holder.peer_id]
 
+
 def test_a_home_names_the_holder_that_died() -> None:
     world = acquainted(partitioned())
     key, owner = home_key(world), world.others[0]
@@ -594,6 +636,7 @@ def test_a_home_names_the_holder_that_died() -> None:
     world.die(owner)
     reply = world.serve(world.others[1], DataKind.LOOKUP, Lookup(digest_of(key)))
     assert [[each.member for each in holdings] for holdings in reply.items] == [[owner.member]]
+
 
 def test_who_wants_all_copies_asks_a_home_that_knows_though_one_is_known_here() -> None:
     world = partitioned()
@@ -613,6 +656,7 @@ def test_who_wants_all_copies_asks_a_home_that_knows_though_one_is_known_here() 
         {first.peer_id, second.peer_id}
     ]
     world.check_idle()
+
 
 def test_who_wants_all_copies_asks_nobody_about_what_this_peer_vouches_for() -> None:
     world = acquainted(partitioned())

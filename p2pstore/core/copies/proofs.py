@@ -6,35 +6,29 @@ remembered here; it lies beside the copy, in its trailer and on the SSD, and goe
 """
 
 from __future__ import annotations
+
+import heapq
+import logging
+import math
 from collections import OrderedDict
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import Reply
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import writer_of_member
-from p2pstore.gossip.version_proofs import MAX_LEAVES
-from p2pstore.gossip.version_proofs import SignedTree
-from p2pstore.gossip.version_proofs import read_proof
-from p2pstore.gossip.version_proofs import sign_versions
-from p2pstore.gossip.version_proofs import signature_of
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.operation import KnownCopy, Operation, Reply
+from p2pstore.gossip.records import Member, PeerId, Tier, writer_of_member
+from p2pstore.gossip.version_proofs import (
+    MAX_LEAVES,
+    SignedTree,
+    read_proof,
+    sign_versions,
+    signature_of,
+)
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import decode_trailer
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_PROVED
-from p2pstore.transfer.peer_messages import Proofs
-from p2pstore.transfer.peer_messages import Prove
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import heapq
-import logging
-import math
+from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -65,6 +59,7 @@ LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version, at first."""
 MOST_HOLDERS_ASKED: Final = 8
+
 
 class VersionProofs:
     """See the module's docstring."""
@@ -256,6 +251,7 @@ class VersionProofs:
         self._doubted_until.move_to_end((member, digest))
         if len(self._doubted_until) > MAX_DOUBTED:
             self._doubted_until.popitem(last=False)
+
 
 class ProveOperation(Operation):
     """Ask holders for proofs of copies that nothing else vouches for, and wait for `seconds`: beyond `ASK_SECONDS` only

@@ -1,35 +1,28 @@
 """Bringing an object into this peer's memory."""
 
 from __future__ import annotations
-from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence
-from functools import partial
-from msgspec.structs import replace
-from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.gets.lookup import PATIENCE_SHARE
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import LoadObject
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import PullObject
-from p2pstore.core.operation import PullOutcome
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import Tier
-from p2pstore.objects import Version
-from p2pstore.objects import ZERO_VERSION
-from p2pstore.wire import Code
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
+
 import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
+
+from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation
+from p2pstore.core.operation import KnownCopy, LoadObject, Operation, PullObject, PullOutcome
+from p2pstore.errors import NoSuchKey, Unavailable
+from p2pstore.gossip.records import Member, Tier
+from p2pstore.objects import ZERO_VERSION, Version
+from p2pstore.wire import Code
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 MOST_HOPS: Final = 8
 """From keeper to keeper of a hot object: enough for hundreds of readers at the same moment."""
+
 
 class FetchOperation(Operation):
     """Bring one object into this peer's memory: from its SSD, else from other peers. The result is its `ObjectEntry`.
@@ -170,6 +163,7 @@ class FetchOperation(Operation):
         else:
             self.finish(unavailable(len(self._failed), self._why), now)
 
+
 def unavailable(copies: int, why: str = "") -> Unavailable:
     """The error for copies that cannot be reached; `why`: the reason known for one of them."""
     noun = "copy is" if copies == 1 else "copies are"
@@ -182,6 +176,7 @@ def unavailable(copies: int, why: str = "") -> Unavailable:
         "(`mooncake-p2p locate` names it)"
     )
 
+
 MAX_QUEUED: Final = 16_384
 """Keys in the queue at most, as many as one request has. Keys beyond that are not prefetched; they can be read."""
 AT_ONCE: Final = 16
@@ -189,6 +184,7 @@ UNDER_WAY_SHARE: Final = 8
 """At most this part of memory is for fetches in flight, as far as lengths are known."""
 BEGUN_PER_STEP: Final = 64
 """Fetches begun per step that end at once: the object is here already, or no peer has it."""
+
 
 class Prefetching:
     """Fetches without a waiting caller."""

@@ -1,35 +1,21 @@
 """Finding copies of keys."""
 
 from __future__ import annotations
-from collections import Counter
-from collections import deque
+
+import math
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from p2pstore.core.copies.proofs import ASK_SECONDS
-from p2pstore.core.copies.proofs import COLD_SECONDS
-from p2pstore.core.copies.proofs import ProveOperation
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import Reply
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import member_of
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.copies.proofs import ASK_SECONDS, COLD_SECONDS, ProveOperation
+from p2pstore.core.operation import KnownCopy, Operation, Reply
+from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError, Unavailable
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, PeerId, decode_location, member_of
 from p2pstore.home_messages import Holding
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import Version
+from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Lookup
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import math
+from p2pstore.transfer.peer_messages import Locations, Lookup
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -53,6 +39,7 @@ BELIEVED: Final = 2
 DIGESTS_PER_LOOKUP: Final = 1_024
 """The home peer answers them in one go."""
 
+
 @dataclass(slots=True)
 class _Question:
     """Keys that one home was asked for. `hedge_at`: when the next home is to be asked as well."""
@@ -60,6 +47,7 @@ class _Question:
     home: PeerId
     digests: list[bytes]
     hedge_at: float = math.inf
+
 
 class LookupOperation(Operation):
     """Find copies of keys: among the locations known here, else by asking the keys' home peers once.
@@ -419,11 +407,13 @@ class LookupOperation(Operation):
         self._to_look.extend(again)
         self._look_on(now)
 
+
 def split_digests(packed: bytes) -> list[bytes]:
     """Packed digests, one by one. Raises `ProtocolError` when they are not whole."""
     if len(packed) % DIGEST_BYTES:
         raise ProtocolError(f"packed digests of {len(packed)} bytes")
     return [packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES)]
+
 
 def holding_record(packed: bytes) -> LocationRecord | None:
     """A location record in an answer; None when it is none, or says that nothing is held."""
@@ -432,10 +422,12 @@ def holding_record(packed: bytes) -> LocationRecord | None:
     record = decode_location(packed)
     return None if record.removed else record
 
+
 def check_holding_record(packed: bytes, digest: bytes) -> bool:
     """Whether a location record in an answer is one of the key that was asked for."""
     record = holding_record(packed)
     return record is not None and record.digest == digest
+
 
 class AfterLookup(Operation):
     """An operation on many keys: it goes through them in steps, looks up their copies, and goes on with those in steps.

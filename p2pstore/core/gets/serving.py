@@ -1,75 +1,56 @@
 """Answering other peers' requests on data connections."""
 
 from __future__ import annotations
+
+import math
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence
-from p2pstore.core.copies.copy_destination import TakeCopiesOperation
-from p2pstore.core.copies.copy_destination import read_copies
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.copies.copy_destination import TakeCopiesOperation, read_copies
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.floors import SweepOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.lookup import holding_record
-from p2pstore.core.gets.lookup import split_digests
+from p2pstore.core.gets.lookup import holding_record, split_digests
 from p2pstore.core.gets.naming import serve_names
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, Operation
 from p2pstore.core.own_objects import key_info
-from p2pstore.core.puts.lifetimes import serve_expiry
-from p2pstore.core.puts.lifetimes import serve_pins
+from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
+from p2pstore.errors import CapacityExceeded, ProtocolError, Unavailable
+from p2pstore.gossip.gossip_messages import ControlKind, Delta
 from p2pstore.gossip.homes.home_updates import PushIntake
 from p2pstore.gossip.locations.views import Location
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import writer_of
-from p2pstore.home_messages import Holding
-from p2pstore.home_messages import Push
-from p2pstore.home_messages import Pushed
+from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, member_of, writer_of
+from p2pstore.home_messages import Holding, Push, Pushed
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import round_up
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import Ping
-from p2pstore.transfer.data_messages import Pong
-from p2pstore.transfer.peer_messages import CheckCopy
-from p2pstore.transfer.peer_messages import ClusterRecords
-from p2pstore.transfer.peer_messages import CopyChecked
-from p2pstore.transfer.peer_messages import Keys
-from p2pstore.transfer.peer_messages import ListKeys
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.transfer.peer_messages import MAX_LOOKUP_DIGESTS
-from p2pstore.transfer.peer_messages import MAX_PROVED
-from p2pstore.transfer.peer_messages import Names
-from p2pstore.transfer.peer_messages import Proofs
-from p2pstore.transfer.peer_messages import Prove
-from p2pstore.transfer.peer_messages import Reads
-from p2pstore.transfer.peer_messages import ReadsTaken
-from p2pstore.transfer.peer_messages import RecordsTaken
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import ReplicateMany
-from p2pstore.transfer.peer_messages import Replicated
-from p2pstore.transfer.peer_messages import ReplicatedMany
-from p2pstore.transfer.peer_messages import SetExpiry
-from p2pstore.transfer.peer_messages import SetPins
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from p2pstore.wire import code_of
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import math
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
+from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.transfer.data_messages import Ping, Pong
+from p2pstore.transfer.peer_messages import (
+    MAX_LOOKUP_DIGESTS,
+    MAX_PROVED,
+    CheckCopy,
+    ClusterRecords,
+    CopyChecked,
+    Keys,
+    ListKeys,
+    Locations,
+    Lookup,
+    Names,
+    Proofs,
+    Prove,
+    Reads,
+    ReadsTaken,
+    RecordsTaken,
+    Replicate,
+    Replicated,
+    ReplicatedMany,
+    ReplicateMany,
+    SetExpiry,
+    SetPins,
+)
+from p2pstore.wire import Code, Failure, Message, code_of
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -85,6 +66,7 @@ KEYS_PER_STEP: Final = 256
 """Keys looked at in one step: some 5 us each in memory, 20 on the SSD."""
 MAX_LIST_LIMIT: Final = 2_000
 """Keys in one page: of 1 KiB each they stay under 3 MiB."""
+
 
 def serve(
     core: PeerCore, sender: PeerId, kind: int, request: Message, now: float
@@ -133,12 +115,14 @@ def serve(
         return Pong(core.incarnation, core.gossip.log.sequence)
     return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
 
+
 def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pushed | Operation:
     member = member_of(sender)
     intake = core.gossip.intake(member, request)
     if intake.step(now):  # as nearly always
         return pushed_reply(intake.behind, intake.rivals)
     return core.operations.start(TakePushOperation(core, member, intake), now)
+
 
 class TakeRecordsOperation(Operation):
     """Takes in cluster records that were pushed, in steps, and waits until what they forbid is gone. The result is
@@ -162,6 +146,7 @@ class TakeRecordsOperation(Operation):
         self.wake_at = math.inf
         self.run(SweepOperation(self.core), lambda _, at: self.finish(self._taken, at), now)
 
+
 def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations | Operation:
     digests = split_digests(request.digests)
     if len(digests) > MAX_LOOKUP_DIGESTS:
@@ -169,6 +154,7 @@ def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations | Op
     operation = LookupHereOperation(core, digests)
     core.operations.start(operation, now)
     return operation.result if operation.done else operation
+
 
 class LookupHereOperation(Operation):
     """Look up the locations that this peer knows of some keys, in steps. The result is `Locations`."""
@@ -196,6 +182,7 @@ class LookupHereOperation(Operation):
         else:
             self.set_alarm(now)
 
+
 def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
     """Copies of a key; those of members believed dead only when there are no others. The asking peer knows the members
     as well, and so tells a key whose holders cannot be reached from one that never existed."""
@@ -214,6 +201,7 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
         ):
             (dead if known.hidden else alive).append(holding_of(known))
     return (alive or dead)[:MAX_HOLDINGS]
+
 
 def _serve_replicate(
     core: PeerCore, sender: PeerId, request: Replicate, now: float
@@ -252,6 +240,7 @@ def _serve_replicate(
     operation.proof = request.proof
     return core.operations.start(operation, now)
 
+
 def _introduce(core: PeerCore, sender: PeerId, request: Replicate | ReplicateMany, now: float) -> None:
     """Take in the record that came along."""
     if request.record_body:
@@ -259,6 +248,7 @@ def _introduce(core: PeerCore, sender: PeerId, request: Replicate | ReplicateMan
         _, effects = core.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
         for effect in effects:
             core.emit(effect)
+
 
 def _serve_replicate_many(
     core: PeerCore, sender: PeerId, request: ReplicateMany, now: float
@@ -269,12 +259,14 @@ def _serve_replicate_many(
     _introduce(core, sender, request, now)
     return core.operations.start(TakeCopiesOperation(core, sender, things), now)
 
+
 def _is_proved(core: PeerCore, sender: PeerId, request: Replicate, version: Version) -> bool:
     """Whether the object to copy was written by the member it names: the sender itself, or a proof says so. A writer's
     signature is not checked here (100 us a put): a wrong one harms only that writer's versions."""
     if writer_of(sender) == version.writer or core.proofs.knows(request.digest, version):
         return True
     return core.proofs.accept(request.digest, version, request.proof)
+
 
 def reply_of(operation: Operation) -> Message:
     """The answer to REPLICATE once its fetch has finished, to REPLICATE_MANY once all were pulled, to CLUSTER_RECORDS
@@ -289,6 +281,7 @@ def reply_of(operation: Operation) -> Message:
     if isinstance(operation, TakePushOperation | TakeRecordsOperation | ProofsHereOperation):
         return Failure(int(code_of(result)), str(result))
     return Failure(int(Code.CAPACITY_EXCEEDED), str(result))
+
 
 class ProofsHereOperation(Operation):
     """Prove the objects that this peer holds. The result is `Proofs`. An object on the SSD alone is brought to memory,
@@ -326,6 +319,7 @@ class ProofsHereOperation(Operation):
             self.finish(Unavailable("what is on the SSD did not come to memory"), now)
         self.finish(Proofs(items), now)
 
+
 class ListHereOperation(Operation):
     """One page of the keys held here, looked up in steps. The result is `Keys`."""
 
@@ -359,8 +353,10 @@ class ListHereOperation(Operation):
         ]
         self._after = page.complete_to
 
+
 MAX_COMING_OF_ONE: Final = 8
 """Large pushes of one sender that may wait."""
+
 
 class PushesComing:
     """The pushes that are being taken in: one step a tick, of one sender after the other, and of each the one that
@@ -392,6 +388,7 @@ class PushesComing:
         pushes.remove(push)
         if not pushes:
             del self._of[push.sender]
+
 
 class TakePushOperation(Operation):
     """Takes a push in. The result is what to answer, or the error that says why not."""
@@ -441,13 +438,16 @@ class TakePushOperation(Operation):
         if first and (following := coming.next) is not None:
             following.set_alarm(now)
 
+
 def holding_of(location: Location) -> Holding:
     """A location as it travels."""
     return Holding(location.member, location.incarnation, location.sequence, location.record.encode())
 
+
 def pushed_reply(behind: list[int], rivals: Iterable[Location]) -> Pushed:
     """A home's reply, from the results of `Gossip.take_push`."""
     return Pushed(behind, [holding_of(rival) for rival in rivals])
+
 
 def rivals_of(reply: Pushed) -> list[Location]:
     """The other versions that a home named."""
