@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from p2pstore import arguments
@@ -17,6 +18,7 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MOST_ITEMS, Cuts, text_bytes
 from p2pstore.objects import encode_key
 from p2pstore.results import (
+    FetchEstimate,
     ItemResult,
     KeyPage,
     Location,
@@ -67,6 +69,21 @@ class AskCalls(OpenSession):
             if not runs.go_on(reply.items):
                 break
         return runs.holders()
+
+    async def estimate(self, keys: Sequence[str]) -> FetchEstimate:
+        """Expected time to bring these objects here in one batch; those that no peer holds are left out."""
+        digests, places = arguments.possible_keys(arguments.key_list(keys), self._digests)
+        replies = []
+        for some in Cuts(LocalKind.ESTIMATE, len(digests)):
+            request = local.Estimate(b"".join(digests[some.start : some.stop]))
+            replies.append(await self._link.request(LocalKind.ESTIMATE, request, local.Estimated))
+        estimate = answers.fetch_estimate(replies)
+        if places is None:
+            return estimate
+        by_key = [-1] * len(keys)
+        for place, number in zip(places, estimate.by_key, strict=True):
+            by_key[place] = number
+        return replace(estimate, by_key=by_key)
 
     async def locate(self, key: str) -> list[Location]:
         """The known copies of an object, after asking its home peers."""

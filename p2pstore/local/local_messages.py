@@ -417,6 +417,17 @@ class UnseenRead(Message, frozen=True):
     count: int = 1
 
 
+class ReadTiming(Message, frozen=True):
+    """Reads of one holder (or OWN_COPY) by a client took that time together: requests, one after the other, that
+    delivered these bytes from its memory or its SSD."""
+
+    member: int
+    on_ssd: bool
+    requests: int
+    bytes: int
+    microseconds: int
+
+
 class Report(Message, frozen=True):
     """One way, at most every 100 ms: reads that the peer did not see, and holders that failed. `misses` counts
     reads that ended without the value: it had no holder, or none that could be reached."""
@@ -428,6 +439,7 @@ class Report(Message, frozen=True):
     fallbacks: Annotated[list[TransportFallback], MANY] = []
     misses: int = 0
     unseen: Annotated[list[UnseenRead], MANY] = []
+    timings: Annotated[list[ReadTiming], MANY] = []
 
 
 class Contains(Message, frozen=True):
@@ -471,3 +483,29 @@ class MatchPrefix(Message, frozen=True):
 
 class MatchedPrefix(Message, frozen=True):
     length: int
+
+
+class Estimate(Message, frozen=True):
+    """How long does it take to bring these objects here?"""
+
+    digests: bytes
+
+
+class ExpectedFetch(Message, frozen=True):
+    """Objects that one holder is expected to send: median of the seconds, and standard deviation of their logarithm.
+    `kind` is a place in `results.SourceKind`."""
+
+    peer_id: bytes
+    name: str
+    kind: int
+    objects: int
+    length_bytes: int
+    seconds: float
+    spread: float
+
+
+class Estimated(Message, frozen=True):
+    """`sources` are read one after the other. `by_key`: the place in them for each key, -1 where no peer has it."""
+
+    sources: list[ExpectedFetch]
+    by_key: list[int]

@@ -26,6 +26,7 @@ from p2pstore.core.core_effects import (
     SaveClusterRecord,
     WriteObject,
 )
+from p2pstore.core.gets.fetch_estimates import Estimator
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import P2PStoreError, StoreClosed
@@ -89,6 +90,7 @@ class Node:
         self.routes = Routes(core, config, host_id, rng)
         self.saver = StateSaver(core, state) if state is not None else None
         self.watch = PeerWatch(core, config.slow_operation)
+        self.estimator = Estimator(core, self.watch.traffic.round_trip_seconds)
         self.statistics = Statistics(self, self.watch)
         self.served = Traffic(Uploads(ServerLimits().uploads))
         self.budget = ByteBudget()

@@ -37,11 +37,11 @@ class PrefixMatch:
     runs: list[PrefixRun]
 
 
-def match_here(
-    core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes, pieces: int = 1
-) -> PrefixMatch | None:
-    """The match of a chain of keys whose locations this peer knows all, at a microsecond or so a key. None: ask
-    homes (`LookupOperation`), and use `match_copies`. A block is `pieces` keys in a row, all of one member."""
+def holdings_here(
+    core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes
+) -> dict[Member, Holding] | None:
+    """Holders of keys whose locations this peer knows all, at a microsecond or so a key. None: ask homes
+    (`LookupOperation`), and use `holdings_of`."""
     found = core.gossip.locations.holdings(digests, believed_clocks(core, now, namespace))
     if found is None:
         return None
@@ -52,15 +52,15 @@ def match_here(
             for holding in found.values():
                 holding.held[place] = holding.in_memory[place] = False
             _note_copies(found, place, len(digests), core.copies.known(digest, now, namespace))
-    return _match(found, len(digests), pieces)
+    return found
 
 
-def match_copies(copies: Sequence[Sequence[KnownCopy]], pieces: int = 1) -> PrefixMatch:
-    """The match of a chain of keys with these copies each."""
+def holdings_of(copies: Sequence[Sequence[KnownCopy]]) -> dict[Member, Holding]:
+    """Holders of keys with these copies each."""
     found: dict[Member, Holding] = {}
     for place, some in enumerate(copies):
         _note_copies(found, place, len(copies), some)
-    return _match(found, len(copies), pieces)
+    return found
 
 
 def _own_holding(core: PeerCore, digests: Sequence[bytes], now: float) -> Holding:
@@ -81,9 +81,11 @@ def _note_copies(
             holding = found.setdefault(copy.member, Holding.of_none(count))
             holding.held[place] = True
             holding.in_memory[place] = copy.record.tier is not Tier.SSD
+            holding.size_units[place] = copy.record.size_units
 
 
-def _match(found: Mapping[Member, Holding], count: int, pieces: int) -> PrefixMatch:
+def match(found: Mapping[Member, Holding], count: int, pieces: int = 1) -> PrefixMatch:
+    """The match of a chain of `count` keys with these holders. A block is `pieces` keys in a row, all of one member."""
     runs = []
     pooled = np.zeros(count // pieces, np.bool_)
     for member, holding in found.items():

@@ -39,15 +39,18 @@ _MAX_CLOCK: Final = (1 << 64) - 1
 
 
 class Holding(NamedTuple):
-    """Which of some keys a member holds, and which of these in its memory: a boolean each."""
+    """Which of some keys a member holds, and which of these in its memory: a boolean each; and how long they are, in
+    units of 4 KiB, of which 0 is not known."""
 
     held: npt.NDArray[np.bool_]
     in_memory: npt.NDArray[np.bool_]
+    size_units: npt.NDArray[np.uint32]
 
     @staticmethod
     def of_none(count: int) -> Holding:
         """Of none of `count` keys."""
-        return Holding(np.zeros(count, np.bool_), np.zeros(count, np.bool_))
+        held, in_memory = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        return Holding(held, in_memory, np.zeros(count, np.uint32))
 
 
 class LocationLookups(ViewTable):
@@ -155,12 +158,14 @@ class LocationLookups(ViewTable):
         some = self._believed(matches, believed).nonzero()[0]
         some = some[np.argsort(matches.slots[some], kind="stable")]
         slots, queries = matches.slots[some], matches.queries[some]
-        in_memory = self._index.tiers(matches.rows[some]) != Tier.SSD
+        rows = matches.rows[some]
+        in_memory, size_units = self._index.tiers(rows) != Tier.SSD, self._index.size_units(rows)
         borders = np.flatnonzero(np.diff(slots, prepend=0, append=0)).tolist()
         for begin, end in pairwise(borders):
             holding = Holding.of_none(len(digests))
             holding.held[queries[begin:end]] = True
             holding.in_memory[queries[begin:end]] = in_memory[begin:end]
+            holding.size_units[queries[begin:end]] = size_units[begin:end]
             found[self._of_slot[int(slots[begin])].member] = holding
         if self._any_apart:
             self._correct_holdings(found, digests, believed)
@@ -182,6 +187,7 @@ class LocationLookups(ViewTable):
                         found[member] = Holding.of_none(len(digests))
                     found[member].held[place] = True
                     found[member].in_memory[place] = packed[_FLAGS] & TIER_FLAGS != Tier.SSD
+                    found[member].size_units[place] = decode_location(packed).size_units
 
     @exclusive
     def mentioned(self, digests: Set[bytes]) -> set[bytes]:

@@ -132,6 +132,7 @@ class PeerLocalBackend:
             LocalKind.CONTAINS: queries.contains,
             LocalKind.LOCATE: queries.locate,
             LocalKind.MATCH_PREFIX: queries.match_prefix,
+            LocalKind.ESTIMATE: queries.estimate,
             LocalKind.REMOVE: self._remove,
             LocalKind.LIST: queries.list_keys,
             LocalKind.PEERS: queries.peers,

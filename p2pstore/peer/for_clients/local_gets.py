@@ -279,6 +279,16 @@ class LocalGets:
             else:
                 self._core.holders.failed(failure.digest, _pull_failure(failure), self._node.now)
             yield
+        for timing in message.timings[:MAX_BATCH]:
+            self._node.estimator.observe(
+                self._core.member if timing.member == local.OWN_COPY else timing.member,
+                on_ssd=timing.on_ssd,
+                requests=timing.requests,
+                length_bytes=timing.bytes,
+                seconds=timing.microseconds / 1e6,
+                now=self._node.now,
+            )
+            yield
 
 
 def _pull_failure(failure: local.HolderFailure) -> PullFailure:

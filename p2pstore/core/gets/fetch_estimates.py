@@ -1,0 +1,288 @@
+"""Expected time to bring objects to this host, from what their holders delivered lately. Pure.
+
+A read takes `requests * latency + bytes * slowness` seconds. Both figures are tracked per holder and kind of source, as
+logarithms, because links differ by factors. Each is a Kalman filter of one dimension: an exponentially weighted mean
+whose weight follows from the variance of the observations and from the age of the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pstore.gossip.locations.location_lookups import Holding
+from p2pstore.gossip.records import Member, PeerId
+from p2pstore.objects import SIZE_UNIT_BYTES
+from p2pstore.results import SOURCE_KINDS, SourceKind, total_time
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+PRIORS: Final[dict[SourceKind, tuple[float, float]]] = {
+    "memory": (20e-6, 1 / 4e9),
+    "neighbour": (50e-6, 1 / 4e9),
+    "remote": (300e-6, 1 / 1e9),
+    "ssd": (200e-6, 1 / 1e9),
+}
+"""Seconds a request and seconds a byte of sources that were never read."""
+PRIOR_VARIANCE: Final = 1.0
+"""Of the logarithm of a figure that was never observed: a factor of 2.7."""
+DRIFT_PER_SECOND: Final = 0.01
+"""Variance that a figure gains with age: after 100 s it is as uncertain as an unknown one."""
+NOISE: Final = 0.05
+"""Variance of the logarithm of one observation, until it is known: a quarter of the figure."""
+LEAST_NOISE: Final = 0.002
+NOISE_GAIN: Final = 0.1
+SURPRISE: Final = 9.0
+"""Squared standard deviations. Two surprises in a row, in one direction, are a new level."""
+LEAST_SHARE: Final = 0.1
+"""Of the time of a read that one of both parts takes at least."""
+MAX_WAYS: Final = 4096
+
+
+@dataclass(slots=True)
+class Figure:
+    """The logarithm of a figure that drifts: `variance` of the mean, `noise` of one observation."""
+
+    mean: float
+    variance: float = PRIOR_VARIANCE
+    noise: float = NOISE
+    at: float = -math.inf
+    surprised: int = 0
+
+    def variance_at(self, now: float) -> float:
+        """Variance of the mean, which grows with the age of the last observation."""
+        return min(PRIOR_VARIANCE, self.variance + DRIFT_PER_SECOND * max(0.0, now - self.at))
+
+    def observe(self, value: float, now: float) -> None:
+        """Take in one observation above 0."""
+        error, variance = math.log(value) - self.mean, self.variance_at(now)
+        expected = variance + self.noise
+        direction = 0 if error * error < SURPRISE * expected else 1 if error > 0 else -1
+        if direction and direction == self.surprised:
+            variance = error * error
+        elif math.isfinite(self.at):
+            squared = min(error * error, SURPRISE * expected)
+            noise = self.noise + NOISE_GAIN * (squared - expected)
+            self.noise = min(max(noise, LEAST_NOISE), PRIOR_VARIANCE)
+        gain = variance / (variance + self.noise)
+        self.mean += gain * error
+        self.variance = (1 - gain) * variance
+        self.at, self.surprised = now, direction
+
+
+@dataclass(slots=True)
+class Way:
+    """The figures of one source: seconds a request, and seconds a byte."""
+
+    latency: Figure
+    slowness: Figure
+
+    def observe(self, requests: int, length_bytes: int, seconds: float, now: float) -> None:
+        """Requests for that number of bytes took that time, one after the other. The part that was expected to take
+        longer is corrected."""
+        latency = requests * math.exp(self.latency.mean)
+        transfer = length_bytes * math.exp(self.slowness.mean)
+        least = LEAST_SHARE * seconds
+        if latency > transfer:
+            self.latency.observe(max(least, seconds - transfer) / requests, now)
+        else:
+            self.slowness.observe(max(least, seconds - latency) / length_bytes, now)
+
+    def expect(self, requests: int, length_bytes: int, now: float, load: float) -> Expected:
+        """Time of such reads. The holder's load counts as far as its speed was not measured under it."""
+        latency, slowness = self.latency.variance_at(now), self.slowness.variance_at(now)
+        slowed = (1 + load) ** (slowness / PRIOR_VARIANCE)
+        first = requests * math.exp(self.latency.mean)
+        second = length_bytes * math.exp(self.slowness.mean) * slowed
+        seconds = first + second
+        share = first / seconds if seconds else 0.0
+        variance = share**2 * (latency + self.latency.noise)
+        variance += (1 - share) ** 2 * (slowness + self.slowness.noise)
+        return Expected(seconds, math.sqrt(variance))
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Median of a time, and the standard deviation of its logarithm."""
+
+    seconds: float
+    spread: float
+
+
+class ReadRates:
+    """Figures of all sources that the peer `own` and its clients read. A source without any starts with what others of
+    its kind showed."""
+
+    def __init__(self, own: Member) -> None:
+        self._own = own
+        self._ways: dict[tuple[Member, SourceKind], Way] = {}
+        self._usual = {
+            kind: Way(Figure(math.log(latency)), Figure(math.log(slowness)))
+            for kind, (latency, slowness) in PRIORS.items()
+        }
+
+    def observe(
+        self,
+        member: Member,
+        kind: SourceKind,
+        requests: int,
+        length_bytes: int,
+        seconds: float,
+        now: float,
+        round_trip_seconds: float = 0.0,
+    ) -> None:
+        """Requests to a source took that time together."""
+        if requests <= 0 or length_bytes <= 0 or not 0 < seconds < math.inf:
+            return
+        way = self._ways.pop((member, kind), None) or self._new_way(kind, round_trip_seconds)
+        self._ways[member, kind] = way
+        if len(self._ways) > MAX_WAYS:
+            del self._ways[next(iter(self._ways))]
+        way.observe(requests, length_bytes, seconds, now)
+        if kind != "ssd" or member == self._own:  # of others it is a link as well
+            self._usual[kind].observe(requests, length_bytes, seconds, now)
+
+    def knows(self, member: Member, kind: SourceKind) -> bool:
+        """Whether the source was read."""
+        return (member, kind) in self._ways
+
+    def expect(
+        self,
+        member: Member,
+        kind: SourceKind,
+        requests: int,
+        length_bytes: int,
+        now: float,
+        load: float = 0.0,
+        round_trip_seconds: float = 0.0,
+    ) -> Expected:
+        """Time of such reads."""
+        way = self._ways.get((member, kind)) or self._new_way(kind, round_trip_seconds)
+        return way.expect(requests, length_bytes, now, load)
+
+    def _new_way(self, kind: SourceKind, round_trip_seconds: float) -> Way:
+        usual = self._usual[kind]
+        latency = max(usual.latency.mean, math.log(max(round_trip_seconds, 1e-9)))
+        return Way(Figure(latency), Figure(usual.slowness.mean))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Keys, by their places, that are expected to come from one holder."""
+
+    peer_id: PeerId
+    kind: SourceKind
+    places: npt.NDArray[np.intp]
+    length_bytes: int
+    expected: Expected
+
+
+class Estimator:
+    """Estimates of one peer."""
+
+    def __init__(self, core: PeerCore, round_trip_seconds: Callable[[PeerId], float | None]) -> None:
+        """`round_trip_seconds`: the least of the latest pings to a peer."""
+        self._core = core
+        self._round_trip_seconds = round_trip_seconds
+        self.rates = ReadRates(core.member)
+
+    def observe(
+        self,
+        member: Member,
+        *,
+        on_ssd: bool,
+        requests: int,
+        length_bytes: int,
+        seconds: float,
+        now: float,
+    ) -> None:
+        """Reads from a member (this peer among them) took that time together, one after the other."""
+        kind, _, round_trip = self._facts(member)
+        kind = "ssd" if on_ssd else kind
+        self.rates.observe(member, kind, requests, length_bytes, seconds, now, round_trip)
+
+    def estimate(
+        self, digests: Sequence[bytes], found: Mapping[Member, Holding], now: float
+    ) -> list[Source]:
+        """Where each of the keys that somebody holds would be read, and how long that takes. A batch reads one source
+        after the other."""
+        sizes = self._sizes(digests, found, now)
+        sources = []
+        for member, kind, places in self._choose(found, len(digests)):
+            state = self._core.gossip.membership.resolve(member)
+            peer_id = self._core.peer_id if state is None else state.peer_id
+            length_bytes = int(sizes[places].sum())
+            expected = self._expect(member, kind, len(places), length_bytes, now)
+            sources.append(Source(peer_id, kind, places, length_bytes, expected))
+        return sources
+
+    def _expect(
+        self, member: Member, kind: SourceKind, count: int, length_bytes: int, now: float
+    ) -> Expected:
+        """Time of a batch, which is one request; objects on an SSD are read one by one."""
+        memory, load, round_trip = self._facts(member)
+        requests = count if kind == "ssd" else 1
+        rates, asked = self.rates, (requests, length_bytes, now, load, round_trip)
+        expected = rates.expect(member, kind, *asked)
+        if kind != "ssd" or member == self._core.member or rates.knows(member, kind):
+            return expected
+        link = rates.expect(member, memory, *asked)
+        return Expected(*total_time([(expected.seconds, expected.spread), (link.seconds, link.spread)]))
+
+    def _facts(self, member: Member) -> tuple[SourceKind, float, float]:
+        """The kind of a member's memory, its load, and its round trip."""
+        core = self._core
+        if member == core.member:
+            return "memory", 0.0, 0.0
+        state, own = core.gossip.membership.resolve(member), core.gossip.membership.own.record
+        if state is None or state.record is None:
+            return "remote", 0.0, 0.0
+        near = own is not None and own.host_id == state.record.host_id
+        load = state.record.load_permille / 1000
+        if near:
+            return "neighbour", load, 0.0
+        return "remote", load, self._round_trip_seconds(state.peer_id) or 0.0
+
+    def _choose(
+        self, found: Mapping[Member, Holding], count: int
+    ) -> Iterator[tuple[Member, SourceKind, npt.NDArray[np.intp]]]:
+        """The places of each source. Of several holders of one kind each gets its share: readers choose at random."""
+        by_kind: dict[SourceKind, list[tuple[Member, npt.NDArray[np.bool_]]]] = {}
+        for member, holding in found.items():
+            by_kind.setdefault(self._facts(member)[0], []).append((member, holding.in_memory))
+            by_kind.setdefault("ssd", []).append((member, holding.held & ~holding.in_memory))
+        open_places = np.ones(count, np.bool_)
+        for kind in SOURCE_KINDS:
+            some = by_kind.get(kind)
+            if not some:
+                continue
+            masks = np.array([mask for _, mask in some]) & open_places
+            holders = masks.sum(axis=0)
+            turn = 1 + np.arange(count) % np.maximum(holders, 1)
+            chosen = masks & (masks.cumsum(axis=0) == turn)
+            open_places &= holders == 0
+            for (member, _), mask in zip(some, chosen, strict=True):
+                places = mask.nonzero()[0]
+                if places.size:
+                    yield member, kind, places
+
+    def _sizes(
+        self, digests: Sequence[bytes], found: Mapping[Member, Holding], now: float
+    ) -> npt.NDArray[np.int64]:
+        """Length of each object in bytes; in units of 4 KiB where another peer holds it."""
+        sizes = np.zeros(len(digests), np.int64)
+        for holding in found.values():
+            np.maximum(sizes, holding.size_units.astype(np.int64) * SIZE_UNIT_BYTES, out=sizes)
+        core, own = self._core, found.get(self._core.member)
+        for place in () if own is None else own.held.nonzero()[0].tolist():
+            digest = digests[place]
+            entry = core.segment.find(digest, core.unix(now)) or core.cold.find(digest, now)
+            if entry is not None:
+                sizes[place] = entry.length
+        return sizes
