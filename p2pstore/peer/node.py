@@ -90,7 +90,7 @@ class Node:
         self.routes = Routes(core, config, host_id, rng)
         self.saver = StateSaver(core, state) if state is not None else None
         self.watch = PeerWatch(core, config.slow_operation)
-        self.estimator = Estimator(core, self.watch.traffic.round_trip_seconds)
+        self.estimator = Estimator(core, host_id, self.watch.traffic.round_trip_seconds)
         self.statistics = Statistics(self, self.watch)
         self.served = Traffic(Uploads(ServerLimits().uploads))
         self.budget = ByteBudget()

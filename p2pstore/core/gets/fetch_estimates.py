@@ -67,8 +67,8 @@ class Figure:
         if direction and direction == self.surprised:
             variance = error * error
         elif math.isfinite(self.at):
-            squared = min(error * error, SURPRISE * expected)
-            noise = self.noise + NOISE_GAIN * (squared - expected)
+            error = direction * math.sqrt(SURPRISE * expected) if direction else error
+            noise = self.noise + NOISE_GAIN * (error * error - expected)
             self.noise = min(max(noise, LEAST_NOISE), PRIOR_VARIANCE)
         gain = variance / (variance + self.noise)
         self.mean += gain * error
@@ -186,9 +186,12 @@ class Source:
 class Estimator:
     """Estimates of one peer."""
 
-    def __init__(self, core: PeerCore, round_trip_seconds: Callable[[PeerId], float | None]) -> None:
-        """`round_trip_seconds`: the least of the latest pings to a peer."""
+    def __init__(
+        self, core: PeerCore, host_id: bytes, round_trip_seconds: Callable[[PeerId], float | None]
+    ) -> None:
+        """`host_id`: of this host. `round_trip_seconds`: the least of the latest pings to a peer."""
         self._core = core
+        self._host_id = host_id
         self._round_trip_seconds = round_trip_seconds
         self.rates = ReadRates(core.member)
 
@@ -240,12 +243,11 @@ class Estimator:
         core = self._core
         if member == core.member:
             return "memory", 0.0, 0.0
-        state, own = core.gossip.membership.resolve(member), core.gossip.membership.own.record
+        state = core.gossip.membership.resolve(member)
         if state is None or state.record is None:
             return "remote", 0.0, 0.0
-        near = own is not None and own.host_id == state.record.host_id
         load = state.record.load_permille / 1000
-        if near:
+        if state.record.host_id == self._host_id:
             return "neighbour", load, 0.0
         return "remote", load, self._round_trip_seconds(state.peer_id) or 0.0
 
