@@ -361,6 +361,53 @@ class LastingClient:
         self._probed_once.set()
 
 
+class FetchLimit:
+    """Declines blocks whose fetch is expected to take longer than `seconds_per_token`, the time to compute them. The
+    worker asks for the estimates, of all blocks together that a request looked up in one step of the scheduler."""
+
+    def __init__(self, client: LastingClient, seconds_per_token: float) -> None:
+        if not seconds_per_token > 0:
+            raise ConfigError(
+                f"max_fetch_seconds_per_token is {seconds_per_token!r}: it must be above 0"
+            )
+        self._client = client
+        self._seconds_per_token = seconds_per_token
+        self._verdicts: dict[str, dict[str, bool | float]] = {}
+        """By request and key; before a verdict the time from which on the key is allowed without one."""
+        self._gathered: dict[str, dict[str, int]] = {}
+        """By request: tokens of the keys of this step."""
+
+    def allows(self, request: str, key: str, tokens: int) -> bool | None:
+        """Whether to fetch a block that is there. Never waits. None: look up again, as for `LastingClient.look_up`."""
+        verdicts = self._verdicts.setdefault(request, {})
+        verdict = verdicts.get(key)
+        if verdict is None:
+            verdicts[key] = time.monotonic() + ANSWER_SECONDS
+            self._gathered.setdefault(request, {})[key] = tokens
+            return None
+        if isinstance(verdict, bool):
+            return verdict
+        return True if time.monotonic() >= verdict else None
+
+    def ask(self) -> None:
+        """A step of the scheduler has ended: have the worker ask for what it left open."""
+        if self._gathered:
+            gathered, self._gathered = self._gathered, {}
+            self._client.later(functools.partial(self._judge, gathered))
+
+    def forget(self, request: str) -> None:
+        """The request has ended."""
+        self._verdicts.pop(request, None)
+
+    def _judge(self, gathered: dict[str, dict[str, int]], client: BlockingClient) -> None:
+        for request, tokens in gathered.items():
+            verdicts = self._verdicts.get(request, {})
+            estimate = client.estimate(list(tokens))
+            seconds = [each.seconds / each.blocks for each in estimate.sources]
+            for (key, count), number in zip(tokens.items(), estimate.by_key, strict=True):
+                verdicts[key] = number < 0 or seconds[number] <= count * self._seconds_per_token
+
+
 def _asking(keys: list[str]) -> Callable[[BlockingClient], list[bool]]:
     return lambda client: client.contains_many(keys)
 

@@ -113,11 +113,12 @@ def test_each_key_comes_from_the_nearest_holder_and_holders_share() -> None:
     estimator = Estimator(world.core, b"here", lambda _: None)
     places = sources_of(estimator, world, "abcdefg")
     assert places == [(0, "memory", [0]), (1, "remote", [1, 2]), (2, "remote", [3, 4, 5])]
-    digests = [digest_of(key) for key in "bc"]
-    found = holdings_here(world.core, digests, world.now, namespace_digest(NAMESPACE))
+    world.stored("own", b"1" * 5000)
+    found = holdings_here(world.core, [digest_of("own")], world.now, namespace_digest(NAMESPACE))
     assert found is not None
-    (source, _) = estimator.estimate(digests, found, world.now)
-    assert source.length_bytes == 8192
+    assert [each.length_bytes for each in estimator.estimate([digest_of("own")], found, world.now)] == [
+        5000
+    ]
     assert estimator.estimate([], {}, world.now) == []
 
 
