@@ -8,6 +8,7 @@ bound on the load all requests would go where the first block is, since all shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -21,6 +22,10 @@ differ."""
 
 DEFAULT_MOST_LOAD: Final = 1.0
 """Of a peer (`PeerInfo.load`): one whole core, or all of its upload slots."""
+
+
+PROBE_DEVIATIONS: Final = 1.6
+"""A source is read again where it is faster than computing with a chance of one in twenty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +201,28 @@ class Router:
         """Whether some route is expected to keep this limit: if not, better reject the request before any work was
         spent on it (early rejection)."""
         return any(route.first_token_seconds <= first_token_seconds for route in routes)
+
+
+def worth_fetching(estimate: FetchEstimate, prefill_seconds: Sequence[float]) -> int:
+    """How many keys of a chain, from the first on, to fetch so that fetching them and computing the others takes the
+    least time. `estimate` is that of the chain; `prefill_seconds` is the time to compute each of its blocks.
+
+    One more block is fetched from a source that is too slow, but, not having been read for long, may be fast again:
+    a link that recovered would not be noticed otherwise."""
+    seconds = [each.seconds / each.blocks for each in estimate.sources]
+    most, saved, cut = 0.0, 0.0, 0
+    for place, (number, prefill) in enumerate(zip(estimate.by_key, prefill_seconds, strict=True), 1):
+        if number < 0:
+            break
+        saved += prefill - seconds[number]
+        if saved > most:
+            most, cut = saved, place
+    number = estimate.by_key[cut] if cut < len(estimate.by_key) else -1
+    if number < 0:
+        return cut
+    source = estimate.sources[number]
+    best_seconds = source.seconds * math.exp(-PROBE_DEVIATIONS * source.spread)
+    return cut + (best_seconds < source.blocks * prefill_seconds[cut])
 
 
 def _runs(

@@ -20,6 +20,7 @@ from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import ConfigError, DeadlineExceeded, StoreClosed
 from p2pstore.objects import MAX_KEY_BYTES
+from p2pstore.routing import worth_fetching
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -362,8 +363,8 @@ class LastingClient:
 
 
 class FetchLimit:
-    """Declines blocks whose fetch is expected to take longer than `seconds_per_token`, the time to compute them. The
-    worker asks for the estimates, of all blocks together that a request looked up in one step of the scheduler."""
+    """Declines blocks that are expected to be there sooner when they are computed, which takes `seconds_per_token`. The
+    worker asks for estimates, of all blocks together that a request looked up in one step of the scheduler."""
 
     def __init__(self, client: LastingClient, seconds_per_token: float) -> None:
         if not seconds_per_token > 0:
@@ -402,10 +403,9 @@ class FetchLimit:
     def _judge(self, gathered: dict[str, dict[str, int]], client: BlockingClient) -> None:
         for request, tokens in gathered.items():
             verdicts = self._verdicts.get(request, {})
-            estimate = client.estimate(list(tokens))
-            seconds = [each.seconds / each.blocks for each in estimate.sources]
-            for (key, count), number in zip(tokens.items(), estimate.by_key, strict=True):
-                verdicts[key] = number < 0 or seconds[number] <= count * self._seconds_per_token
+            prefill = [count * self._seconds_per_token for count in tokens.values()]
+            fetched = worth_fetching(client.estimate(list(tokens)), prefill)
+            verdicts.update((key, place < fetched) for place, key in enumerate(tokens))
 
 
 def _asking(keys: list[str]) -> Callable[[BlockingClient], list[bool]]:

@@ -32,6 +32,7 @@ PRIORS: Final[dict[SourceKind, tuple[float, float]]] = {
 """Seconds a request and seconds a byte of sources that were never read."""
 PRIOR_VARIANCE: Final = 1.0
 """Of the logarithm of a figure that was never observed: a factor of 2.7."""
+MOST_VARIANCE: Final = 2.0
 DRIFT_PER_SECOND: Final = 0.01
 """Variance that a figure gains with age: after 100 s it is as uncertain as an unknown one."""
 NOISE: Final = 0.05
@@ -57,7 +58,7 @@ class Figure:
 
     def variance_at(self, now: float) -> float:
         """Variance of the mean, which grows with the age of the last observation."""
-        return min(PRIOR_VARIANCE, self.variance + DRIFT_PER_SECOND * max(0.0, now - self.at))
+        return min(MOST_VARIANCE, self.variance + DRIFT_PER_SECOND * max(0.0, now - self.at))
 
     def observe(self, value: float, now: float) -> None:
         """Take in one observation above 0."""
