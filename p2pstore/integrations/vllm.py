@@ -95,10 +95,14 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._wait_until: dict[str, float] = {}
         limit = options.get(LIMIT)
         self._limit = None if limit is None else FetchLimit(self._client, float(limit))
-        self._tokens = self._limit and [
-            group.tokens_per_block * offloading_spec.blocks_per_chunk
-            for group in offloading_spec.config.groups
-        ]
+        self._tokens = (
+            []
+            if limit is None
+            else [
+                group.tokens_per_block * offloading_spec.blocks_per_chunk
+                for group in offloading_spec.config.groups
+            ]
+        )
         self._compared = False
         self._told_answers: bool | None = None
         self._events: BlockEvents | None = None
