@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.gets.fetch_estimates import PRIORS, Estimator, Figure, ReadRates
+from p2pstore.core.gets.fetch_estimates import PRIORS, Estimator, ReadRates
 from p2pstore.core.gets.prefixes import holdings_here
 from p2pstore.objects import MIB, namespace_digest
 from p2pstore.results import FetchEstimate, FetchSource, total_time
@@ -48,19 +48,25 @@ def test_both_parts_are_learnt_from_small_and_large_reads() -> None:
 
 
 def test_a_new_speed_is_learnt_within_three_reads_and_one_hiccup_changes_little() -> None:
-    figure, at = Figure(0.0), 0.0
-    for _ in range(20):
-        at += 0.5
-        figure.observe(math.exp(0.05 * (-1) ** int(at * 2)), at)
-    before = figure.variance + figure.noise
-    figure.observe(20.0, at + 0.5)
-    assert figure.mean < 1.0
-    figure.observe(1.0, at + 1.0)
-    assert abs(figure.mean) < 0.6
-    for number in range(3):
-        figure.observe(10.0, at + 2.0 + 0.5 * number)
-    assert figure.mean == pytest.approx(math.log(10.0), abs=0.25)
-    assert figure.variance_at(at + 1000.0) == 1.0 > before
+    rates, now = ReadRates(OWN), 0.0
+
+    def read(seconds: float) -> float:
+        nonlocal now
+        now += 0.5
+        rates.observe(HOLDER, "remote", 1, 100 * MIB, seconds, now)
+        return rates.expect(HOLDER, "remote", 1, 100 * MIB, now).seconds
+
+    for number in range(20):
+        usual = read(1.0 + 0.05 * (-1) ** number)
+    assert usual == pytest.approx(1.0, abs=0.1)
+    assert read(20.0) < 2.0
+    assert read(1.0) < 1.6
+    for _ in range(3):
+        changed = read(10.0)
+    assert changed == pytest.approx(10.0, rel=0.25)
+    late = rates.expect(HOLDER, "remote", 1, 100 * MIB, now + 1000.0)
+    assert late.seconds == pytest.approx(changed)
+    assert late.spread > 1.0
 
 
 def test_what_cannot_be_is_not_learnt() -> None:

@@ -1,8 +1,8 @@
 """Expected time to bring objects to this host, from what their holders delivered lately. Pure.
 
 A read takes `requests * latency + bytes * slowness` seconds. Both figures are tracked per holder and kind of source, as
-logarithms, because links differ by factors. Each is a Kalman filter of one dimension: an exponentially weighted mean
-whose weight follows from the variance of the observations and from the age of the last one.
+logarithms, because links differ by factors, by a Kalman filter: exponentially weighted means, whose weight follows from
+the variance of the observations and from the age of the last one.
 """
 
 from __future__ import annotations
@@ -34,78 +34,83 @@ PRIOR_VARIANCE: Final = 1.0
 """Of the logarithm of a figure that was never observed: a factor of 2.7."""
 MOST_VARIANCE: Final = 2.0
 DRIFT_PER_SECOND: Final = 0.01
-"""Variance that a figure gains with age: after 100 s it is as uncertain as an unknown one."""
+"""Variance that the slowness gains with age: after 100 s it is as uncertain as an unknown one."""
+LATENCY_DRIFT: Final = 0.1
+"""Share of it that the latency gains."""
 NOISE: Final = 0.05
 """Variance of the logarithm of one observation, until it is known: a quarter of the figure."""
 LEAST_NOISE: Final = 0.002
 NOISE_GAIN: Final = 0.1
 SURPRISE: Final = 9.0
 """Squared standard deviations. Two surprises in a row, in one direction, are a new level."""
-LEAST_SHARE: Final = 0.1
-"""Of the time of a read that one of both parts takes at least."""
+ITERATIONS: Final = 4
 MAX_WAYS: Final = 4096
 
 
 @dataclass(slots=True)
-class Figure:
-    """The logarithm of a figure that drifts: `variance` of the mean, `noise` of one observation."""
+class Way:
+    """The logarithms of both figures of one source, their variances, and the `noise` of one observation."""
 
-    mean: float
-    variance: float = PRIOR_VARIANCE
+    latency: float
+    slowness: float
+    latency_variance: float = PRIOR_VARIANCE
+    slowness_variance: float = PRIOR_VARIANCE
     noise: float = NOISE
     at: float = -math.inf
     surprised: int = 0
 
-    def variance_at(self, now: float) -> float:
-        """Variance of the mean, which grows with the age of the last observation."""
-        return min(MOST_VARIANCE, self.variance + DRIFT_PER_SECOND * max(0.0, now - self.at))
-
-    def observe(self, value: float, now: float) -> None:
-        """Take in one observation above 0."""
-        error, variance = math.log(value) - self.mean, self.variance_at(now)
-        expected = variance + self.noise
-        direction = 0 if error * error < SURPRISE * expected else 1 if error > 0 else -1
-        if direction and direction == self.surprised:
-            variance = error * error
-        elif math.isfinite(self.at):
-            error = direction * math.sqrt(SURPRISE * expected) if direction else error
-            noise = self.noise + NOISE_GAIN * (error * error - expected)
-            self.noise = min(max(noise, LEAST_NOISE), PRIOR_VARIANCE)
-        gain = variance / (variance + self.noise)
-        self.mean += gain * error
-        self.variance = (1 - gain) * variance
-        self.at, self.surprised = now, direction
-
-
-@dataclass(slots=True)
-class Way:
-    """The figures of one source: seconds a request, and seconds a byte."""
-
-    latency: Figure
-    slowness: Figure
-
     def observe(self, requests: int, length_bytes: int, seconds: float, now: float) -> None:
-        """Requests for that number of bytes took that time, one after the other. The part that was expected to take
-        longer is corrected."""
-        latency = requests * math.exp(self.latency.mean)
-        transfer = length_bytes * math.exp(self.slowness.mean)
-        least = LEAST_SHARE * seconds
-        if latency > transfer:
-            self.latency.observe(max(least, seconds - transfer) / requests, now)
-        else:
-            self.slowness.observe(max(least, seconds - latency) / length_bytes, now)
+        """Requests for that number of bytes took that time, one after the other: an extended Kalman filter, iterated
+        because the time is far from linear in the logarithms."""
+        latency, slowness = self._variances(now)
+        expected, share = self._time(requests, length_bytes, self.latency, self.slowness)
+        error = math.log(seconds / expected)
+        usual = share**2 * latency + (1 - share) ** 2 * slowness + self.noise
+        direction = 0 if error * error < SURPRISE * usual else 1 if error > 0 else -1
+        if direction and direction == self.surprised:
+            slowness = max(slowness, error * error)
+        elif math.isfinite(self.at):
+            error = direction * math.sqrt(SURPRISE * usual) if direction else error
+            noise = self.noise + NOISE_GAIN * (error * error - usual)
+            self.noise = min(max(noise, LEAST_NOISE), PRIOR_VARIANCE)
+        wanted = math.log(expected) + error
+        first, second = self.latency, self.slowness
+        for _ in range(ITERATIONS):
+            expected, share = self._time(requests, length_bytes, first, second)
+            total = share**2 * latency + (1 - share) ** 2 * slowness + self.noise
+            error = wanted - math.log(expected)
+            error += share * (first - self.latency) + (1 - share) * (second - self.slowness)
+            first = self.latency + latency * share / total * error
+            second = self.slowness + slowness * (1 - share) / total * error
+        self.latency, self.slowness = first, second
+        self.latency_variance = latency * (1 - latency * share**2 / total)
+        self.slowness_variance = slowness * (1 - slowness * (1 - share) ** 2 / total)
+        self.at, self.surprised = now, direction
 
     def expect(self, requests: int, length_bytes: int, now: float, load: float) -> Expected:
         """Time of such reads. The holder's load counts as far as its speed was not measured under it."""
-        latency, slowness = self.latency.variance_at(now), self.slowness.variance_at(now)
-        slowed = (1 + load) ** (slowness / PRIOR_VARIANCE)
-        first = requests * math.exp(self.latency.mean)
-        second = length_bytes * math.exp(self.slowness.mean) * slowed
-        seconds = first + second
-        share = first / seconds if seconds else 0.0
-        variance = share**2 * (latency + self.latency.noise)
-        variance += (1 - share) ** 2 * (slowness + self.slowness.noise)
+        latency, slowness = self._variances(now)
+        slower = math.log1p(load) * min(1.0, slowness / PRIOR_VARIANCE)
+        seconds, share = self._time(requests, length_bytes, self.latency, self.slowness + slower)
+        variance = share**2 * latency + (1 - share) ** 2 * slowness + self.noise
         return Expected(seconds, math.sqrt(variance))
+
+    def _variances(self, now: float) -> tuple[float, float]:
+        """Variances of both figures, which grow with the age of the last observation."""
+        if self.at == -math.inf:
+            return self.latency_variance, self.slowness_variance
+        drift = DRIFT_PER_SECOND * max(0.0, now - self.at)
+        return (
+            min(MOST_VARIANCE, self.latency_variance + LATENCY_DRIFT * drift),
+            min(MOST_VARIANCE, self.slowness_variance + drift),
+        )
+
+    @staticmethod
+    def _time(requests: int, length_bytes: int, latency: float, slowness: float) -> tuple[float, float]:
+        """Seconds, and the share of the latency in them."""
+        first = requests * math.exp(latency)
+        seconds = first + length_bytes * math.exp(slowness)
+        return seconds, first / seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ class ReadRates:
         self._own = own
         self._ways: dict[tuple[Member, SourceKind], Way] = {}
         self._usual = {
-            kind: Way(Figure(math.log(latency)), Figure(math.log(slowness)))
+            kind: Way(math.log(latency), math.log(slowness))
             for kind, (latency, slowness) in PRIORS.items()
         }
 
@@ -169,8 +174,8 @@ class ReadRates:
 
     def _new_way(self, kind: SourceKind, round_trip_seconds: float) -> Way:
         usual = self._usual[kind]
-        latency = max(usual.latency.mean, math.log(max(round_trip_seconds, 1e-9)))
-        return Way(Figure(latency), Figure(usual.slowness.mean))
+        latency = max(usual.latency, math.log(max(round_trip_seconds, 1e-9)))
+        return Way(latency, usual.slowness)
 
 
 @dataclass(frozen=True, slots=True)
