@@ -42,7 +42,8 @@ NOISE: Final = 0.05
 LEAST_NOISE: Final = 0.002
 NOISE_GAIN: Final = 0.1
 SURPRISE: Final = 9.0
-"""Squared standard deviations. Two surprises in a row, in one direction, are a new level."""
+"""Squared standard deviations, from which on an observation counts no more than that; whether it was a hiccup or a new
+speed, the next one decides."""
 ITERATIONS: Final = 4
 MAX_WAYS: Final = 4096
 
@@ -57,7 +58,6 @@ class Way:
     slowness_variance: float = PRIOR_VARIANCE
     noise: float = NOISE
     at: float = -math.inf
-    surprised: int = 0
 
     def observe(self, requests: int, length_bytes: int, seconds: float, now: float) -> None:
         """Requests for that number of bytes took that time, one after the other: an extended Kalman filter, iterated
@@ -66,11 +66,10 @@ class Way:
         expected, share = self._time(requests, length_bytes, self.latency, self.slowness)
         error = math.log(seconds / expected)
         usual = share**2 * latency + (1 - share) ** 2 * slowness + self.noise
-        direction = 0 if error * error < SURPRISE * usual else 1 if error > 0 else -1
-        if direction and direction == self.surprised:
-            slowness = max(slowness, error * error)
+        surprise = error * error if error * error > SURPRISE * usual else 0.0
+        if surprise:
+            error = math.copysign(math.sqrt(SURPRISE * usual), error)
         elif math.isfinite(self.at):
-            error = direction * math.sqrt(SURPRISE * usual) if direction else error
             noise = self.noise + NOISE_GAIN * (error * error - usual)
             self.noise = min(max(noise, LEAST_NOISE), PRIOR_VARIANCE)
         wanted = math.log(expected) + error
@@ -85,7 +84,9 @@ class Way:
         self.latency, self.slowness = first, second
         self.latency_variance = latency * (1 - latency * share**2 / total)
         self.slowness_variance = slowness * (1 - slowness * (1 - share) ** 2 / total)
-        self.at, self.surprised = now, direction
+        self.latency_variance = max(self.latency_variance, share**2 * surprise)
+        self.slowness_variance = max(self.slowness_variance, surprise)
+        self.at = now
 
     def expect(self, requests: int, length_bytes: int, now: float, load: float) -> Expected:
         """Time of such reads. The holder's load counts as far as its speed was not measured under it."""
