@@ -75,7 +75,7 @@ class AskCalls(OpenSession):
         digests, places = arguments.possible_keys(arguments.key_list(keys), self._digests)
         replies = []
         for some in Cuts(LocalKind.ESTIMATE, len(digests)):
-            request = local.Estimate(b"".join(digests[some.start : some.stop]))
+            request = local.Locate(b"".join(digests[some.start : some.stop]))
             replies.append(await self._link.request(LocalKind.ESTIMATE, request, local.Estimated))
         estimate = answers.fetch_estimate(replies)
         if places is None:

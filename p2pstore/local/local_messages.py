@@ -400,8 +400,7 @@ class SlowRead(Message, frozen=True):
 
 
 class TransportFallback(Message, frozen=True):
-    """A transport to a holder that failed where the next one to the same holder took over: how often, and why
-    the last time."""
+    """A transport to a holder that failed where the next one took over: how often, and why the last time."""
 
     member: int
     transport: str
@@ -418,8 +417,7 @@ class UnseenRead(Message, frozen=True):
 
 
 class ReadTiming(Message, frozen=True):
-    """Reads of one holder (or OWN_COPY) by a client took that time together: requests, one after the other, that
-    delivered these bytes from its memory or its SSD."""
+    """Requests to one holder (or OWN_COPY), one after the other, brought bytes of its memory or SSD in that time."""
 
     member: int
     on_ssd: bool
@@ -485,15 +483,8 @@ class MatchedPrefix(Message, frozen=True):
     length: int
 
 
-class Estimate(Message, frozen=True):
-    """How long does it take to bring these objects here?"""
-
-    digests: bytes
-
-
 class ExpectedFetch(Message, frozen=True):
-    """Objects that one holder is expected to send: median of the seconds, and standard deviation of their logarithm.
-    `kind` is a place in `results.SourceKind`."""
+    """`results.FetchSource`; `kind` is a place in `SOURCE_KINDS`."""
 
     peer_id: bytes
     name: str
@@ -505,7 +496,5 @@ class ExpectedFetch(Message, frozen=True):
 
 
 class Estimated(Message, frozen=True):
-    """`sources` are read one after the other. `by_key`: the place in them for each key, -1 where no peer has it."""
-
     sources: list[ExpectedFetch]
     by_key: list[int]

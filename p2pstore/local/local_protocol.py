@@ -123,7 +123,7 @@ MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
     LocalKind.FLUSH: (local.Flush, local.Flushed),
     LocalKind.PREFETCH: (local.Prefetch, Empty),
     LocalKind.MATCH_PREFIX: (local.MatchPrefix, local.MatchedPrefix),
-    LocalKind.ESTIMATE: (local.Estimate, local.Estimated),
+    LocalKind.ESTIMATE: (local.Locate, local.Estimated),
     LocalKind.PLACE: (local.Place, local.Placed),
     LocalKind.STORED: (local.StoredElsewhere, Empty),
 }

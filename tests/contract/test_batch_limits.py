@@ -117,7 +117,7 @@ LARGEST: dict[LocalKind, tuple[int, Any]] = {
     LocalKind.PLAN: (0, lambda n: local.Plan(DIGEST * n, exclude=[BIG] * 64, key="k" * 1024)),
     LocalKind.CONTAINS: (0, lambda n: local.Contains(DIGEST * n)),
     LocalKind.MATCH_PREFIX: (0, lambda n: local.MatchPrefix(DIGEST * n)),
-    LocalKind.ESTIMATE: (0, lambda n: local.Estimate(DIGEST * n)),
+    LocalKind.ESTIMATE: (0, lambda n: local.Locate(DIGEST * n)),
     LocalKind.LOCATE: (0, lambda n: local.Locate(DIGEST * n)),
     LocalKind.REMOVE: (text_bytes("k" * 1024), lambda n: local.Remove("n" * 255, ["k" * 1024] * n)),
     LocalKind.PREFETCH: (0, lambda n: local.Prefetch(DIGEST * n)),

@@ -178,7 +178,7 @@ class LocalQueries:
     async def _ask_match_prefix(self, packed: bytes, space: bytes) -> local.MatchedPrefix:
         return _matched(await self._ask_presence(packed, space))
 
-    def estimate(self, client: LocalClient, message: local.Estimate) -> Answer:
+    def estimate(self, client: LocalClient, message: local.Locate) -> Answer:
         """How long it takes to bring objects here."""
         digests = check_batch(split_digests(message.digests))
         space = namespace_digest(client.namespace)
