@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from p2pstore.trace.trace_requests import read_requests
+from p2pstore.trace.one_cache import read_requests
 from simulation.measures.figures import Case, Curve, Measured
 
 FETCH_CHOICE = "fetch-choice"

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.errors import CheckpointRefused, NoSuchKey
 from p2pstore.gossip.checkpoint_records import (
     NO_VERSION,
@@ -38,6 +37,7 @@ from p2pstore.gossip.records import (
     format_peer_id,
     writer_of,
 )
+from p2pstore.objects import check_checkpoint_name
 from p2pstore.wire import Message, encode_body
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Final
 from p2pstore.core.gets.fetch_estimates import ReadRates
 from p2pstore.results import FetchEstimate, FetchSource, SourceKind
 from p2pstore.routing import worth_fetching
-from p2pstore.trace.trace_requests import LLAMA3_70B, TOKENS_PER_BLOCK, Request, leading_hits
+from p2pstore.trace.one_cache import LLAMA3_70B, TOKENS_PER_BLOCK, Request, leading_hits
 from simulation.measures.figures import Case, Figure, Measured
 
 SIZES: Final = (10,)

@@ -10,7 +10,7 @@ from typing import Final
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.objects import Version
-from p2pstore.trace.trace_requests import Request
+from p2pstore.trace.one_cache import Request
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_run import key_of
 from simulation.kernel import Faults

@@ -68,8 +68,7 @@ class _Ended(Exception):
 
 
 def examine_way(way: Way, report: Report) -> None:
-    """Examine the way; every finding is reported as soon as it is there. Raises `ConfigError` for an address
-    that is none."""
+    """Examine the way; each finding is reported as soon as it is there. Raises `ConfigError` for a bad address."""
     split_address(way.address, "--peer")
     # The findings say it all; without a handler, Python would print the host's warnings to stderr.
     logging.getLogger("p2pstore").addHandler(logging.NullHandler())
