@@ -72,6 +72,7 @@ class AskCalls(OpenSession):
 
     async def estimate(self, keys: Sequence[str]) -> FetchEstimate:
         """Expected time to bring these objects here in one batch; those that no peer holds are left out."""
+        self._link.check()
         digests, places = arguments.possible_keys(arguments.key_list(keys), self._digests)
         replies = []
         for some in Cuts(LocalKind.ESTIMATE, len(digests)):
