@@ -94,11 +94,6 @@ class FetchSource:
     seconds: float
     spread: float
 
-    @property
-    def mean_seconds(self) -> float:
-        """Mean of the seconds, which is above their median."""
-        return self.seconds * math.exp(self.spread**2 / 2)
-
 
 @dataclass(frozen=True, slots=True)
 class FetchEstimate:
