@@ -176,6 +176,22 @@ class Version(NamedTuple):
 
 
 ZERO_VERSION: Final = Version(0, 0, 0)
+
+
+class Announced(NamedTuple):
+    """What a holder may send of an object: the version that was announced, with the root that its writer vouches for;
+    or a newer one that the holder wrote itself. `writer` is the holder's hash, as versions carry it."""
+
+    writer: int
+    version: Version = ZERO_VERSION
+
+    def allows(self, version: Version) -> bool:
+        """Whether this is one of them."""
+        return version == self.version or (
+            version.writer == self.writer and version.covers(self.version)
+        )
+
+
 CLOCK_COUNTER_BITS: Final = 16
 MAX_CLOCK_SKEW_SECONDS: Final = 10.0
 

@@ -9,9 +9,9 @@ know all locations, it asks the keys' homes.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from http import HTTPStatus
 from itertools import product
 from typing import Any, Final
@@ -19,8 +19,8 @@ from typing import Any, Final
 import msgspec
 
 from p2pstore.client.answers import fetch_estimate
+from p2pstore.core.gets.key_pages import holdings_here, holdings_of, match
 from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.gets.prefixes import holdings_here, holdings_of, match
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.locations.location_lookups import Holding
 from p2pstore.gossip.records import Member
@@ -59,7 +59,7 @@ class PrefixQueries:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._core = node.core
-        self._hashers: OrderedDict[str, Callable[[Sequence[str]], list[bytes]]] = OrderedDict()
+        self._hasher = lru_cache(MAX_NAMESPACES)(batch_key_hasher)
 
     def by_path(self) -> Queries:
         """The queries, by their paths."""
@@ -97,21 +97,12 @@ class PrefixQueries:
         async def asked() -> Answer:
             operation = LookupOperation(self._core, digests, namespace=space)
             try:
-                self._core.operations.start(operation, self._node.now)
                 copies = await self._node.complete(operation)
             except P2PStoreError as error:
                 return text_answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
             return _json(document(request, digests, holdings_of(copies)))
 
         return asked()
-
-    def _hasher(self, namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
-        hasher = self._hashers.get(namespace)
-        if hasher is None:
-            hasher = self._hashers[namespace] = batch_key_hasher(namespace)
-            if len(self._hashers) > MAX_NAMESPACES:
-                self._hashers.popitem(last=False)
-        return hasher
 
     def _estimate_document(
         self, request: PrefixRequest, digests: Sequence[bytes], found: Holdings

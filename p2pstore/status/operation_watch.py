@@ -15,9 +15,8 @@ from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import Member, PeerId, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import LocalClient, LocalKind
 from p2pstore.memory.segment_layout import digests_in_slots
 from p2pstore.objects import DIGEST_BYTES, key_digest
 from p2pstore.put_facts import PutStatus
@@ -71,7 +70,7 @@ _REQUEST_NAMES: Final = {kind: kind.name.lower() for kind in LocalKind}
 
 
 class PeerWatch:
-    """Satisfies `p2pstore.local.local_clients.RequestObserver`; the node tells it what other peers did."""
+    """Satisfies `p2pstore.local.local_protocol.RequestObserver`; the node tells it what other peers did."""
 
     def __init__(self, core: PeerCore, threshold_seconds: float) -> None:
         self.slow = SlowOperations(threshold_seconds)

@@ -17,10 +17,16 @@ from math import inf
 from random import Random
 from typing import Final, Literal
 
-from p2pstore.core.copies.offers import READY_PART, ROOMS_SECONDS, Room, Rooms, choose_offers
-from p2pstore.core.copies.write_back import WRITTEN_SHARE
+from p2pstore.core.copies.coldest import (
+    READY_PART,
+    ROOMS_SECONDS,
+    WRITTEN_SHARE,
+    Room,
+    Rooms,
+    choose_offers,
+)
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
+from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.segment_layout import GRANULE_BYTES
 from p2pstore.objects import Version
 from p2pstore.trace.one_cache import (
@@ -38,7 +44,6 @@ from p2pstore.trace.one_cache import (
 
 DEFAULT_LOAD_BOUND: Final = 1.05
 """With a looser bound the first holders get most new conversations, and the memory of others is not used."""
-
 
 UNEQUAL_TENTHS: Final = 7
 """Of the requests, with unequal load, that the first peer serves."""
@@ -349,7 +354,6 @@ def next_up(chosen: int, up: Sequence[bool]) -> int:
 
 
 RoutingName = Literal["round-robin", "random", "affine", "unequal"]
-
 
 Router = Callable[[Sequence[int]], int]
 """The peer for a request, by its number, of whose prefix each peer n has `local[n]` blocks in its own memory."""

@@ -5,26 +5,15 @@ from __future__ import annotations
 from p2pstore.transfer.failover import PullAttempts, PullFailed
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import Code
-
-
-class FakeTransport:
-    def __init__(self, name: str, cost: float) -> None:
-        self.name = name
-        self._cost = cost
-
-    def offers(self, copy: RemoteCopy) -> bool:
-        return True
-
-    def cost(self, copy: RemoteCopy) -> float:
-        return self._cost
+from tests.unit.test_failover import SHM, TCP
 
 
 def copy_of(member: int) -> RemoteCopy:
-    return RemoteCopy(b"peer", ("10.0.0.1:1",), member=member)
+    return RemoteCopy(b"peer", ("10.0.0.1:1",), member=member, same_host=True)
 
 
 def test_the_next_transport_to_a_holder_is_a_fallback_and_the_next_holder_is_not() -> None:
-    attempts = PullAttempts([copy_of(1), copy_of(2)], [FakeTransport("tcp", 1), FakeTransport("shm", 0)])
+    attempts = PullAttempts([copy_of(1), copy_of(2)], [TCP, SHM])
     for code, retriable in ((Code.UNAVAILABLE, True), (Code.UNAVAILABLE, True), (Code.STALE, False)):
         assert attempts.next() is not None
         attempts.failed(PullFailed(code, "refused", retriable=retriable))

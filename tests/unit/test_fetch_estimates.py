@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from p2pstore.core.gets.fetch_estimates import PRIORS, Estimator, ReadRates
-from p2pstore.core.gets.prefixes import holdings_here
+from p2pstore.core.gets.key_pages import holdings_here
 from p2pstore.objects import MIB, namespace_digest
 from p2pstore.results import FetchEstimate, FetchSource, total_time
 from tests.unit.core_harness import NAMESPACE, Harness, digest_of

@@ -6,8 +6,15 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.gets.key_pages import is_known, known_keys
-from p2pstore.core.gets.prefixes import PrefixMatch, PrefixRun, holdings_here, holdings_of, match
+from p2pstore.core.gets.key_pages import (
+    PrefixMatch,
+    PrefixRun,
+    holdings_here,
+    holdings_of,
+    is_known,
+    known_keys,
+    match,
+)
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.objects import Version, namespace_digest, newest_accepted_clock

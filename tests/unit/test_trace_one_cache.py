@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from p2pstore.memory.entries import ObjectEntry, Written
-from p2pstore.memory.eviction_policies import PolicyName, make_policy
+from p2pstore.memory.policies import PolicyName, make_policy
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody, encode_trailer
 from p2pstore.objects import Version, key_digest, root_checksum

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from p2pstore.errors import ConfigError
-from p2pstore.memory.eviction_policies import PolicyName, make_policy
+from p2pstore.memory.policies import PolicyName, make_policy
 from p2pstore.trace import one_cache
 from p2pstore.trace.one_cache import (
     MAX_LINE_BYTES,

@@ -9,8 +9,7 @@ import pytest
 from p2pstore.checkpoint.checkpoint_messages import AskNews
 from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_protocol import Access, LocalClient, LocalKind
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import Version, key_digest
 from p2pstore.put_facts import PutFacts

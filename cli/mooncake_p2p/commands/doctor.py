@@ -128,7 +128,7 @@ def _examine_way(
     measure_seconds: float,
     timeout_seconds: float,
 ) -> None:
-    from p2pstore.state.key_files import load_cluster_key_file
+    from p2pstore.state.folder import load_cluster_key_file
     from p2pstore.state.places import ring_of_the_keyless
     from p2pstore.status.doctor.way import Way, examine_way
 

@@ -128,7 +128,7 @@ def keygen(
 def _make(path: Path, source: str | None, namespaces: Sequence[str]) -> list[str]:
     """A new file with one key, or with the readers' and writers' keys of those in `source`. Returns their ids."""
     from p2pstore.access.keyring import new_cluster_key
-    from p2pstore.state.key_files import readers_key_file
+    from p2pstore.state.folder import readers_key_file
 
     try:
         line = new_cluster_key() + "\n" if source is None else readers_key_file(source, namespaces)
@@ -224,7 +224,7 @@ def invite(
         document = client.statistics()
     from p2pstore.access.invite import Invite, format_invite
     from p2pstore.addresses import is_loopback, split_address
-    from p2pstore.state.key_files import load_cluster_key_file
+    from p2pstore.state.folder import load_cluster_key_file
 
     key_file = document["peer"]["cluster_key_file"]
     insecure = document["peer"]["settings"]["insecure"]

@@ -23,8 +23,7 @@ from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import Participation, TakesPart
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import LocalClient, LocalKind
 from p2pstore.objects import check_checkpoint_name, unix_seconds_from_clock
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.wire import Empty, Message

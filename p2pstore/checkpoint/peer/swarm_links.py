@@ -236,8 +236,6 @@ class OfferedSwarmLink:
         await self.links.take_over(self.member, link)
 
 
-logger = logging.getLogger("p2pstore.peer")
-
 T = TypeVar("T")
 
 PIECE_SECONDS: Final = 15.0

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.copies.proofs import ProveOperation
+from p2pstore.core.copies.proofs import ASK_SECONDS, COLD_SECONDS, ProveOperation
 from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
-from p2pstore.errors import ProtocolError, Unavailable
+from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, PeerId, decode_location, member_of
+from p2pstore.home_messages import Holding
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Holding, Locations, Lookup
+from p2pstore.transfer.peer_messages import Locations, Lookup
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -22,8 +25,7 @@ LOOKUP_TIMEOUT_SECONDS: Final = 1.0
 NEXT_HOME_SECONDS: Final = 0.5
 """How long to wait for one home before the next one is asked."""
 HEDGE_PROBE_TIMEOUTS: Final = 0.2
-"""Share of a probe's timeout after which the next home is asked as well: 0.1 s in a LAN.
-Homes that died a moment ago cost no more than that."""
+"""Share of a probe's timeout after which the next home is asked, too: 0.1 s in a LAN, and no more for a dead home."""
 WAIT_FIRST_RETRY_SECONDS: Final = 0.05
 WAIT_LAST_RETRY_SECONDS: Final = 2.0
 """A waiting lookup hears by gossip as well: homes are asked again for keys that gossip has not brought."""
@@ -31,10 +33,21 @@ PARTITIONED_LAST_RETRY_SECONDS: Final = 0.5
 """A peer that does not follow all logs hears of keys only by asking."""
 UNSURE_SECONDS: Final = 2.0
 """How long homes that do not know their records yet are asked again. Longer than it takes to tell them."""
+PATIENCE_SHARE: Final = 0.6
+"""Share of a read's deadline in which homes, and holders without a proof, are asked again where none answers."""
 BELIEVED: Final = 2
 """Homes that must say that no peer holds a key: one alone may be wrong, or lie."""
 DIGESTS_PER_LOOKUP: Final = 1_024
 """The home peer answers them in one go."""
+
+
+@dataclass(slots=True)
+class _Question:
+    """Keys that one home was asked for. `hedge_at`: when the next home is to be asked as well."""
+
+    home: PeerId
+    digests: list[bytes]
+    hedge_at: float = math.inf
 
 
 class LookupOperation(Operation):
@@ -43,14 +56,15 @@ class LookupOperation(Operation):
     A peer that follows all logs seldom misses a key, and asks all three homes of one at a time: a key unknown here is
     so young that a home may not know it either. In partitioned mode it asks one home, and the next one when that knows
     of no copy, does not answer or says that it may not know all; when it does not answer at once, both are asked at
-    the same time. A key is absent when `believed` homes vouch for that, or all that answer where they are fewer. When
-    none of them answers, nothing is known of the key: `nobody_told_of` it.
+    the same time. A key is absent when `believed` homes vouch for that, or all that answer where they are fewer; why a
+    key has no copies, `absence` says.
 
     The result is a list, per digest, of `KnownCopy` (best first). With `wait_seconds` it goes on until every
     key was found or the time is over: it looks again at any news of a missing key, and now and then
     asks the homes again. `exclude` are members that just failed for the caller. `namespace` is the digest
     of the namespace of all keys, where it is known: flushed objects are left out. With `ask_always`, homes are
-    asked even of keys of which copies are known here: there may be more.
+    asked even of keys of which copies are known here: there may be more. For `patience_seconds`, homes of which none
+    has answered are asked again, and holders whose proofs have not come, where a key has no other copies.
 
     Many keys are gone through some at a time (`PeerCore.keys_per_step`), one step a tick.
     """
@@ -66,9 +80,9 @@ class LookupOperation(Operation):
         ask_homes: bool = True,
         ask_always: bool = False,
         believed: int = BELIEVED,
-        on_finish: Callable[[Any, float], None] | None = None,
+        patience_seconds: float = 0.0,
     ) -> None:
-        super().__init__(core, on_finish)
+        super().__init__(core)
         self.digests = list(digests)
         self._wait_seconds = wait_seconds
         self._exclude = exclude
@@ -76,6 +90,7 @@ class LookupOperation(Operation):
         self._ask_homes = ask_homes
         self._ask_always = ask_always
         self._believed = believed
+        self._patient_until = patience_seconds
         self._denied_by: Counter[bytes] = Counter()
         """How many homes vouched in this round that no peer holds a key; in partitioned mode."""
         self._to_look: deque[bytes] = deque()
@@ -91,38 +106,37 @@ class LookupOperation(Operation):
         self.at_strangers: dict[bytes, list[Version]] = {}
         """By key: versions that homes know at members of which this peer has not heard yet, as when it has begun."""
         self._unsure_until = 0.0
-        self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
-        """Questions under way."""
-        self._hedge_at: dict[int, float] = {}
-        """By question: when the next home is to be asked as well."""
+        self.asked: dict[int, _Question] = {}
         self._hedged: set[bytes] = set()
         """Keys that were asked of two homes at a time."""
         self._asks_all = False
         """Whether all homes were asked at once, so that no answer alone says that a key is nowhere."""
-        self._next_tag = 0
         self._homes: set[PeerId] = set()
         self._retry_seconds = WAIT_FIRST_RETRY_SECONDS
         self._ask_again_at = float("inf")
         self._wait_until = 0.0
         self._missed: dict[bytes, None] = {}
-        """Keys not found yet, in order."""
         self._doubtful: dict[int, list[KnownCopy]] = {}
         """Copies that would have to be proved, of keys without newer ones: by their places."""
         self._unproved: set[bytes] = set()
-        """Keys whose copies stayed unproved: from then on, only copies that count are looked for."""
+        """Keys whose copies stayed unproved: until the next round, only copies that count are looked for."""
+        self._asks_longer = False
+        self.claimed: dict[bytes, bool] = {}
+        """Keys without copies that holders claim, and did not fail to prove: whether one of these can be reached."""
         self._collected: list[list[KnownCopy]] | None = None
         """The result as far as it is put together; None before."""
 
     def start(self, now: float) -> None:
         self._wait_until = now + self._wait_seconds
+        self._patient_until += self._wait_until
         self._unsure_until = now + UNSURE_SECONDS
         self._to_look.extend(dict.fromkeys(self.digests))
         self._look_on(now)
 
     def finish(self, result: Any, now: float) -> None:
         self.core.operations.await_no_more(self, self.digests)
-        for tag, (home, _) in self._asked.items():
-            self.core.operations.expect_late(self, tag, home)
+        for tag, question in self.asked.items():
+            self.core.operations.expect_late(self, tag, question.home)
         super().finish(result, now)
 
     def heard_of(self, digest: bytes, now: float) -> None:
@@ -131,19 +145,28 @@ class LookupOperation(Operation):
             if not self._missed:
                 self._settle(now)
 
-    def nobody_told_of(self, digest: bytes) -> bool:
-        """Whether no home of a key answered, so that it may well be somewhere."""
-        left = digest in self._missed and digest in self._homes_left
-        return left and digest not in self._told_of
+    def absence(self, digest: bytes) -> P2PStoreError:
+        """Why a key has no copies: no peer has it, or this peer cannot know. A member that claims a key and stays
+        silent gains no more than one that puts the key and withholds it."""
+        if digest in self.claimed:
+            return Unavailable(
+                "peers say that they hold this key, and did not answer in time: try again (`mooncake-p2p peers` says "
+                "who can be reached)"
+            )
+        if digest in self._missed and digest in self._homes_left and digest not in self._told_of:
+            return Unavailable(
+                "this peer keeps a part of the directory only, and none of the peers that keep this key's can be "
+                "reached: try again (`mooncake-p2p peers` says who can be)"
+            )
+        return NoSuchKey("no live peer holds this key")
 
     @property
     def homes_asked(self) -> int:
         """How many peers were asked for holders."""
         return len(self._homes)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        home, digests = self._asked.pop(tag)
-        self._hedge_at.pop(tag, None)
+    def answered(self, about: _Question, reply: Reply, now: float) -> None:
+        home, digests = about.home, about.digests
         unsure: Sequence[int] = range(len(digests))
         if isinstance(reply, Locations):
             self.core.copies.learn_locations(home, digests, reply, now)
@@ -167,8 +190,7 @@ class LookupOperation(Operation):
         self._settle(now)
 
     def _names_strangers(self, holdings: Sequence[Holding]) -> bool:
-        """Whether a home names holders, and this peer has heard of none of them yet, as when it has just begun: then
-        the key is not nowhere."""
+        """Whether a home names holders that are all unknown to this peer, as when it began: not nowhere."""
         members = [each.member for each in holdings if each.member != self.core.member]
         resolve = self.core.gossip.membership.resolve
         return bool(members) and all(resolve(member) is None for member in members)
@@ -178,7 +200,7 @@ class LookupOperation(Operation):
         elsewhere: set[bytes] = set()
         if self._hedged:
             elsewhere = self._hedged.intersection(
-                digest for _, asked in self._asked.values() for digest in asked
+                digest for question in self.asked.values() for digest in question.digests
             )
         for digest in digests:
             if digest not in self._homes_left:
@@ -200,9 +222,9 @@ class LookupOperation(Operation):
 
     def _hedge(self, now: float) -> None:
         """Ask the next home as well for what one is silent about."""
-        for tag in [tag for tag, at in self._hedge_at.items() if at <= now]:
-            del self._hedge_at[tag]
-            for digest in self._asked[tag][1]:
+        for question in [each for each in self.asked.values() if each.hedge_at <= now]:
+            question.hedge_at = math.inf
+            for digest in question.digests:
                 if digest in self._missed and self._homes_left.get(digest):
                     self._hedged.add(digest)
                     self._choose_home(digest)
@@ -215,8 +237,11 @@ class LookupOperation(Operation):
         elif self._to_look:
             self._look_on(now)
         elif not self._needs_answers and now >= self._ask_again_at:
-            waiting = now < self._wait_until
-            self._to_look.extend(d for d in self._missed if waiting or d in self._homes_left)
+            waiting, claimed = now < self._wait_until, self.claimed.get
+            self._to_look.extend(
+                d for d in self._missed if waiting or d in self._homes_left or claimed(d)
+            )
+            self._unproved.difference_update(self._to_look)
             self._look_on(now)
         else:
             self._hedge(now)
@@ -240,7 +265,7 @@ class LookupOperation(Operation):
             else:
                 self._note_missed(digest, now)
         if self._to_look:
-            self._wake_soon(now)
+            self.set_alarm(now)
             return
         self._ask_again_at = now + self._retry_seconds
         follows = self.core.gossip.partitions.knows_all
@@ -283,15 +308,14 @@ class LookupOperation(Operation):
             self._to_ask.setdefault(home, []).append(digest)
 
     def _ask(self, home: PeerId, digests: list[bytes], now: float) -> None:
-        tag, self._next_tag = self._next_tag, self._next_tag + 1
-        self._asked[tag] = (home, digests)
+        question = _Question(home, digests)
         self._homes.add(home)
         others_are_left = any(digest in self._homes_left for digest in digests)
         if any(self._homes_left.get(digest) for digest in digests):
             patience = self.core.gossip.config.membership.probe_timeout_seconds
-            self._hedge_at[tag] = now + HEDGE_PROBE_TIMEOUTS * patience
+            question.hedge_at = now + HEDGE_PROBE_TIMEOUTS * patience
         timeout = NEXT_HOME_SECONDS if others_are_left else LOOKUP_TIMEOUT_SECONDS
-        self.ask(tag, home, DataKind.LOOKUP, Lookup(b"".join(digests)), timeout)
+        self.ask(question, home, DataKind.LOOKUP, Lookup(b"".join(digests)), timeout)
 
     @property
     def _is_unsure(self) -> bool:
@@ -301,7 +325,7 @@ class LookupOperation(Operation):
     @property
     def _needs_answers(self) -> bool:
         """Whether answers may come that say more than is known."""
-        return bool(self._asked) and (self._asks_all or self._is_unsure)
+        return bool(self.asked) and (self._asks_all or self._is_unsure)
 
     def _settle(self, now: float) -> None:
         """Nothing is left to look for: end, or wait for answers and news."""
@@ -309,14 +333,16 @@ class LookupOperation(Operation):
             return
         needs_answers = self._needs_answers
         until = max(self._wait_until, self._unsure_until) if self._is_unsure else self._wait_until
+        unheard_of = self._missed.keys() & self._homes_left.keys() - self._told_of
+        if unheard_of or (self.claimed and any(map(self.claimed.get, self._missed))):
+            until = max(until, self._patient_until)
         if not self._missed or (not needs_answers and now >= until):
             self._collected = []
             self._collect(now)
             return
         next_ask = float("inf") if needs_answers else self._ask_again_at
-        self.wake_at = min(next_ask, until if now < until else float("inf"), *self._hedge_at.values())
-        if self.wake_at < float("inf"):
-            self.core.operations.set_alarm(self)
+        hedges = (question.hedge_at for question in self.asked.values())
+        self.set_alarm(min(next_ask, until if now < until else math.inf, *hedges))
 
     def _collect(self, now: float) -> None:
         """Put some more of the result together, from what is known by now."""
@@ -326,10 +352,12 @@ class LookupOperation(Operation):
         for digest in some:
             self._collected.append(self._copies_of(digest, len(self._collected), now))
         if len(self._collected) < len(self.digests):
-            self._wake_soon(now)
+            self.set_alarm(now)
         elif self._doubtful:
             copies = [copy for copies in self._doubtful.values() for copy in copies]
-            self.core.operations.start(ProveOperation(self.core, copies, self._asked_for_proofs), now)
+            left_seconds = min(COLD_SECONDS, self._patient_until - now) if self._asks_longer else 0.0
+            proving = ProveOperation(self.core, copies, seconds=max(ASK_SECONDS, left_seconds))
+            self.core.operations.start(proving, now, self._asked_for_proofs)
         else:
             self.finish(self._collected, now)
 
@@ -340,6 +368,11 @@ class LookupOperation(Operation):
         if copies and not copies[0].local:
             self.core.gossip.partitions.hot.used(digest, now)
         newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
+        self.claimed.pop(digest, None)
+        if newest == (0, 0) and (open_claims := self.core.proofs.undenied(doubtful, now)):
+            self.claimed[digest] = any(
+                copy.reachable and copy.member not in self._exclude for copy in open_claims
+            )
         alone = newest == (0, 0) and digest not in self._unproved
         if wanted := [
             copy
@@ -352,8 +385,7 @@ class LookupOperation(Operation):
         return copies
 
     def _asked_for_proofs(self, result: Any, now: float) -> None:
-        """Proved copies count now. Unproved ones are left out and hide nothing: keys with no other copy are looked for
-        once more."""
+        """Proved copies count now. Unproved ones hide nothing: keys with no other copy are looked for once more."""
         if self.done:
             return
         assert self._collected is not None
@@ -371,13 +403,10 @@ class LookupOperation(Operation):
             self.finish(self._collected, now)
             return
         self._unproved.update(again)
+        self._asks_longer = True
         self._collected = None
         self._to_look.extend(again)
         self._look_on(now)
-
-    def _wake_soon(self, now: float) -> None:
-        self.wake_at = now
-        self.core.operations.set_alarm(self)
 
 
 def split_digests(packed: bytes) -> list[bytes]:
@@ -426,12 +455,6 @@ class AfterLookup(Operation):
         else:
             self._go_on(now)
 
-    def cancel(self, now: float) -> None:
-        """Steps that were made stay made."""
-        super().cancel(now)
-        if self._lookup is not None:
-            self._lookup.cancel(now)
-
     def _begin_on(self, now: float) -> None:
         """A step before the lookup; the last one calls `_look_up`."""
         raise NotImplementedError
@@ -440,19 +463,11 @@ class AfterLookup(Operation):
         """A step with what is in `_found`."""
         raise NotImplementedError
 
-    def _wake_at(self, when: float) -> None:
-        self.wake_at = when
-        self.core.operations.set_alarm(self)
-
     def _look_up(self, now: float, *, ask_always: bool = False) -> None:
-        self._lookup = LookupOperation(
-            self.core, self._digests, ask_always=ask_always, on_finish=self._looked
-        )
-        self.core.operations.start(self._lookup, now)
+        self._lookup = LookupOperation(self.core, self._digests, ask_always=ask_always)
+        self.run(self._lookup, self._looked, now)
 
     def _looked(self, result: Any, now: float) -> None:
-        if self.done:
-            return
         if isinstance(result, Exception):
             self.finish(result, now)
             return

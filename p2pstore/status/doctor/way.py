@@ -28,7 +28,7 @@ from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.links.sockets import Endpoint, connect
 from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id, open_peer_record
 from p2pstore.runtime.trio_tasks import sole_cause
-from p2pstore.state.key_files import ephemeral
+from p2pstore.state.folder import ephemeral
 from p2pstore.status.doctor import way_rules
 from p2pstore.status.doctor.finding import Finding, broken, fine, skipped
 from p2pstore.status.doctor.way_transports import (

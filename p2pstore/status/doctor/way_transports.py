@@ -27,9 +27,15 @@ from p2pstore.objects import DEFAULT_NAMESPACE, KIB, MIB
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.status.doctor import way_rules
 from p2pstore.status.doctor.finding import Failure, Finding, fine, skipped, warning
-from p2pstore.transfer.data_addresses import split_data_address
-from p2pstore.transfer.data_messages import MAX_MEASURE_BYTES, DataKind, Measure, Measured, Ping
-from p2pstore.transfer.rdma.rdma_opening import device_names, open_devices
+from p2pstore.transfer.data_messages import (
+    MAX_MEASURE_BYTES,
+    DataKind,
+    Measure,
+    Measured,
+    Ping,
+    split_data_address,
+)
+from p2pstore.transfer.rdma.rdma_serving import device_names, open_devices
 from p2pstore.transfer.rdma.rdma_staging import Staging
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.read_tickets import GrantedTicket
