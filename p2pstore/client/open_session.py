@@ -192,7 +192,6 @@ class AskCalls(OpenSession):
         return runs.holders()
 
     async def estimate(self, keys: Sequence[str]) -> FetchEstimate:
-        """Expected time to bring these objects here in one batch; those that no peer holds are left out."""
         self._link.check()
         digests, places = arguments.possible_keys(arguments.key_list(keys), self._digests)
         replies = []
