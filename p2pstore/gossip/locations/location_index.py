@@ -159,6 +159,10 @@ class LocationRows:
         """The tiers of the copies in these rows."""
         return self._table.tiers(rows)
 
+    def size_units(self, rows: Rows) -> npt.NDArray[np.uint32]:
+        """The sizes of the copies in these rows, in units of 4 KiB."""
+        return self._table.size_units(rows)
+
     @property
     def any_discarded(self) -> bool:
         """Whether there is something to `sweep`."""
