@@ -1,37 +1,25 @@
 """The keys of all peers: page by page, which of some are known, and how much of a chain of blocks there is."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from itertools import count
-from itertools import pairwise
-from p2pstore.core.gets.serving import ListHereOperation
-from p2pstore.core.gets.serving import MAX_LIST_LIMIT
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import Reply
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pstore.core.gets.serving import MAX_LIST_LIMIT, ListHereOperation
+from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.gossip.locations.location_lookups import Holding
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import Tier
-from p2pstore.objects import ZERO_VERSION
-from p2pstore.objects import newest_accepted_clock
+from p2pstore.gossip.records import Member, PeerId, Tier
+from p2pstore.objects import ZERO_VERSION, newest_accepted_clock
 from p2pstore.put_facts import KeyEntry
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import KeyInfo
-from p2pstore.transfer.peer_messages import Keys
-from p2pstore.transfer.peer_messages import ListKeys
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import heapq
-import numpy as np
-import numpy.typing as npt
+from p2pstore.transfer.peer_messages import KeyInfo, Keys, ListKeys
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -44,6 +32,7 @@ MERGED_PER_STEP: Final = 512
 NAMED_PEERS: Final = 8
 """Holders named per key; `copies` counts them all."""
 
+
 @dataclass(slots=True)
 class ListedPage:
     """A page of keys, in order. `silent` peers did not answer in time."""
@@ -51,6 +40,7 @@ class ListedPage:
     items: list[KeyEntry]
     more: bool
     silent: list[PeerId] = field(default_factory=list)
+
 
 class ListOperation(Operation):
     """One page of keys over all live peers."""
@@ -106,6 +96,7 @@ class ListOperation(Operation):
         else:
             self.set_alarm(now)
 
+
 def is_page_of(page: Keys, request: ListKeys) -> bool:
     """Whether a page is what was asked for: keys in order, each once, after `after`, with the prefix. Anything else
     could send a client that pages through the keys in circles."""
@@ -115,6 +106,7 @@ def is_page_of(page: Keys, request: ListKeys) -> bool:
         and all(key.startswith(request.prefix) for key in keys)
         and (bool(keys) or not page.more)
     )
+
 
 def merge_pages(
     limit: int,
@@ -144,8 +136,10 @@ def merge_pages(
             merged[-1] = _entry(item, [name], 1)
     return ListedPage(merged, horizon is not None, silent)
 
+
 def _in_order(place: int, answer: tuple[PeerId, Keys]) -> Iterator[tuple[str, int, KeyInfo]]:
     return ((item.key, place, item) for item in answer[1].items)
+
 
 def _entry(item: KeyInfo, peers: list[str], copies: int) -> KeyEntry:
     return KeyEntry(
@@ -159,6 +153,7 @@ def _entry(item: KeyInfo, peers: list[str], copies: int) -> KeyEntry:
         item.clock,
         item.writer,
     )
+
 
 def is_known(core: PeerCore, digest: bytes, now: float, namespace: bytes | None = None) -> bool:
     """`known_keys` for one key: without the sets, which cost more than looking it up."""
@@ -183,6 +178,7 @@ def is_known(core: PeerCore, digest: bytes, now: float, namespace: bytes | None 
             return True
     return False
 
+
 def known_keys(
     core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes | None = None
 ) -> set[bytes]:
@@ -204,6 +200,7 @@ def known_keys(
             elsewhere.discard(digest)
     return here | elsewhere
 
+
 def believed_clocks(core: PeerCore, now: float, namespace: bytes | None) -> Callable[[Member], range]:
     """The clocks of versions that are believed of each member: none of one that is not alive."""
     flushed = core.gossip.cluster_records.floors.floor_for(b"", namespace).clock
@@ -217,6 +214,7 @@ def believed_clocks(core: PeerCore, now: float, namespace: bytes | None) -> Call
 
     return believed
 
+
 @dataclass(frozen=True, slots=True)
 class PrefixRun:
     """A member has the first `blocks` of a chain without a gap, `memory_blocks` of these in its memory."""
@@ -225,12 +223,14 @@ class PrefixRun:
     blocks: int
     memory_blocks: int
 
+
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """`matched` blocks from the first on have a holder each. `runs`: of holders of the first one, the longest first."""
 
     matched: int
     runs: list[PrefixRun]
+
 
 def holdings_here(
     core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes
@@ -249,12 +249,14 @@ def holdings_here(
             _note_copies(found, place, len(digests), core.copies.known(digest, now, namespace))
     return found
 
+
 def holdings_of(copies: Sequence[Sequence[KnownCopy]]) -> dict[Member, Holding]:
     """Holders of keys with these copies each."""
     found: dict[Member, Holding] = {}
     for place, some in enumerate(copies):
         _note_copies(found, place, len(copies), some)
     return found
+
 
 def _own_holding(core: PeerCore, digests: Sequence[bytes], now: float) -> Holding:
     own, here = Holding.of_none(len(digests)), core.segment.digests()
@@ -265,6 +267,7 @@ def _own_holding(core: PeerCore, digests: Sequence[bytes], now: float) -> Holdin
         own.held[:] |= np.array([digest in cold for digest in digests], np.bool_)
     return own
 
+
 def _note_copies(
     found: dict[Member, Holding], place: int, count: int, copies: Sequence[KnownCopy]
 ) -> None:
@@ -274,6 +277,7 @@ def _note_copies(
             holding.held[place] = True
             holding.in_memory[place] = copy.record.tier is not Tier.SSD
             holding.size_units[place] = copy.record.size_units
+
 
 def match(found: Mapping[Member, Holding], count: int, pieces: int = 1) -> PrefixMatch:
     """The match of a chain of `count` keys with these holders. A block is `pieces` keys in a row, all of one member."""
@@ -289,10 +293,12 @@ def match(found: Mapping[Member, Holding], count: int, pieces: int = 1) -> Prefi
     runs.sort(key=lambda run: (-run.blocks, -run.memory_blocks, run.member))
     return PrefixMatch(_run_length(pooled), runs)
 
+
 def _whole(keys: npt.NDArray[np.bool_], pieces: int) -> npt.NDArray[np.bool_]:
     """Whether all pieces of each block are there."""
     whole: npt.NDArray[np.bool_] = np.logical_and.reduce(keys.reshape(-1, pieces), axis=1)
     return keys if pieces == 1 else whole
+
 
 def _run_length(blocks: npt.NDArray[np.bool_]) -> int:
     """The number of blocks before the first that is missing."""
