@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from p2pstore.core.copies.coldest import coldest_use
 from p2pstore.core.copies.hand_over import HandOverOperation
-from p2pstore.core.copies.offers import coldest_use
 from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.core_effects import (
     AskPeer,
@@ -31,8 +31,7 @@ from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.core.removals.flush import FlushOperation
-from p2pstore.core.removals.remove import RemoveOperation
+from p2pstore.core.remove import FlushOperation, RemoveOperation
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import gossip_messages as control
 from p2pstore.gossip.machine import Answer, Ask, Contact, FetchSnapshot, Gossip, Later, SnapshotHead

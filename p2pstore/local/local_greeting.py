@@ -17,7 +17,7 @@ from p2pstore.local.local_requests import reply_in
 from p2pstore.local.socket_paths import CHOICES, not_a_socket
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
 from p2pstore.memory.mapped.mapped_memory import map_joined, map_read_only, map_table, map_writable
-from p2pstore.runtime import memory_barrier
+from p2pstore.runtime import linux
 from p2pstore.runtime.linux import connected_user, is_shortage, shortage
 from p2pstore.runtime.streams import MAX_PASSED_DESCRIPTORS, ByteStream, Driver
 from p2pstore.wire import (
@@ -59,7 +59,7 @@ class Opening:
             location_table=self.location_table,
             directory=self.directory >= 0,
             checkpoint=self.checkpoint,
-            hazards=self.hazards and memory_barrier.take_part(),
+            hazards=self.hazards and linux.join_barriers(),
         )
 
 

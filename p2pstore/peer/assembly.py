@@ -20,12 +20,12 @@ import p2pstore
 from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
-from p2pstore.core.copies.offers import coldest_use
+from p2pstore.core.copies.coldest import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.gossip_config import preset
-from p2pstore.gossip.homes.directory_mode import ModeLimits
+from p2pstore.gossip.homes.partition_homes import ModeLimits
 from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip, GossipConfig
@@ -68,10 +68,10 @@ from p2pstore.peer.segment_memory import (
     watch_earlier_clients,
 )
 from p2pstore.peer.ssd_opening import open_ssd
-from p2pstore.runtime import memory_barrier
+from p2pstore.runtime import linux
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.state.key_files import ephemeral, load_token_file
+from p2pstore.state.folder import ephemeral, load_token_file
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.topology.sysfs import host_identity
@@ -192,7 +192,7 @@ class Assembly:
             marks=self.memory.marks if isinstance(self.memory, KeptMemory) else None,
             kept=self.memory.kept if isinstance(self.memory, KeptMemory) else None,
             now=time.time(),
-            barrier=memory_barrier.pass_through_all,
+            barrier=linux.memory_barrier,
         )
         self.stack.callback(segment.detach)
         self.stack.callback(segment.close)
@@ -373,6 +373,8 @@ class Assembly:
         nursery.start_soon(data_server.serve, listeners)
         if config.metrics is not None:
             await self._serve_status(node, config.metrics, nursery)
+        if config.kv_events is not None or config.kv_events_replay is not None:
+            self._publish_events(node, nursery)
         local_server = partial(
             serve_local,
             self.socket_path,
@@ -444,6 +446,18 @@ class Assembly:
         source = StatusSource(node.statistics, with_keys=self.config.metrics_keys)
         pages, queries = metrics_pages(node.statistics, source), PrefixQueries(node).by_path()
         nursery.start_soon(serve_http, listeners, Site(pages, queries, token))
+
+    def _publish_events(self, node: Node, nursery: trio.Nursery) -> None:
+        """Publish events about keys, for which few peers need this import."""
+        try:
+            from p2pstore.peer.event_stream import EventStream
+        except ImportError:
+            raise ConfigError(
+                "kv_events: needs pyzmq; install it with `pip install 'p2pstore[events]'`"
+            ) from None
+        stream = EventStream(node)
+        self.stack.callback(stream.close)
+        nursery.start_soon(stream.run)
 
 
 def local_socket_path(config: PeerConfig) -> Path:

@@ -1,7 +1,4 @@
-"""Where a peer's memory is, as its settings say: in files, on huge pages, on NUMA nodes. Shell.
-
-Checks of this peer's own memory, beside the event loop: checksums of objects, and what clients overwrote.
-"""
+"""A peer's own memory: where it is, as the settings say, and its checks beside the event loop. Shell."""
 
 from __future__ import annotations
 
@@ -39,6 +36,8 @@ from p2pstore.runtime.side_by_side import PIECE_BYTES as HASHED_AT_ONCE
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
+
+logger = logging.getLogger("p2pstore.peer")
 
 SegmentMemory = SharedMemory | JoinedMemory
 
@@ -132,8 +131,6 @@ async def provide_pages(memory: SegmentMemory, config: PeerConfig) -> None:
         nursery.cancel_scope.cancel()
 
 
-logger = logging.getLogger("p2pstore.peer")
-
 LOOK_SECONDS: Final = 1.0
 
 
@@ -184,8 +181,6 @@ async def watch_earlier_clients(segment: Segment, memory: KeptMemory) -> None:
             return
         await trio.sleep(LOOK_SECONDS)
 
-
-logger = logging.getLogger("p2pstore.peer")
 
 RESTORE_SECONDS: Final = 1.0
 RESTORE_COUNT: Final = 256

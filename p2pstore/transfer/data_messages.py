@@ -33,6 +33,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from p2pstore.addresses import split_address
+from p2pstore.home_messages import Push, Pushed
 from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES
 from p2pstore.transfer import peer_messages as peer
 from p2pstore.wire import Code, Message, encode_failure
@@ -71,6 +72,7 @@ class DataKind(IntEnum):
     REMOVE = 39
     FLUSH = 40
     REPLICATE_MANY = 41
+    NAMES = 42
 
 
 class Refused(Exception):
@@ -368,12 +370,13 @@ MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
     DataKind.GET: (Get, Objects),
     DataKind.GET_SMALL: (GetSmall, SmallObjects),
     DataKind.LOOKUP: (peer.Lookup, peer.Locations),
-    DataKind.PUSH: (peer.Push, peer.Pushed),
+    DataKind.PUSH: (Push, Pushed),
     DataKind.REPLICATE: (peer.Replicate, peer.Replicated),
     DataKind.REPLICATE_MANY: (peer.ReplicateMany, peer.ReplicatedMany),
     DataKind.SNAPSHOT: (peer.Snapshot, peer.SnapshotReply),
     DataKind.CLUSTER_RECORDS: (peer.ClusterRecords, peer.RecordsTaken),
     DataKind.LIST: (peer.ListKeys, peer.Keys),
+    DataKind.NAMES: (peer.Names, peer.Named),
     DataKind.STATISTICS: (peer.Statistics, peer.StatisticsReply),
     DataKind.PING: (Ping, Pong),
     DataKind.READS: (peer.Reads, peer.ReadsTaken),
@@ -401,6 +404,7 @@ READ_KINDS: Final = frozenset(
         DataKind.GET_SMALL,
         DataKind.LOOKUP,
         DataKind.LIST,
+        DataKind.NAMES,
         DataKind.STATISTICS,
         DataKind.PING,
     }
@@ -411,7 +415,6 @@ READER_KINDS: Final = READ_KINDS | {DataKind.SNAPSHOT, DataKind.RDMA_CONNECT, Da
 WRITE_KINDS: Final = frozenset({DataKind.STORE, DataKind.STORE_PART, DataKind.REMOVE, DataKind.FLUSH})
 """What a ticket of scope WRITE allows; the rest needs scope PEER. One made with a writer's key allows no more than
 these and `READER_KINDS`."""
-
 
 TLS_SCHEME: Final = "tls://"
 

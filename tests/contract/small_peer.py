@@ -33,7 +33,7 @@ from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin, TrailerBody, plan_geometry
 from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
 from p2pstore.put_facts import KeyEntry, PutFacts, PutStatus
-from p2pstore.runtime import memory_barrier
+from p2pstore.runtime import linux
 from p2pstore.wire import Code, Empty, Message, code_of
 from simulation.segment_checks import check_segment
 
@@ -60,7 +60,7 @@ class SmallBackend:
             segment_id=os.urandom(16),
             incarnation=1,
             geometry=geometry,
-            barrier=memory_barrier.pass_through_all,
+            barrier=linux.memory_barrier,
         )
         self.max_leased_bytes = max_leased_bytes
         self.gives_pages = gives_pages

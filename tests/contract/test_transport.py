@@ -42,6 +42,7 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
+from p2pstore.home_messages import Push, Pushed
 from p2pstore.memory.entries import SmallObjectsLent, Written
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import Segment
@@ -87,8 +88,6 @@ from p2pstore.transfer.failover import PullFailed, Unannounced
 from p2pstore.transfer.peer_messages import (
     ClusterRecords,
     Lookup,
-    Push,
-    Pushed,
     Replicate,
     Replicated,
     Snapshot,

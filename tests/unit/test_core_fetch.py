@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from p2pstore.core.core_effects import AskPeer, KnownCopy, PullFailure, PullObject, PullOutcome
@@ -27,7 +29,7 @@ from tests.unit.core_harness import (
 )
 
 
-def fetch(world: Harness, key: str = "k", **options: object) -> Operation:
+def fetch(world: Harness, key: str = "k", **options: Any) -> Operation:
     return world.core.operations.fetch(digest_of(key), world.now, **options)
 
 

@@ -1,8 +1,7 @@
-"""A transport that gives way to another one is told once, and again only after it worked."""
+"""Which failure of a transport is a fallback to another one."""
 
 from __future__ import annotations
 
-from p2pstore.status.measures import MAX_REMEMBERED, Fallbacks
 from p2pstore.transfer.failover import PullAttempts, PullFailed
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import Code
@@ -20,19 +19,3 @@ def test_the_next_transport_to_a_holder_is_a_fallback_and_the_next_holder_is_not
         attempts.failed(PullFailed(code, "refused", retriable=retriable))
     assert [(each.member, each.transport) for each in attempts.fallbacks] == [(1, "shm")]
     assert [(each.member, each.transport) for each in attempts.reports] == [(1, "tcp"), (2, "shm")]
-
-
-def test_it_is_said_once_for_each_peer() -> None:
-    fallbacks = Fallbacks()
-    assert fallbacks.failed(1, "shm")
-    assert not fallbacks.failed(1, "shm")
-    assert fallbacks.failed(2, "shm")
-    fallbacks.worked(1, "shm")
-    assert fallbacks.failed(1, "shm")
-
-
-def test_memory_is_bounded() -> None:
-    fallbacks = Fallbacks()
-    for member in range(MAX_REMEMBERED + 1):
-        assert fallbacks.failed(member, "shm")
-    assert fallbacks.failed(0, "shm")  # forgotten, so said again

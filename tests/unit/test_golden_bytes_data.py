@@ -8,6 +8,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from p2pstore.access.keyring import KeyRing, writer_key_of
 from p2pstore.gossip.links.identity import Identity
+from p2pstore.home_messages import Holding, PartitionSet, Push, Pushed
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.data_messages import (
@@ -51,16 +52,14 @@ from p2pstore.transfer.peer_messages import (
     ExpirySet,
     Flush,
     Flushed,
-    Holding,
     Locations,
     Lookup,
-    PartitionSet,
+    Named,
+    Names,
     PinItem,
     PinsSet,
     Proofs,
     Prove,
-    Push,
-    Pushed,
     ReadCount,
     Reads,
     ReadsTaken,
@@ -201,6 +200,8 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "removed": (DataKind.REMOVE, 18, Removed([True]), REPLY, 0),
     "flush": (DataKind.FLUSH, 19, Flush("default", 2000), 0, 0),
     "flushed": (DataKind.FLUSH, 19, Flushed(2, ["b"]), REPLY, 0),
+    "names": (DataKind.NAMES, 20, Names("default", DIGEST), 0, 0),
+    "named": (DataKind.NAMES, 20, Named(["key"]), REPLY, 0),
 }
 GOLDEN: dict[str, str] = {
     "hello": (
@@ -290,6 +291,8 @@ GOLDEN: dict[str, str] = {
     "removed": "270001001200000003000000000000009191c3",
     "flush": "28000000130000000c0000000000000092a764656661756c74cd07d0",
     "flushed": "28000100130000000500000000000000920291a162",
+    "names": "2a000000140000001b0000000000000092a764656661756c74c410dccec363d9fb256bb2d52a0704475a00",
+    "named": "2a000100140000000600000000000000" + "9191a36b6579",
 }
 FAILURE = "10000300060000000900000000000000930ea56c6174657201"
 CLAIMS = (

@@ -16,11 +16,11 @@ import trio
 from p2pstore.core import operations, peer_core
 from p2pstore.core.copies.memory_return import COLD_PER_STEP
 from p2pstore.core.core_effects import ColdObject, ColdSorted
+from p2pstore.core.floors import WITHDRAWN_PER_STEP
 from p2pstore.core.gets import serving
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP
 from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.core.removals.flush import WITHDRAWN_PER_STEP
 from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.cluster_records import PURGE_STEP
 from p2pstore.gossip.floors.cluster_records import ClusterRecords as KeptRecords
@@ -517,8 +517,7 @@ class Sleeper(Operation):
     woken = 0
 
     def start(self, now: float) -> None:
-        self.wake_at = now + 1.0
-        self.core.operations.set_alarm(self)
+        self.set_alarm(now + 1.0)
 
     def wake(self, now: float) -> None:
         Sleeper.woken += 1

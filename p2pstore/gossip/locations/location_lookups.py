@@ -111,8 +111,7 @@ class LocationLookups(ViewTable):
 
     @exclusive
     def holders(self, digest: bytes) -> list[Location]:
-        """The holders of the key, hearsay included: owners believed alive first, among them the newest version
-        first."""
+        """The key's holders, hearsay included: owners believed alive first, among them the newest version first."""
         found = [
             Location(member, *position, decode_location(packed), hidden)
             for member, position, packed, hidden in self._standing(digest)
@@ -164,6 +163,18 @@ class LocationLookups(ViewTable):
             found[self._of_slot[int(slots[begin])].member] = holding
         if self._any_apart:
             self._correct_holdings(found, digests, believed)
+        return found
+
+    @exclusive
+    def logged_tiers(self, digests: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+        """By the logs of members that are not hidden alone: for each key 1 when one has it in memory, plus 2 when one
+        has it on its SSD."""
+        found = np.zeros(len(digests), np.uint8)
+        matches = self._index.find_many(b"".join(digests))
+        shown = [slot for slot, view in self._of_slot.items() if not view.hidden]
+        some = np.isin(matches.slots, shown)
+        tiers = self._index.tiers(matches.rows[some])
+        np.bitwise_or.at(found, matches.queries[some], (tiers + 1) & 3)  # DRAM, SSD, both
         return found
 
     def _correct_holdings(
@@ -272,8 +283,7 @@ class LocationLookups(ViewTable):
         self._early.overtaken(view.member, view.position, digests)
 
     def watch(self, held: Set[bytes], awaited: Set[bytes]) -> None:
-        """Note every change that concerns a digest in one of these live views of sets, for
-        `take_touched`."""
+        """Note every change that concerns a digest in one of these live views of sets, for `take_touched`."""
         self._watched.watch(held, awaited)
 
     @property
@@ -340,8 +350,7 @@ class EarlyOperations:
     def note(
         self, member: Member, position: Position, operation: bytes, now: float, *, hearsay: bool = False
     ) -> bool:
-        """Keep an operation. False when one of the same key is as new. What the owner says itself goes before
-        hearsay, whatever place that claims."""
+        """Keep an operation; False when one of the key is as new. The owner's own word goes before any hearsay."""
         digest = operation[:DIGEST_BYTES]
         known = self._entries.get(digest, _NONE).get(member)
         if known is not None and (
@@ -436,8 +445,7 @@ class Denials:
     def covers(
         self, member: Member, digest: bytes, position: Position, *, hearsay: bool = False
     ) -> bool:
-        """Whether what the owner said at `position` is denied. A denial that is past is forgotten, but not because
-        others claim a place that is."""
+        """Whether what the owner said at `position` is denied. Only the owner's going past a denial forgets it."""
         key = (digest, member)
         denied = self._positions.get(key)
         if denied is None:

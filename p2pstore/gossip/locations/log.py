@@ -94,6 +94,12 @@ class OperationRing:
         """Sequence number of the last operation that is signed, or went."""
         return self._ends[-1] if self._ends else self.first - 1
 
+    def after(self, sequence: int) -> bytes | None:
+        """The operations after `sequence`, signed or not; None where some of them are not here."""
+        if not self.first - 1 <= sequence <= self.last:
+            return None
+        return bytes(self._packed[(sequence + 1 - self.first) * LOCATION_BYTES :])
+
     def extend(self, packed: bytes) -> None:
         """Append operations that follow `last` and are not signed yet."""
         self._packed += packed
@@ -244,6 +250,10 @@ class OwnLog:
         """Signed runs with the operations after `sequence`; none when the ring no longer has them."""
         return self._ring.since(sequence, limit_bytes)
 
+    def after(self, sequence: int) -> bytes | None:
+        """The operations after `sequence`, signed or not; None when the ring no longer has them."""
+        return self._ring.after(sequence)
+
     def snapshot(self) -> bytes:
         """All held records, packed: the set at `head`. 20 ms for a million: see `copying`."""
         return self._records.pack(self._slot)
@@ -368,8 +378,7 @@ RUNS_PER_SECOND: Final = 150.0
 """Of all owners together, about: 1 % of a core for their readers."""
 LEAST_SECONDS: Final = 0.05
 LEAST_SECONDS_UNDER_LOAD: Final = 0.4
-"""Shortest time between two signatures of one owner. Under load the bytes of signatures are to stay few beside those of
-operations."""
+"""Shortest time between two signatures: under load their bytes are to stay few beside those of operations."""
 MOST_SECONDS: Final = 2.0
 """Owners wait no longer than that, however many there are."""
 

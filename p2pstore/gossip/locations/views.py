@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
 from itertools import islice
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.location_slots import PublishedLocations
@@ -97,6 +97,15 @@ class View:
     @property
     def position(self) -> Position:
         return self.incarnation, self.sequence
+
+
+class ViewPlace(NamedTuple):
+    """Where a view stands. Its records changed by operations alone while nothing but `sequence` differs."""
+
+    incarnation: int
+    slot: int
+    hidden: bool
+    sequence: int
 
 
 _P = ParamSpec("_P")
@@ -225,6 +234,28 @@ class ViewTable:
             return None
         return *view.position, self._index.hash(view.slot), self._index.pack(view.slot)
 
+    def places(self) -> dict[Member, ViewPlace]:
+        """Where every view stands now."""
+        return {
+            member: ViewPlace(view.incarnation, view.slot, view.hidden, view.sequence)
+            for member, view in self._views.items()
+        }
+
+    def operations_after(self, member: Member, sequence: int) -> bytes | None:
+        """A member's operations after `sequence`; None where some of them are not here."""
+        view = self._views.get(member)
+        ring = None if view is None else view.ring
+        return None if ring is None else ring.after(sequence)
+
+    def count_of(self, member: Member) -> int:
+        """How many records a view has."""
+        view = self._views.get(member)
+        return 0 if view is None else self._index.count(view.slot)
+
+    def digests_between(self, member: Member, start: int, stop: int) -> list[bytes]:
+        """Digests at these positions of a view: see `LocationIndex.digests`."""
+        return self._index.digests(self._views[member].slot, start, stop)
+
     def lag(self, member: Member) -> int:
         """How many operations the view is behind the latest signed head."""
         view = self._views.get(member)
@@ -349,8 +380,7 @@ STEP_RECORDS: Final = 2_048
 """A step of what takes long: one or two milliseconds."""
 
 MAX_AHEAD: Final = 8 * STEP_RECORDS
-"""Touched digests that are waited for to be taken, before more of whole slots are. (A set of half a million
-takes 10 ms to grow.)"""
+"""Touched digests that wait to be taken, before more of whole slots are. (Half a million take 10 ms to add.)"""
 
 
 class WatchedKeys:
@@ -413,8 +443,7 @@ class WatchedKeys:
             limit -= self._go_through(next(iter(self._left)), limit)
 
     def _go_through(self, slot: int, limit: int) -> int:
-        """From the last record to the first: one that takes the place of another comes from behind, so none
-        is left out."""
+        """From the last record to the first: one that takes the place of another comes from behind."""
         left = min(self._left.pop(slot), self._index.count(slot))
         start = max(0, left - limit)
         self.heard_of(set(self._index.digests(slot, start, left)))

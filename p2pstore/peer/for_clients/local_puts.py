@@ -125,8 +125,7 @@ class LocalPuts:
         return await take_turns(self._committed(client, message, operations))
 
     async def _make_durable(self, message: local.Commit, operations: list[Started]) -> None:
-        """Write the durable values of a batch to the SSD at once: they share their syncs. A value that fails stays in
-        memory."""
+        """Write a batch's durable values to the SSD at once: they share syncs. A value that fails stays in memory."""
 
         async def keep(number: int, digest: bytes) -> None:
             assert self._node.ssd is not None
@@ -180,8 +179,7 @@ class LocalPuts:
         return reservation
 
     def make_room_ahead(self) -> None:
-        """Evict for the next put while no put waits for room. One value's room, however many clients put: the first
-        put takes it."""
+        """Evict for the next put while no put waits for room: one value's room, however many clients put."""
         if self._next_put is None:
             return
         item, namespace = self._next_put

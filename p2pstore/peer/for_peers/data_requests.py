@@ -28,7 +28,7 @@ from p2pstore.errors import (
     ProtocolError,
     Unavailable,
 )
-from p2pstore.gossip.gossip_effects import FetchSnapshot, SnapshotHead
+from p2pstore.gossip.gossip_messages import FetchSnapshot, SnapshotHead
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up

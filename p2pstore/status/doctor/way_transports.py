@@ -182,8 +182,7 @@ STAGING_BYTES: Final = 8 * MIB
 async def examine_rdma(
     record: PeerRecord, granted: GrantedTicket, seconds: float, report: Callable[[Finding], None]
 ) -> None:
-    """Read from the peer's memory for `seconds`. Peers only read each other's memory, so there is no other
-    direction."""
+    """Read from the peer's memory for `seconds`. Peers only read each other's, so there is no other direction."""
     names = device_names(PeerConfig())
     if all(offer.name != RdmaTransport.name for offer in record.transports):
         report(skipped(RDMA_NAME, "the peer does not let others read it by RDMA"))
@@ -235,8 +234,7 @@ async def examine_shared_memory(
     timeout_seconds: float,
     report: Callable[[Finding], None],
 ) -> None:
-    """Map the peer's memory as a reader does, and copy from it. Peers only read each other's memory, so there
-    is no other direction."""
+    """Map the peer's memory as a reader does, and copy from it. There is no other direction: peers only read."""
     reason = f"no answer within {timeout_seconds:g} s"
     driver = TrioDriver()
     with trio.move_on_after(timeout_seconds + seconds):
