@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import p2pstore
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.client.puts import WINDOW_BYTES, WINDOW_ITEMS
-from p2pstore.errors import AnswerTooLarge, CapacityExceeded, StoreClosed
+from p2pstore.errors import AnswerTooLarge, CapacityExceeded, NoSuchKey, StoreClosed
 from p2pstore.integrations.mooncake import replicas as removing
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
 from p2pstore.local import local_messages as local
@@ -35,13 +36,16 @@ from p2pstore.wire import LOCAL_LIMITS, encode_body
 from simulation.segment_checks import check_segment
 from tests.contract.small_peer import SmallPeer, small_peer
 from tests.contract.worlds import peer_process
-from tests.waiting import eventually
+from tests.waiting import SECONDS, eventually
 
 COUNT = 10_100
 KEYS = [f"{number:06}/".ljust(1024, "k") for number in range(COUNT)]
 MANY = 4200
 """More items than a frame takes."""
 VALUE = b"v"
+
+patient = partial(blocking.connect, timeout=SECONDS)
+"""These requests are large, and a busy machine is slow."""
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +59,13 @@ def near_and_far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
 
 @pytest.fixture
 def near(near_and_far: tuple[str, str]) -> Iterator[BlockingClient]:
-    with blocking.connect(near_and_far[0]) as client:
+    with patient(near_and_far[0]) as client:
         yield client
 
 
 @pytest.fixture
 def far(near_and_far: tuple[str, str]) -> Iterator[BlockingClient]:
-    with blocking.connect(near_and_far[1]) as client:
+    with patient(near_and_far[1]) as client:
         yield client
 
 
@@ -91,6 +95,7 @@ def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
     near_and_far: tuple[str, str], near: BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONCAKE_P2P_SOCKET", near_and_far[0])
+    monkeypatch.setattr(blocking, "connect", patient)
     store = MooncakeDistributedStore()
     assert store.setup("localhost", "", 0, 0, "tcp", "", "") == 0
     try:
@@ -247,8 +252,10 @@ async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: Sm
             found = await client.contains_many([key for key, _ in items])
             held = dict(zip([key for key, _ in items], found, strict=True))
             for key, value in items:
-                if held[key]:
-                    assert await client.get(key) == value
+                try:
+                    assert not held[key] or await client.get(key) == value
+                except NoSuchKey:  # evicted for a window that was on its way to the peer
+                    assert not await client.contains(key)
 
 
 KILLED_AT_EACH_STEP = """
