@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
-from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.key_pages import ListedPage, ListOperation, is_known, known_keys
 from p2pstore.core.gets.lookup import LookupOperation, split_digests
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import KnownCopy, PutEnd
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import Status
