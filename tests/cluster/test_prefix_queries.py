@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
@@ -18,6 +17,7 @@ from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.peer.prefix_queries import PrefixRequest
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.commands import ran
 
 SECONDS = 30.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prefix_query.sh"
@@ -107,7 +107,7 @@ def test_the_example_with_curl(cluster: ProcessCluster) -> None:
     peer, keys = cluster.peers[0], ['quote"and\\backslash', "second"]
     peer.client.put(keys[0], b"1")
     command = [EXAMPLE, peer.ready["metrics"], *keys]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = ran(command, SECONDS)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["matched"] == 1
 
