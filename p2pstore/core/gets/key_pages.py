@@ -1,26 +1,37 @@
 """The keys of all peers: page by page, which of some are known, and how much of a chain of blocks there is."""
 
 from __future__ import annotations
-
-import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
-import numpy.typing as npt
-
-from p2pstore.core.core_effects import KnownCopy, Reply
-from p2pstore.core.gets.serving import MAX_LIST_LIMIT, ListHereOperation
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from itertools import count
+from itertools import pairwise
+from p2pstore.core.gets.serving import ListHereOperation
+from p2pstore.core.gets.serving import MAX_LIST_LIMIT
+from p2pstore.core.operation import KnownCopy
 from p2pstore.core.operation import Operation
+from p2pstore.core.operation import Reply
 from p2pstore.gossip.locations.location_lookups import Holding
-from p2pstore.gossip.records import Member, PeerId, Tier
-from p2pstore.objects import ZERO_VERSION, newest_accepted_clock
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import Tier
+from p2pstore.objects import ZERO_VERSION
+from p2pstore.objects import newest_accepted_clock
 from p2pstore.put_facts import KeyEntry
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import KeyInfo, Keys, ListKeys
+from p2pstore.transfer.peer_messages import KeyInfo
+from p2pstore.transfer.peer_messages import Keys
+from p2pstore.transfer.peer_messages import ListKeys
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
+import heapq
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -33,7 +44,6 @@ MERGED_PER_STEP: Final = 512
 NAMED_PEERS: Final = 8
 """Holders named per key; `copies` counts them all."""
 
-
 @dataclass(slots=True)
 class ListedPage:
     """A page of keys, in order. `silent` peers did not answer in time."""
@@ -41,7 +51,6 @@ class ListedPage:
     items: list[KeyEntry]
     more: bool
     silent: list[PeerId] = field(default_factory=list)
-
 
 class ListOperation(Operation):
     """One page of keys over all live peers."""
@@ -97,12 +106,9 @@ class ListOperation(Operation):
         else:
             self.set_alarm(now)
 
-
 def is_page_of(page: Keys, request: ListKeys) -> bool:
-    """Whether a page is what was asked for: keys in order, each once, after `after`, with the prefix.
-
-    Anything else could send a client that pages through the keys in circles.
-    """
+    """Whether a page is what was asked for: keys in order, each once, after `after`, with the prefix. Anything else
+    could send a client that pages through the keys in circles."""
     keys = [item.key for item in page.items]
     return (
         all(earlier < later for earlier, later in pairwise([request.after, *keys]))
@@ -110,18 +116,14 @@ def is_page_of(page: Keys, request: ListKeys) -> bool:
         and (bool(keys) or not page.more)
     )
 
-
 def merge_pages(
     limit: int,
     answers: Sequence[tuple[PeerId, Keys]],
     silent: list[PeerId],
     name_of: Callable[[PeerId], str],
 ) -> Steps[ListedPage]:
-    """Merge sorted pages: the newest version of each key speaks for it.
-
-    A page that says `more` ends the merged page at its last key: behind it that peer may hold keys
-    that it did not list.
-    """
+    """Merge sorted pages: the newest version of each key speaks for it. A page that says `more` ends the merged one at
+    its last key, behind which that peer may hold keys that it did not list."""
     horizon = min((page.items[-1].key for _, page in answers if page.more and page.items), default=None)
     merged: list[KeyEntry] = []
     for number, (key, place, item) in enumerate(heapq.merge(*map(_in_order, count(), answers))):
@@ -142,10 +144,8 @@ def merge_pages(
             merged[-1] = _entry(item, [name], 1)
     return ListedPage(merged, horizon is not None, silent)
 
-
 def _in_order(place: int, answer: tuple[PeerId, Keys]) -> Iterator[tuple[str, int, KeyInfo]]:
     return ((item.key, place, item) for item in answer[1].items)
-
 
 def _entry(item: KeyInfo, peers: list[str], copies: int) -> KeyEntry:
     return KeyEntry(
@@ -159,7 +159,6 @@ def _entry(item: KeyInfo, peers: list[str], copies: int) -> KeyEntry:
         item.clock,
         item.writer,
     )
-
 
 def is_known(core: PeerCore, digest: bytes, now: float, namespace: bytes | None = None) -> bool:
     """`known_keys` for one key: without the sets, which cost more than looking it up."""
@@ -184,7 +183,6 @@ def is_known(core: PeerCore, digest: bytes, now: float, namespace: bytes | None 
             return True
     return False
 
-
 def known_keys(
     core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes | None = None
 ) -> set[bytes]:
@@ -206,7 +204,6 @@ def known_keys(
             elsewhere.discard(digest)
     return here | elsewhere
 
-
 def believed_clocks(core: PeerCore, now: float, namespace: bytes | None) -> Callable[[Member], range]:
     """The clocks of versions that are believed of each member: none of one that is not alive."""
     flushed = core.gossip.cluster_records.floors.floor_for(b"", namespace).clock
@@ -220,7 +217,6 @@ def believed_clocks(core: PeerCore, now: float, namespace: bytes | None) -> Call
 
     return believed
 
-
 @dataclass(frozen=True, slots=True)
 class PrefixRun:
     """A member has the first `blocks` of a chain without a gap, `memory_blocks` of these in its memory."""
@@ -229,7 +225,6 @@ class PrefixRun:
     blocks: int
     memory_blocks: int
 
-
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """`matched` blocks from the first on have a holder each. `runs`: of holders of the first one, the longest first."""
@@ -237,12 +232,11 @@ class PrefixMatch:
     matched: int
     runs: list[PrefixRun]
 
-
-def match_here(
-    core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes, pieces: int = 1
-) -> PrefixMatch | None:
-    """The match of a chain of keys whose locations this peer knows all, at a microsecond or so a key. None: ask
-    homes (`LookupOperation`), and use `match_copies`. A block is `pieces` keys in a row, all of one member."""
+def holdings_here(
+    core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes
+) -> dict[Member, Holding] | None:
+    """Holders of keys whose locations this peer knows all, at a microsecond or so a key. None: ask homes
+    (`LookupOperation`), and use `holdings_of`."""
     found = core.gossip.locations.holdings(digests, believed_clocks(core, now, namespace))
     if found is None:
         return None
@@ -253,16 +247,14 @@ def match_here(
             for holding in found.values():
                 holding.held[place] = holding.in_memory[place] = False
             _note_copies(found, place, len(digests), core.copies.known(digest, now, namespace))
-    return _match(found, len(digests), pieces)
+    return found
 
-
-def match_copies(copies: Sequence[Sequence[KnownCopy]], pieces: int = 1) -> PrefixMatch:
-    """The match of a chain of keys with these copies each."""
+def holdings_of(copies: Sequence[Sequence[KnownCopy]]) -> dict[Member, Holding]:
+    """Holders of keys with these copies each."""
     found: dict[Member, Holding] = {}
     for place, some in enumerate(copies):
         _note_copies(found, place, len(copies), some)
-    return _match(found, len(copies), pieces)
-
+    return found
 
 def _own_holding(core: PeerCore, digests: Sequence[bytes], now: float) -> Holding:
     own, here = Holding.of_none(len(digests)), core.segment.digests()
@@ -273,7 +265,6 @@ def _own_holding(core: PeerCore, digests: Sequence[bytes], now: float) -> Holdin
         own.held[:] |= np.array([digest in cold for digest in digests], np.bool_)
     return own
 
-
 def _note_copies(
     found: dict[Member, Holding], place: int, count: int, copies: Sequence[KnownCopy]
 ) -> None:
@@ -282,9 +273,10 @@ def _note_copies(
             holding = found.setdefault(copy.member, Holding.of_none(count))
             holding.held[place] = True
             holding.in_memory[place] = copy.record.tier is not Tier.SSD
+            holding.size_units[place] = copy.record.size_units
 
-
-def _match(found: Mapping[Member, Holding], count: int, pieces: int) -> PrefixMatch:
+def match(found: Mapping[Member, Holding], count: int, pieces: int = 1) -> PrefixMatch:
+    """The match of a chain of `count` keys with these holders. A block is `pieces` keys in a row, all of one member."""
     runs = []
     pooled = np.zeros(count // pieces, np.bool_)
     for member, holding in found.items():
@@ -297,12 +289,10 @@ def _match(found: Mapping[Member, Holding], count: int, pieces: int) -> PrefixMa
     runs.sort(key=lambda run: (-run.blocks, -run.memory_blocks, run.member))
     return PrefixMatch(_run_length(pooled), runs)
 
-
 def _whole(keys: npt.NDArray[np.bool_], pieces: int) -> npt.NDArray[np.bool_]:
     """Whether all pieces of each block are there."""
     whole: npt.NDArray[np.bool_] = np.logical_and.reduce(keys.reshape(-1, pieces), axis=1)
     return keys if pieces == 1 else whole
-
 
 def _run_length(blocks: npt.NDArray[np.bool_]) -> int:
     """The number of blocks before the first that is missing."""

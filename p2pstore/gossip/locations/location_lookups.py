@@ -6,26 +6,44 @@ view has passed it.
 """
 
 from __future__ import annotations
-
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence, Set
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import KeysView
+from collections.abc import Mapping
+from collections.abc import Sequence
+from collections.abc import Set
 from dataclasses import dataclass
-from itertools import compress, pairwise, starmap
+from itertools import compress
+from itertools import pairwise
+from itertools import starmap
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT
+from p2pstore.gossip.locations.location_index import digests_of
+from p2pstore.gossip.locations.location_slots import ApartKeys
+from p2pstore.gossip.locations.location_slots import PublishedLocations
+from p2pstore.gossip.locations.log import Position as Position
+from p2pstore.gossip.locations.log import REMOVED
+from p2pstore.gossip.locations.log import check_run
+from p2pstore.gossip.locations.views import DirectoryConfig
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.locations.views import View
+from p2pstore.gossip.locations.views import ViewTable
+from p2pstore.gossip.locations.views import exclusive
+from p2pstore.gossip.records import LOCATION_BYTES
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import Tier
+from p2pstore.gossip.records import decode_location
+from p2pstore.location_table import Matches
+from p2pstore.location_table import TIER_FLAGS
+from p2pstore.location_table import VERSION_BYTES
+from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import Version
 from struct import Struct
-from typing import Final, NamedTuple
-
+from typing import Final
+from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
-
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT, digests_of
-from p2pstore.gossip.locations.location_slots import ApartKeys, PublishedLocations
-from p2pstore.gossip.locations.log import REMOVED, check_run
-from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.views import DirectoryConfig, Location, View, ViewTable, exclusive
-from p2pstore.gossip.records import LOCATION_BYTES, Member, Tier, decode_location
-from p2pstore.location_table import TIER_FLAGS, VERSION_BYTES, Matches
-from p2pstore.objects import DIGEST_BYTES, Version
 
 _FLAGS: Final = LOCATION_BYTES - 1
 
@@ -37,18 +55,19 @@ _VERSION_PLACE: Final = slice(DIGEST_BYTES, DIGEST_BYTES + VERSION_BYTES)
 
 _MAX_CLOCK: Final = (1 << 64) - 1
 
-
 class Holding(NamedTuple):
-    """Which of some keys a member holds, and which of these in its memory: a boolean each."""
+    """Which of some keys a member holds, and which of these in its memory: a boolean each; and how long they are, in
+    units of 4 KiB, of which 0 is not known."""
 
     held: npt.NDArray[np.bool_]
     in_memory: npt.NDArray[np.bool_]
+    size_units: npt.NDArray[np.uint32]
 
     @staticmethod
     def of_none(count: int) -> Holding:
         """Of none of `count` keys."""
-        return Holding(np.zeros(count, np.bool_), np.zeros(count, np.bool_))
-
+        held, in_memory = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        return Holding(held, in_memory, np.zeros(count, np.uint32))
 
 class LocationLookups(ViewTable):
     """Views that can be asked for a key. `holders` may be called from any thread when `share` was given a lock."""
@@ -75,12 +94,8 @@ class LocationLookups(ViewTable):
         *,
         hearsay: bool = False,
     ) -> int:
-        """Note operations that arrived ahead of the log, from its owner or, as `hearsay`, from another. How many were
-        news.
-
-        Raises `ProtocolError`, and changes nothing, when sequences and whole records do not pair
-        up.
-        """
+        """Note operations ahead of the log, from its owner or, as `hearsay`, another. How many were news. Raises
+        `ProtocolError`, and changes nothing, when sequences and whole records do not pair up."""
         if check_run(operations) != len(sequences):
             raise ProtocolError("a push has not one sequence number per location record")
         if member in self.shares.refused:
@@ -154,12 +169,14 @@ class LocationLookups(ViewTable):
         some = self._believed(matches, believed).nonzero()[0]
         some = some[np.argsort(matches.slots[some], kind="stable")]
         slots, queries = matches.slots[some], matches.queries[some]
-        in_memory = self._index.tiers(matches.rows[some]) != Tier.SSD
+        rows = matches.rows[some]
+        in_memory, size_units = self._index.tiers(rows) != Tier.SSD, self._index.size_units(rows)
         borders = np.flatnonzero(np.diff(slots, prepend=0, append=0)).tolist()
         for begin, end in pairwise(borders):
             holding = Holding.of_none(len(digests))
             holding.held[queries[begin:end]] = True
             holding.in_memory[queries[begin:end]] = in_memory[begin:end]
+            holding.size_units[queries[begin:end]] = size_units[begin:end]
             found[self._of_slot[int(slots[begin])].member] = holding
         if self._any_apart:
             self._correct_holdings(found, digests, believed)
@@ -193,6 +210,7 @@ class LocationLookups(ViewTable):
                         found[member] = Holding.of_none(len(digests))
                     found[member].held[place] = True
                     found[member].in_memory[place] = packed[_FLAGS] & TIER_FLAGS != Tier.SSD
+                    found[member].size_units[place] = decode_location(packed).size_units
 
     @exclusive
     def mentioned(self, digests: Set[bytes]) -> set[bytes]:
@@ -300,12 +318,10 @@ class LocationLookups(ViewTable):
         """Have a digest looked at, though nothing new was heard of it."""
         self._watched.touch(digest)
 
-
 EXPIRED_AT_ONCE: Final = 1_024
 """A microsecond each."""
 
 _NONE: Final[Mapping[Member, EarlyOperation]] = {}
-
 
 @dataclass(frozen=True, slots=True)
 class EarlyOperation:
@@ -316,11 +332,9 @@ class EarlyOperation:
     hearsay: bool = False
     """Its owner did not say so itself: it shows where to look, and nothing else."""
 
-
 class EarlyOperations:
-    """The newest operation of each key and owner. The oldest go after `kept_seconds`: the log must have told of them by
-    then. When there are over `limit`, the oldest of the owner that has most go: one that pushes much pushes out
-    nothing of others. What the log told of goes at once."""
+    """The newest operation of each key and owner, until the log told of it, or for `kept_seconds`. Over `limit` the
+    oldest of the owner that has most go: one that pushes much pushes out nothing of others."""
 
     def __init__(self, limit: int, kept_seconds: float, apart: ApartKeys | None = None) -> None:
         self._limit = limit
@@ -411,7 +425,6 @@ class EarlyOperations:
         if not entries:
             del self._entries[digest]
             self._apart.remove(digest)
-
 
 class Denials:
     """At most `limit` denials; the oldest go first. Each belongs to a place in its owner's log."""

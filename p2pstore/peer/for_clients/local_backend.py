@@ -1,55 +1,63 @@
 """Requests of local clients, dispatched to their handlers. Requests of one step are answered at once."""
 
 from __future__ import annotations
-
-import logging
-import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
-
-import p2pstore
-from p2pstore.access.keyring import KeyRing, Role
+from p2pstore.access.keyring import KeyRing
+from p2pstore.access.keyring import Role
 from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.lookup import split_digests
-from p2pstore.core.puts.lifetimes import PinEnd, PinOperation
+from p2pstore.core.puts.lifetimes import PinEnd
+from p2pstore.core.puts.lifetimes import PinOperation
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
-from p2pstore.core.remove import FlushEnd, FlushOperation, RemoveOperation
-from p2pstore.errors import (
-    AuthenticationFailed,
-    DeadlineExceeded,
-    ProtocolMismatch,
-    StoreClosed,
-    Unavailable,
-)
-from p2pstore.gossip.records import PeerId, format_peer_id
+from p2pstore.core.remove import FlushEnd
+from p2pstore.core.remove import FlushOperation
+from p2pstore.core.remove import RemoveOperation
+from p2pstore.errors import AuthenticationFailed
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.errors import ProtocolMismatch
+from p2pstore.errors import StoreClosed
+from p2pstore.errors import Unavailable
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import format_peer_id
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
-from p2pstore.local.local_protocol import LocalClient, LocalKind
+from p2pstore.local.local_protocol import LocalClient
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.server import WRITING
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
-from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
+from p2pstore.memory.mapped.mapped_memory import SharedMemory
+from p2pstore.memory.mapped.mapped_memory import create_page
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import DIGEST_BYTES
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
-from p2pstore.peer.for_clients.local_queries import (
-    MAX_WAIT_SECONDS,
-    Answer,
-    LocalQueries,
-    check_batch,
-    no_such_key,
-)
+from p2pstore.peer.for_clients.local_queries import Answer
+from p2pstore.peer.for_clients.local_queries import LocalQueries
+from p2pstore.peer.for_clients.local_queries import MAX_WAIT_SECONDS
+from p2pstore.peer.for_clients.local_queries import check_batch
+from p2pstore.peer.for_clients.local_queries import no_such_key
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
 from p2pstore.put_facts import PutStatus
 from p2pstore.runtime import linux
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS, Flush, Flushed, Remove, Removed
+from p2pstore.transfer.peer_messages import Flush
+from p2pstore.transfer.peer_messages import Flushed
+from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS
+from p2pstore.transfer.peer_messages import Remove
+from p2pstore.transfer.peer_messages import Removed
 from p2pstore.transfer.ticket_desk import TicketOffice
-from p2pstore.wire import Empty, Message
+from p2pstore.wire import Empty
+from p2pstore.wire import Message
+from typing import Any
+from typing import Final
+import logging
+import os
+import p2pstore
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -76,7 +84,6 @@ _FOR_WRITERS: Final = frozenset(
     {LocalKind.RESERVE, LocalKind.PLACE, LocalKind.STORED, LocalKind.REMOVE, LocalKind.FLUSH}
 )
 """Those that one with a writer's key does not refuse in its namespaces."""
-
 
 class PeerLocalBackend:
     """Satisfies `p2pstore.local.local_protocol.LocalBackend`."""
@@ -122,6 +129,7 @@ class PeerLocalBackend:
             LocalKind.CONTAINS: queries.contains,
             LocalKind.LOCATE: queries.locate,
             LocalKind.MATCH_PREFIX: queries.match_prefix,
+            LocalKind.ESTIMATE: queries.estimate,
             LocalKind.REMOVE: self._remove,
             LocalKind.LIST: queries.list_keys,
             LocalKind.PEERS: queries.peers,
@@ -141,7 +149,6 @@ class PeerLocalBackend:
         self._read_only, self._table_descriptor = [], -1
 
     def welcome(self, client: LocalClient, version: int) -> tuple[local_protocol.HelloReply, list[int]]:
-        """This peer's introduction, and the segment's descriptors."""
         self._node.check_open()
         self._node.guard.restore_header()
         memory = self._memory
@@ -192,13 +199,11 @@ class PeerLocalBackend:
         return page
 
     def welcomed(self, client: LocalClient) -> None:
-        """It has its page: a descriptor less."""
         page = self._hazard_pages.get(client.holder)
         if page is not None:
             page.close_descriptor()
 
     def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
-        """The answer, or something to await that gives it."""
         if kind not in _WHILE_LEAVING:
             self._node.check_open()
         if kind in _FOR_MEMBERS:
@@ -225,7 +230,6 @@ class PeerLocalBackend:
             self._node.process()
 
     def client_gone(self, client: LocalClient) -> None:
-        """End what the client held."""
         self._node.local_clients -= 1
         self._checkpoints.client_gone(client)
         self._node.carry_out(self._segment.drop_holder_in_steps(client.holder))
@@ -295,7 +299,6 @@ class PeerLocalBackend:
         self._core.prefetching.add(check_batch(split_digests(message.digests)), self._now)
         return Empty()
 
-
 def check_rights(ring: KeyRing, kind: LocalKind, message: Message) -> None:
     """Raise `AuthenticationFailed` where the peer's key does not allow a request that changes something."""
     if ring.role is Role.MEMBER:
@@ -318,7 +321,6 @@ def check_rights(ring: KeyRing, kind: LocalKind, message: Message) -> None:
             f"{namespace!r}"
         )
 
-
 MAX_MEMBERS_ASKED: Final = 3
 """Members that may fail or refuse before an order of a writer gives up."""
 ANSWER_SECONDS: Final = 10.0
@@ -328,7 +330,6 @@ _NEXT_MEMBER: Final = (
     OSError,
 )
 """Errors of one member, after which the next one is asked."""
-
 
 class Erasing:
     """REMOVE and FLUSH of local clients and of writers' peers. A writer's peer, whose word does not count with members,

@@ -1,39 +1,42 @@
 """Reads of local clients: leases of what is here, plans for what is elsewhere."""
 
 from __future__ import annotations
-
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final
-
-import msgspec
-import trio
-
-from p2pstore.core.core_effects import KnownCopy, PullFailure
-from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable
-from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation, split_digests
-from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
+from p2pstore.core.gets.fetch_operation import FetchOperation
+from p2pstore.core.gets.fetch_operation import unavailable
+from p2pstore.core.gets.lookup import LookupOperation
+from p2pstore.core.gets.lookup import PATIENCE_SHARE
+from p2pstore.core.gets.lookup import split_digests
+from p2pstore.core.operation import KnownCopy
+from p2pstore.core.operation import PullFailure
+from p2pstore.errors import LeaseLimitExceeded
+from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import LocalClient
 from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
 from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.objects import MIB, format_bytes
-from p2pstore.peer.for_clients.local_queries import (
-    MAX_WAIT_SECONDS,
-    Answer,
-    check_batch,
-    item_error,
-    lease_grant,
-    no_such_key,
-)
+from p2pstore.objects import MIB
+from p2pstore.objects import format_bytes
+from p2pstore.peer.for_clients.local_queries import Answer
+from p2pstore.peer.for_clients.local_queries import MAX_WAIT_SECONDS
+from p2pstore.peer.for_clients.local_queries import check_batch
+from p2pstore.peer.for_clients.local_queries import item_error
+from p2pstore.peer.for_clients.local_queries import lease_grant
+from p2pstore.peer.for_clients.local_queries import no_such_key
 from p2pstore.peer.node import Node
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.trio_tasks import in_turns, take_turns
+from p2pstore.runtime.trio_tasks import in_turns
+from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Code
+from typing import Final
+import msgspec
+import trio
 
 FETCH_ROUNDS: Final = 3
 BROUGHT_AT_ONCE: Final = 32
@@ -43,7 +46,6 @@ THROUGH_PEER_BYTES: Final = MIB
 THROUGH_PEER_SHARE: Final = 16
 """More than this part of the peer's memory would cost the others their place in it."""
 HOLDERS_PER_PLAN: Final = 8
-
 
 class LocalGets:
     """LEASE, RELEASE, PLAN and REPORT."""
@@ -281,7 +283,16 @@ class LocalGets:
             else:
                 self._core.holders.failed(failure.digest, _pull_failure(failure), self._node.now)
             yield
-
+        for timing in message.timings[:MAX_BATCH]:
+            self._node.estimator.observe(
+                self._core.member if timing.member == local.OWN_COPY else timing.member,
+                on_ssd=timing.on_ssd,
+                requests=timing.requests,
+                length_bytes=timing.bytes,
+                seconds=timing.microseconds / 1e6,
+                now=self._node.now,
+            )
+            yield
 
 def _pull_failure(failure: local.HolderFailure) -> PullFailure:
     return PullFailure(failure.member, failure.code, "", failure.incarnation, failure.sequence)
