@@ -256,8 +256,8 @@ class KeyChanges:
                     self._unnamed[digest] = asked | {holder}
 
         self._asking += 1
-        operation = NamesOperation(self._core, holder, self._namespace, list(digests), answered)
-        self._core.operations.start(operation, now)
+        operation = NamesOperation(self._core, holder, self._namespace, list(digests))
+        self._core.operations.start(operation, now, answered)
 
     def _holders(self, digest: bytes, now: float) -> Iterable[PeerId]:
         for location in self._core.gossip.directory.holders(digest):

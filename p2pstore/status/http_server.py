@@ -211,8 +211,7 @@ async def serve_requests(site: Site, stream: trio.abc.Stream, *, at_loopback: bo
 async def _answer_one(
     site: Site, stream: trio.abc.Stream, received: bytes, at_loopback: bool
 ) -> bytes | None:
-    """Answer the next request, of which some bytes may have been received. Returns those behind it; None: the
-    connection has ended."""
+    """Answer the next request, perhaps received in part. Returns the bytes behind it; None: the connection ended."""
     while b"\r\n\r\n" not in received:
         more = await stream.receive_some(MAX_REQUEST_BYTES)
         received += bytes(more)
@@ -318,8 +317,7 @@ LOCALHOST: Final = "localhost"
 
 
 def is_own_name(host: str, own_names: Collection[str]) -> bool:
-    """Whether a request whose `Host` is this may be answered at a loopback address. `own_names`: of this machine, in
-    lower case."""
+    """Whether a request with this `Host` may be answered at a loopback address. `own_names` are in lower case."""
     name = _without_port(host.strip()).lower().rstrip(".")
     if name in own_names or name == LOCALHOST or name.endswith(f".{LOCALHOST}"):
         return True

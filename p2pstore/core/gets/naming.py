@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.core_effects import Reply
 from p2pstore.core.gets.lookup import split_digests
@@ -14,7 +14,7 @@ from p2pstore.transfer.peer_messages import Named, Names
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.memory.entries import ObjectEntry
     from p2pstore.ssd_tier.index import ColdEntry
 
 NAMES_TIMEOUT_SECONDS: Final = 2.0
@@ -40,24 +40,17 @@ class NamesOperation(Operation):
     """Ask a holder for the keys of at most 256 digests. The result: a key for each, empty where the holder named none
     or a wrong one; None when it did not answer."""
 
-    def __init__(
-        self,
-        core: PeerCore,
-        holder: PeerId,
-        namespace: str,
-        digests: Sequence[bytes],
-        on_finish: Callable[[Any, float], None],
-    ) -> None:
-        super().__init__(core, on_finish)
+    def __init__(self, core: PeerCore, holder: PeerId, namespace: str, digests: Sequence[bytes]) -> None:
+        super().__init__(core)
         self._holder = holder
         self._namespace = namespace
         self._digests = digests
 
     def start(self, now: float) -> None:
         request = Names(self._namespace, b"".join(self._digests))
-        self.ask(0, self._holder, DataKind.NAMES, request, NAMES_TIMEOUT_SECONDS)
+        self.ask(None, self._holder, DataKind.NAMES, request, NAMES_TIMEOUT_SECONDS)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
+    def answered(self, about: None, reply: Reply, now: float) -> None:
         keys = reply.keys if isinstance(reply, Named) else []
         if reply is None:
             self.finish(None, now)
