@@ -91,11 +91,14 @@ def test_wrong_queries_are_answered_and_harm_nothing(cluster: ProcessCluster) ->
         *({"keys": ["a"], "hashes": ["b"]}, {"keys": ["a"], "unknown": 1}, {"keys": [""]}),
         *({"keys": ["a"] * 4097}, {"hashes": ["a"] * 100, "suffixes": ["b"] * 100}),
         *({"hashes": ["a"], "suffixes": []}, {"keys": ["a"], "namespace": "n" * 999}),
-        b"[" * 100_000,
+        *(b"[" * 100_000, {"hashes": ["a" * 60_000] * 16, "suffixes": ["b"] * 256}),
+        {"prefix": "a" * 900_000, "hashes": ["b"] * 4096},
     ]:
         status, text = ask(peer, "/v1/prefix", body)
         assert status == 422, body
         assert text, body
+    status_text = Path(f"/proc/{peer.process_id}/status").read_text()
+    assert int(status_text.partition("VmHWM:")[2].split()[0]) < 1 << 20, "over a gigabyte at some moment"
     assert ask(peer, "/v1/prefix", b"1" * (1 << 20) + b"1")[0] == 413
     assert ask(peer, "/query", {"keys": ["a"]})[0] == 422
     assert ask(peer, "/v1/prefix", {"keys": ["a"] * 4096})[1]["matched"] == 0
