@@ -157,6 +157,11 @@ class Host(Namespace):
         self.number = number
         self.address = address_of(number)
 
+    def send_at(self, bits_per_second: int) -> None:
+        """Change the rate of what it sends. Raises `NoNamespaces`."""
+        rate = f"rate {bits_per_second}bit ceil {bits_per_second}bit quantum 60000"
+        self.run([f"tc class change dev {INTERFACE} parent 1: classid 1:1 htb {rate}"])
+
     def counters(self) -> tuple[int, int]:
         """Bytes (received, sent) over its link, headers of Ethernet, IP and TCP among them."""
         text = Path(f"/proc/{self.process_id}/net/dev").read_text()

@@ -20,6 +20,7 @@ from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import ConfigError, DeadlineExceeded, StoreClosed
 from p2pstore.objects import MAX_KEY_BYTES
+from p2pstore.routing import worth_fetching
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -369,6 +370,52 @@ class LastingClient:
             LOG.warning("the peer answers: the pool is in use")
             self._absence_said = False
         self._probed_once.set()
+
+
+class FetchLimit:
+    """Declines blocks that are expected to be there sooner when they are computed, which takes `seconds_per_token`. The
+    worker asks for estimates, of all blocks together that a request looked up in one step of the scheduler."""
+
+    def __init__(self, client: LastingClient, seconds_per_token: float) -> None:
+        if not seconds_per_token > 0:
+            raise ConfigError(
+                f"max_fetch_seconds_per_token is {seconds_per_token!r}: it must be above 0"
+            )
+        self._client = client
+        self._seconds_per_token = seconds_per_token
+        self._verdicts: dict[str, dict[str, bool | float]] = {}
+        """By request and key; before a verdict the time from which on the key is allowed without one."""
+        self._gathered: dict[str, dict[str, int]] = {}
+        """By request: tokens of the keys of this step."""
+
+    def allows(self, request: str, key: str, tokens: int) -> bool | None:
+        """Whether to fetch a block that is there. Never waits. None: look up again, as for `LastingClient.look_up`."""
+        verdicts = self._verdicts.setdefault(request, {})
+        verdict = verdicts.get(key)
+        if verdict is None:
+            verdicts[key] = time.monotonic() + ANSWER_SECONDS
+            self._gathered.setdefault(request, {})[key] = tokens
+            return None
+        if isinstance(verdict, bool):
+            return verdict
+        return True if time.monotonic() >= verdict else None
+
+    def ask(self) -> None:
+        """A step of the scheduler has ended: have the worker ask for what it left open."""
+        if self._gathered:
+            gathered, self._gathered = self._gathered, {}
+            self._client.later(functools.partial(self._judge, gathered))
+
+    def forget(self, request: str) -> None:
+        """The request has ended."""
+        self._verdicts.pop(request, None)
+
+    def _judge(self, gathered: dict[str, dict[str, int]], client: BlockingClient) -> None:
+        for request, tokens in gathered.items():
+            verdicts = self._verdicts.get(request, {})
+            prefill = [count * self._seconds_per_token for count in tokens.values()]
+            fetched = worth_fetching(client.estimate(list(tokens)), prefill)
+            verdicts.update((key, place < fetched) for place, key in enumerate(tokens))
 
 
 def _asking(keys: list[str]) -> Callable[[BlockingClient], list[bool]]:
