@@ -7,36 +7,33 @@ know all locations, it asks the keys' homes.
 """
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from http import HTTPStatus
 from itertools import product
+from typing import Any, Final
+
+import msgspec
+
 from p2pstore.client.answers import fetch_estimate
-from p2pstore.core.gets.key_pages import holdings_here
-from p2pstore.core.gets.key_pages import holdings_of
-from p2pstore.core.gets.key_pages import match
+from p2pstore.core.gets.key_pages import holdings_here, holdings_of, match
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.locations.location_lookups import Holding
 from p2pstore.gossip.records import Member
-from p2pstore.objects import DEFAULT_NAMESPACE
-from p2pstore.objects import MAX_KEY_BYTES
-from p2pstore.objects import batch_key_hasher
-from p2pstore.objects import format_peer_id
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import (
+    DEFAULT_NAMESPACE,
+    MAX_KEY_BYTES,
+    batch_key_hasher,
+    format_peer_id,
+    namespace_digest,
+)
 from p2pstore.peer.for_clients.local_queries import estimated
 from p2pstore.peer.node import Node
-from p2pstore.status.http_server import Answer
-from p2pstore.status.http_server import Queries
-from p2pstore.status.http_server import text_answer
-from typing import Any
-from typing import Final
-import msgspec
-import time
+from p2pstore.status.http_server import Answer, Queries, text_answer
 
 Holdings = Mapping[Member, Holding]
 
@@ -44,6 +41,7 @@ MAX_KEYS: Final = 4096
 MAX_SUFFIXES: Final = 256
 MAX_NAMESPACES: Final = 64
 """Of which hashers are kept."""
+
 
 class PrefixRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A chain of blocks, first one first: `keys`, or `prefix` + hash + suffix for each of `hashes` and `suffixes`."""
@@ -54,10 +52,12 @@ class PrefixRequest(msgspec.Struct, forbid_unknown_fields=True):
     hashes: list[str] = []
     suffixes: list[str] = msgspec.field(default_factory=lambda: [""])
 
+
 class TokenRequest(PrefixRequest, forbid_unknown_fields=True):
     """The same in tokens: of `block_size` tokens a block."""
 
     block_size: int = 0
+
 
 class PrefixQueries:
     """Answers of one peer. Answers are hints: a block may have gone since, or just have come."""
@@ -160,6 +160,7 @@ class PrefixQueries:
             }
         }
 
+
 def _keys_of(request: PrefixRequest) -> list[str]:
     if bool(request.keys) == bool(request.hashes):
         raise ValueError("give either keys or hashes")
@@ -178,6 +179,7 @@ def _keys_of(request: PrefixRequest) -> list[str]:
     if longest > MAX_KEY_BYTES:  # looked at before 4,096 of a million bytes each are made
         raise ValueError(f"a key of {longest:,} characters; at most {MAX_KEY_BYTES:,} bytes are allowed")
     return [prefix + each + suffix for each, suffix in product(request.hashes, request.suffixes)]
+
 
 def _json(document: Any) -> Answer:
     return Answer(HTTPStatus.OK, "application/json", msgspec.json.encode(document))
