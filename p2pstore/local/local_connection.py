@@ -18,11 +18,13 @@ from typing import Final, TypeVar
 
 from p2pstore.errors import ClientForked, DeadlineExceeded, ProtocolError, StoreClosed
 from p2pstore.local.local_greeting import Greeting, Opening, connect_to_peer, greet, hangs, user_at
+from p2pstore.local.local_messages import Contains
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import (
     Frame,
     LateFrame,
     RequestAhead,
+    Silence,
     Waiter,
     Waiters,
     late_frame,
@@ -51,6 +53,9 @@ PEER_GONE: Final = (
     "the connection to the local peer ended: it stopped or was restarted. Connect again; "
     "`mooncake-p2p join` starts a peer"
 )
+PEER_HANGS: Final = (
+    "the local peer does not answer: its process hangs or was stopped, or this machine is overloaded"
+)
 
 _open_connections: weakref.WeakSet[LocalConnection] = weakref.WeakSet()
 
@@ -59,7 +64,8 @@ class LocalConnection:
     """An open connection to the local peer. Make one with `LocalConnection.open`.
 
     `hello` is what the peer said; its memories are mapped as `segments`, `location_table`, `hazards` and `checkpoint`
-    (see `Greeting`). `collect_one_way` is asked for frames to go out with whatever is sent next.
+    (see `Greeting`). `collect_one_way` is asked for frames to go out with whatever is sent next. With
+    `silence.patience_seconds` callers probe a silent peer, and fail as soon as it hangs.
     """
 
     def __init__(self, driver: Driver, stream: ByteStream, path: str, greeting: Greeting) -> None:
@@ -77,6 +83,7 @@ class LocalConnection:
         self._frames = FrameBuffer(LOCAL_LIMITS)
         self._receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._waiters = Waiters()
+        self.silence = Silence()
         self._receive_seconds = 0.0
         self._sending = driver.lock()
         self._is_sending = False
@@ -138,13 +145,9 @@ class LocalConnection:
 
     def peer_is_gone(self) -> bool:
         """Whether the connection has ended (a system call; never waits)."""
-        descriptor = self._stream.fileno()
-        if self._closed_because is None and descriptor >= 0:  # another thread may be closing it
-            poll = select.poll()
-            poll.register(descriptor, select.POLLRDHUP)
-            if poll.poll(0):
-                self._end(PEER_GONE)
-        return self._closed_because is not None or descriptor < 0
+        if self._closed_because is None and _is_so(self._stream, select.POLLRDHUP):
+            self._end(PEER_GONE)
+        return self._closed_because is not None or self._stream.fileno() < 0
 
     async def request(
         self,
@@ -187,6 +190,8 @@ class LocalConnection:
         progress_seconds: float,
         on_late_frame: LateFrame | None,
     ) -> Frame:
+        if self.silence.hangs:
+            await self.hear(0.0)
         waiter, frame = self._register(kind, message)
         try:
             await self._send(frame)
@@ -209,6 +214,8 @@ class LocalConnection:
     ) -> RequestAhead[M]:
         """Send a request whose reply is received later, so that this process and the peer work at the same
         time. `receive` or `abandon` must follow. Raises as `request`."""
+        if self.silence.hangs:
+            await self.hear(0.0)
         waiter, frame = self._register(kind, message)
         ahead = RequestAhead(self, waiter, kind, message, reply_type, progress_seconds, on_late_reply)
         try:
@@ -244,14 +251,45 @@ class LocalConnection:
 
     async def _receive_until(self, waiter: Waiter, deadline: float, progress_seconds: float) -> None:
         """Receive, or have others receive, until the reply is there."""
+        asked_at = time.monotonic()
         while waiter.frame is None:
             self.check_usable()
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if self.silence.lasts(asked_at, now):
+                raise DeadlineExceeded(PEER_HANGS)
+            if self.silence.wants_probe(asked_at, now):
+                await self._probe(now)
+            if now >= deadline:
                 raise DeadlineExceeded(
                     f"the local peer did not answer within {progress_seconds:g} s: it is overloaded, "
                     "what was asked for did not come, or the timeout is too short"
                 )
             await self._receive_or_wait(waiter, deadline)
+
+    async def hear(self, seconds: float) -> None:
+        """Wait for any bytes, for which the peer is probed once. Raises `DeadlineExceeded` when none come in time, and
+        `StoreClosed`. 0 seconds: a look, which takes no time."""
+        begin = time.monotonic()
+        if not seconds and self.silence.is_probed and not _is_so(self._stream, select.POLLIN):
+            raise DeadlineExceeded(PEER_HANGS)
+        onlooker = self._waiters.add(-self._waiters.next_number())
+        try:
+            if not self.silence.is_probed:
+                await self._probe(begin)
+            while self.silence.is_probed:
+                self.check_usable()
+                await self._receive_or_wait(onlooker, begin + seconds)
+                if self.silence.is_probed and time.monotonic() >= begin + seconds:
+                    raise DeadlineExceeded(PEER_HANGS)
+        finally:
+            self._waiters.give_up(onlooker)
+
+    async def _probe(self, now: float) -> None:
+        """Send what a peer answers at once. Where another caller cannot send, the silence goes on."""
+        self.silence.probed(now)
+        if not self._is_sending:
+            number = self._waiters.next_number()
+            await self._send(encode_frame(LocalKind.CONTAINS, number, Contains(b"")))
 
     def give_up(self, waiter: Waiter, on_late_frame: LateFrame | None = None) -> None:
         """The caller wants this reply no more; `on_late_frame` gets it when it comes after all."""
@@ -312,7 +350,9 @@ class LocalConnection:
         try:
             event = waiters.begin_receiving(waiter, self._driver.event)
             if waiters.receiver is waiter:
-                self._limit_receiving(deadline - time.monotonic())
+                self._limit_receiving(
+                    min(deadline - time.monotonic(), self.silence.patience_seconds / 2)
+                )
                 count = await self._stream.receive_into(self._receive_buffer)
                 self._dispatch(self._receive_buffer[:count], waiter)
         except DeadlineExceeded as error:
@@ -330,7 +370,7 @@ class LocalConnection:
         finally:
             waiters.end_receiving(waiter)
         if event is not None:
-            await event.wait(deadline - time.monotonic())
+            await event.wait(min(deadline - time.monotonic(), self.silence.patience_seconds / 2))
 
     def _limit_receiving(self, seconds: float) -> None:
         """Have the next receive take at most that long, or 1 % more: a new limit costs a system call."""
@@ -342,6 +382,7 @@ class LocalConnection:
         if not data:
             self._end(PEER_GONE)
             return
+        self.silence.heard(time.monotonic())
         frame = self._frames.sole_frame(data)
         if frame is not None:
             if frame[0].request_id == receiver.number:
@@ -377,6 +418,16 @@ class LocalConnection:
             )
         self.segments.clear()
         self.location_table = self.hazards = None
+
+
+def _is_so(stream: ByteStream, event: int) -> bool:
+    """Whether this event of `select.poll` is there now."""
+    descriptor = stream.fileno()
+    if descriptor < 0:  # another thread may be closing it
+        return False
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(0))
 
 
 def _let_go_of_inherited_sockets() -> None:

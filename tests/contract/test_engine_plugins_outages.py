@@ -84,12 +84,17 @@ def test_a_scheduler_is_answered_while_the_peer_hangs(
         eventually(lambda: tier.lookup(KEYS[2], None) is miss)
         assert tier.lookup(KEYS[3], None) is miss, "nothing else waits"
         eventually(lambda: not tier._client.answers)
-        assert tier.lookup(KEYS[0], None) is miss
         assert not store(vllm, tier, KEYS[1:2])
+        assert tier.lookup(KEYS[0], None) is hit, "its memory can be read"
+        tier._rows[5] = 0
+        tier.submit_load(vllm.TransferJob(2, KEYS[:2], np.array([5, 4]), True, None))
+        assert finished(tier).successful_keys == (KEYS[0],)
+        assert np.array_equal(tier._rows[5], tier._rows[0])
         assert tier.get_stats().reduce() == {vllm.PEER_ANSWERS: 0}
         peer.process.send_signal(signal.SIGCONT)
-        eventually(lambda: tier.lookup(KEYS[0], None) is hit)
+        eventually(lambda: tier._client.answers)
         assert tier.get_stats().reduce() == {vllm.PEER_ANSWERS: 1}
+        eventually(lambda: store(vllm, tier, KEYS[1:2]))
         assert tier.get_stats() is None
         tier.shutdown()
     assert threading.current_thread().name not in askers
@@ -206,11 +211,13 @@ def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
             # Its table is trusted for a moment more. Then a question is open for 0.1 s.
             other = [ChunkKey("other")]
             eventually(lambda: not connector.batched_contains(other) and not connector._client.answers)
-            assert connector.batched_contains(keys) == 0
-            assert await connector.batched_async_contains("", keys) == 0
-            assert await connector.batched_get(keys) == [None]
+            assert connector.batched_contains([*keys, *other]) == 1, "its memory can be read"
+            assert await connector.batched_async_contains("", keys) == 1
+            found, missing = await connector.batched_get([*keys, *other])
+            assert bytes(found.byte_array) == bytes(1000)
+            assert missing is None
             peer.process.send_signal(signal.SIGCONT)
-            eventually(lambda: connector.batched_contains(keys) == 1)
+            eventually(lambda: connector._client.answers)
             assert await connector.batched_async_contains("", keys) == 1
             await connector.close()
 
