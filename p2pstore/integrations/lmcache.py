@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,15 @@ from lmcache.v1.protocol import RemoteMetadata
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from p2pstore.blocking import BlockingClient
-from p2pstore.integrations.lasting_client import PROBE_KEY, LastingClient, leading, legal_key, or_else
+from p2pstore.integrations.lasting_client import (
+    PROBE_KEY,
+    LastingClient,
+    Retention,
+    leading,
+    legal_key,
+    or_else,
+    retention,
+)
 from p2pstore.results import ItemResult
 
 T = TypeVar("T")
@@ -191,15 +200,26 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
 
     def _put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
         items: list[tuple[str, Any]] = []
+        kept = self._retention(keys)
         for key, each in zip(keys, memory_objs, strict=True):
             try:
                 items.append((_text(key), self._value_of(each)))
             except Exception as error:  # whatever it is, the other chunks are stored
                 self._client.say(f"a chunk was not stored: {error!r}")
         failed: list[ItemResult[Any]] = []
-        for result in self._client.call(lambda client: client.put_many(items), failed):
+        for result in self._client.call(lambda client: client.put_many(items, ttl=kept.ttl), failed):
             if result.error is not None:
                 self._client.say(f"a chunk was not stored: {result.error}")
+        if kept.pins:
+            self._client.call(kept.pinning({name: math.inf for name, _ in items}), None)
+
+    def _retention(self, keys: Sequence[Any]) -> Retention:
+        """What the request, whose chunks these are, says of how long they should be kept."""
+        try:
+            return retention(getattr(keys[0], "request_configs", None), prefix="lmcache.")
+        except (TypeError, ValueError, IndexError) as error:
+            self._client.say(f"how long chunks should be kept is not understood: {error}")
+            return Retention()
 
     def _value_of(self, memory_obj: Any) -> Any:
         """The value that is stored for a chunk."""

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +40,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.block_events import BlockEvents
-from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
+from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else, retention
 from p2pstore.results import ItemResult
 
 LOST_SECONDS = 5.0
@@ -47,6 +50,7 @@ CHECK_SECONDS = 1.0
 """Pause between two checks of blocks that were told of, 4,096 at a time."""
 WAIT_PARAMETER = "p2pstore_wait_seconds"
 """In a request's `kv_transfer_params`: the time to wait for blocks that another engine has just computed."""
+Kept = tuple[float | None, Callable[[BlockingClient], None] | None]
 PEER_ANSWERS = "vllm:kv_offload_p2pstore_peer_answers"
 
 
@@ -112,7 +116,10 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Blocks were found in the engine's own memory: the pool keeps them, too, for engines that begin later."""
         if self._client.answers:
-            self._client.later(_touching(self._prefix, list(keys)))
+            keys = list(keys)
+            self._client.later(_touching(self._prefix, keys))
+            _, pinning = self._retention(keys, req_context)
+            self._pin_later(pinning)
 
     def _waits(self, req_context: Any) -> bool:
         """Whether a missing block of this request may still be on its way from the engine that computed it."""
@@ -136,7 +143,30 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._wait_until.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(self._store, job_metadata)
+        kept = self._retention(job_metadata.keys, job_metadata.req_context)
+        self._submit(partial(self._store, kept), job_metadata)
+
+    def _retention(self, keys: Iterable[bytes], req_context: Any) -> Kept:
+        """What the request says of how long its blocks should be kept: their time to live, and the call that pins
+        them."""
+        try:
+            wanted = retention(req_context.kv_transfer_params, req_context.kv_hints)
+        except AttributeError:  # a request that says nothing, or a vLLM without hints
+            return None, None
+        except (TypeError, ValueError) as error:
+            self._client.say(f"how long blocks should be kept is not understood: {error}")
+            return None, None
+        if not wanted.pins:
+            return wanted.ttl, None
+        last_token = req_context.get_offload_key_position
+        tokens = {self._name(key): last_token(key) or math.inf for key in keys}
+        return wanted.ttl, wanted.pinning(tokens)
+
+    def _pin_later(self, pinning: Callable[[BlockingClient], None] | None) -> None:
+        """Pins take a request each: in a thread, and after what was submitted before."""
+        if pinning is not None:
+            with suppress(RuntimeError):  # it was shut down
+                self._pool.submit(self._client.call, pinning, None)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(self._load, job_metadata)
@@ -250,13 +280,15 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         with self._lock:
             self._finished.append(result)
 
-    def _store(self, keys: list[bytes], rows: list[memoryview]) -> list[bytes]:
+    def _store(self, kept: Kept, keys: list[bytes], rows: list[memoryview]) -> list[bytes]:
+        ttl, pinning = kept
         names = [self._name(key) for key in keys]
         there = self._client.call(lambda client: client.contains_many(names), [False] * len(names))
         new = [number for number, is_there in enumerate(there) if not is_there]
         items = [(names[number], rows[number]) for number in new]
         failed: list[ItemResult[Any]] = []
-        results = self._client.call(lambda client: client.put_many(items), failed)
+        results = self._client.call(lambda client: client.put_many(items, ttl=ttl), failed)
+        self._pin_later(pinning)
         stored = {number for number, result in zip(new, results, strict=False) if result.error is None}
         if self._events is not None:
             self._events.found([keys[number] for number in sorted(stored)], new=True)

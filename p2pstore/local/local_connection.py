@@ -276,10 +276,12 @@ class LocalConnection:
         try:
             if not self.silence.is_probed:
                 await self._probe(begin)
-            while self.silence.is_probed:
+            while True:
                 self.check_usable()
                 await self._receive_or_wait(onlooker, begin + seconds)
-                if self.silence.is_probed and time.monotonic() >= begin + seconds:
+                if not self.silence.is_probed:
+                    return
+                if time.monotonic() >= begin + seconds:
                     raise DeadlineExceeded(PEER_HANGS)
         finally:
             self._waiters.give_up(onlooker)

@@ -865,6 +865,7 @@ class CpuBackend:
 @dataclass(frozen=True)
 class ChunkKey:
     text: str
+    request_configs: dict[str, Any] | None = None
 
     def to_string(self) -> str:
         return self.text

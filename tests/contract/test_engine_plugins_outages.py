@@ -186,6 +186,69 @@ def test_a_request_waits_for_blocks_that_another_engine_has_just_computed(
         tier.shutdown()
 
 
+def test_a_request_says_how_long_its_blocks_are_kept(
+    tmp_path: Path, vllm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its parameters, or by an orchestrator's hints, of which this one is about the first 32 tokens."""
+    retain = SimpleNamespace(
+        action_type="kv.retain",
+        payload={"directives": [{"start": 0, "end": 32, "priority": 80, "duration": 600.0}]},
+    )
+    hints = SimpleNamespace(actions=[retain, SimpleNamespace(action_type="kv.fetch", payload={})])
+
+    def request(parameters: dict[str, Any] | None, hints: Any = None) -> Any:
+        return SimpleNamespace(
+            req_id="r",
+            kv_transfer_params=parameters,
+            kv_hints=hints,
+            get_offload_key_position=lambda key: 16 * (1 + KEYS.index(key)),
+        )
+
+    with peer_process(tmp_path, "kept") as peer:
+        tier = tier_of(vllm, peer.socket)
+        client = tier._client._client
+
+        def kept(key: bytes) -> tuple[str, bool]:
+            (listed,) = client.list_keys(prefix=tier._name(key)).keys
+            return listed.pin, listed.expires_unix is not None
+
+        def store_for(context: Any, keys: list[bytes]) -> None:
+            tier.submit_store(vllm.TransferJob(1, keys, np.arange(len(keys)), False, context))
+            assert finished(tier).success
+
+        store_for(request(None, hints), KEYS[:3])
+        eventually(lambda: [kept(key)[0] for key in KEYS[:3]] == ["soft", "soft", "none"])
+        store_for(request({"p2pstore_ttl_seconds": 3600, "p2pstore_pin_seconds": 60}), KEYS[3:])
+        eventually(lambda: kept(KEYS[3]) == ("soft", True))
+        assert not kept(KEYS[2])[1]
+        tier.touch([KEYS[2]], request({"p2pstore_pin_seconds": 60}))
+        eventually(lambda: kept(KEYS[2])[0] == "soft")
+        assert not caplog.records
+        store_for(request({"p2pstore_pin_seconds": "for good"}), KEYS[:1])
+        assert "is not understood" in caplog.text
+        tier.shutdown()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "nan", [1], {}])
+def test_a_request_cannot_keep_blocks_for_good(wrong: Any) -> None:
+    kept = lasting_client.retention({"lmcache.p2pstore_pin_seconds": 1e300}, prefix="lmcache.")
+    assert kept.pin_seconds(1) == lasting_client.MAX_RETAINED_SECONDS
+    with pytest.raises((TypeError, ValueError)):
+        lasting_client.retention({"p2pstore_pin_seconds": wrong})
+
+
+def test_an_orchestrator_s_hint_without_tokens_is_about_all() -> None:
+    hints = [
+        SimpleNamespace(action_type="kv.retain", payload={"priority": 5, "ttl_seconds": 90}),
+        SimpleNamespace(action_type="kv.retain", payload={"priority": 1}),
+        SimpleNamespace(action_type="kv.retain", payload={"priority": 0, "ttl_seconds": 9e9}),
+        SimpleNamespace(action_type="kv.retain", payload={"directives": [{"covers_output": True}]}),
+    ]
+    kept = [lasting_client.retention({}, SimpleNamespace(actions=[each])) for each in hints]
+    assert [each.pin_seconds(10**6) for each in kept] == [90, 1800, 0, 0]
+    assert {each.ttl for each in kept} == {None}
+
+
 def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, askers: set[str]
 ) -> None:
@@ -219,8 +282,12 @@ def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
             peer.process.send_signal(signal.SIGCONT)
             eventually(lambda: connector._client.answers)
             assert await connector.batched_async_contains("", keys) == 1
+            kept = ChunkKey("kept", {"lmcache.p2pstore_pin_seconds": 60})
+            await connector.batched_put([kept], [MemoryObj(bytes(1000), [])])
+            assert threading.current_thread().name not in askers
+            (listed,) = connector._client._client.list_keys(prefix="kept").keys
+            assert listed.pin == "soft"
             await connector.close()
 
     asyncio.run(use())
-    assert threading.current_thread().name not in askers
     assert askers

@@ -267,7 +267,7 @@ class StoreBase:
         client.close()
 
 
-def _connected(socket: str | None, namespace: str) -> BlockingClient:
+def _connected(socket: str | os.PathLike[str] | None, namespace: str) -> BlockingClient:
     """A client whose calls fail as soon as the peer hangs."""
     client = blocking.connect(socket, namespace=namespace)
     client.fail_fast(PATIENCE_SECONDS)
