@@ -103,16 +103,22 @@ class Retention(NamedTuple):
         return pin
 
 
-def retention(parameters: Mapping[str, Any] | None, hints: Any = None, prefix: str = "") -> Retention:
+def retention(
+    parameters: Mapping[str, Any] | None, hints: Any, say: Callable[[str], None], prefix: str = ""
+) -> Retention:
     """What a request's parameters `p2pstore_pin_seconds` and `p2pstore_ttl_seconds` ask for, and an orchestrator's
-    `hints`. Requests may not pin for good. Raises `ValueError` or `TypeError`."""
+    `hints`. Requests may not pin for good. What makes no sense is said, and left out."""
     given = parameters or {}
     pin, ttl = (given.get(f"{prefix}p2pstore_{name}_seconds") for name in ("pin", "ttl"))
-    pins = [(0.0, math.inf, _seconds(pin))] if pin is not None else []
-    for action in getattr(hints, "actions", None) or ():
-        if action.action_type == RETAIN_ACTION:
-            pins += _retained(action.payload)
-    return Retention(pins, None if ttl is None else _seconds(ttl))
+    try:
+        pins = [(0.0, math.inf, _seconds(pin))] if pin is not None else []
+        for action in getattr(hints, "actions", None) or ():
+            if action.action_type == RETAIN_ACTION:
+                pins += _retained(action.payload)
+        return Retention(pins, None if ttl is None else _seconds(ttl))
+    except (AttributeError, TypeError, ValueError) as error:
+        say(f"how long blocks should be kept is not understood: {error}")
+        return Retention()
 
 
 def _seconds(value: Any) -> float:

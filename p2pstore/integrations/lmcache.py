@@ -34,7 +34,6 @@ from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.lasting_client import (
     PROBE_KEY,
     LastingClient,
-    Retention,
     leading,
     legal_key,
     or_else,
@@ -200,7 +199,8 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
 
     def _put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
         items: list[tuple[str, Any]] = []
-        kept = self._retention(keys)
+        configs = getattr(keys[0], "request_configs", None) if keys else None
+        kept = retention(configs, None, self._client.say, "lmcache.")
         for key, each in zip(keys, memory_objs, strict=True):
             try:
                 items.append((_text(key), self._value_of(each)))
@@ -212,14 +212,6 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
                 self._client.say(f"a chunk was not stored: {result.error}")
         if kept.pins:
             self._client.call(kept.pinning({name: math.inf for name, _ in items}), None)
-
-    def _retention(self, keys: Sequence[Any]) -> Retention:
-        """What the request, whose chunks these are, says of how long they should be kept."""
-        try:
-            return retention(getattr(keys[0], "request_configs", None), prefix="lmcache.")
-        except (TypeError, ValueError, IndexError) as error:
-            self._client.say(f"how long chunks should be kept is not understood: {error}")
-            return Retention()
 
     def _value_of(self, memory_obj: Any) -> Any:
         """The value that is stored for a chunk."""

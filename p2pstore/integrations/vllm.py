@@ -118,8 +118,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         if self._client.answers:
             keys = list(keys)
             self._client.later(_touching(self._prefix, keys))
-            _, pinning = self._retention(keys, req_context)
-            self._pin_later(pinning)
+            _pin_later(self._pool, self._client, _kept(self._client, self._prefix, keys, req_context)[1])
 
     def _waits(self, req_context: Any) -> bool:
         """Whether a missing block of this request may still be on its way from the engine that computed it."""
@@ -143,30 +142,8 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._wait_until.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        kept = self._retention(job_metadata.keys, job_metadata.req_context)
+        kept = _kept(self._client, self._prefix, job_metadata.keys, job_metadata.req_context)
         self._submit(partial(self._store, kept), job_metadata)
-
-    def _retention(self, keys: Iterable[bytes], req_context: Any) -> Kept:
-        """What the request says of how long its blocks should be kept: their time to live, and the call that pins
-        them."""
-        try:
-            wanted = retention(req_context.kv_transfer_params, req_context.kv_hints)
-        except AttributeError:  # a request that says nothing, or a vLLM without hints
-            return None, None
-        except (TypeError, ValueError) as error:
-            self._client.say(f"how long blocks should be kept is not understood: {error}")
-            return None, None
-        if not wanted.pins:
-            return wanted.ttl, None
-        last_token = req_context.get_offload_key_position
-        tokens = {self._name(key): last_token(key) or math.inf for key in keys}
-        return wanted.ttl, wanted.pinning(tokens)
-
-    def _pin_later(self, pinning: Callable[[BlockingClient], None] | None) -> None:
-        """Pins take a request each: in a thread, and after what was submitted before."""
-        if pinning is not None:
-            with suppress(RuntimeError):  # it was shut down
-                self._pool.submit(self._client.call, pinning, None)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(self._load, job_metadata)
@@ -288,7 +265,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         items = [(names[number], rows[number]) for number in new]
         failed: list[ItemResult[Any]] = []
         results = self._client.call(lambda client: client.put_many(items, ttl=ttl), failed)
-        self._pin_later(pinning)
+        _pin_later(self._pool, self._client, pinning)
         stored = {number for number, result in zip(new, results, strict=False) if result.error is None}
         if self._events is not None:
             self._events.found([keys[number] for number in sorted(stored)], new=True)
@@ -318,6 +295,28 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     def _name(self, key: bytes) -> str:
         return legal_key(self._prefix + key.hex())
+
+
+def _kept(client: LastingClient, prefix: str, keys: Iterable[bytes], req_context: Any) -> Kept:
+    """What the request says of how long its blocks should be kept: their time to live, and the call that pins them."""
+    if req_context is None:
+        return None, None
+    hints = getattr(req_context, "kv_hints", None)
+    wanted = retention(req_context.kv_transfer_params, hints, client.say)
+    if not wanted.pins:
+        return wanted.ttl, None
+    last_token = req_context.get_offload_key_position
+    names = {legal_key(prefix + key.hex()): last_token(key) or math.inf for key in keys}
+    return wanted.ttl, wanted.pinning(names)
+
+
+def _pin_later(
+    pool: ThreadPoolExecutor, client: LastingClient, pinning: Callable[[BlockingClient], None] | None
+) -> None:
+    """Pins take a request each: in a thread, and after what was submitted before."""
+    if pinning is not None:
+        with suppress(RuntimeError):  # it was shut down
+            pool.submit(client.call, pinning, None)
 
 
 def _touching(prefix: str, keys: list[bytes]) -> Callable[[BlockingClient], None]:

@@ -258,7 +258,7 @@ class LocalConnection:
             if self.silence.lasts(asked_at, now):
                 raise DeadlineExceeded(PEER_HANGS)
             if self.silence.wants_probe(asked_at, now):
-                await self._probe(now)
+                await _probe(self, now)
             if now >= deadline:
                 raise DeadlineExceeded(
                     f"the local peer did not answer within {progress_seconds:g} s: it is overloaded, "
@@ -275,7 +275,7 @@ class LocalConnection:
         onlooker = self._waiters.add(-self._waiters.next_number())
         try:
             if not self.silence.is_probed:
-                await self._probe(begin)
+                await _probe(self, begin)
             while True:
                 self.check_usable()
                 await self._receive_or_wait(onlooker, begin + seconds)
@@ -285,13 +285,6 @@ class LocalConnection:
                     raise DeadlineExceeded(PEER_HANGS)
         finally:
             self._waiters.give_up(onlooker)
-
-    async def _probe(self, now: float) -> None:
-        """Send what a peer answers at once. Where another caller cannot send, the silence goes on."""
-        self.silence.probed(now)
-        if not self._is_sending:
-            number = self._waiters.next_number()
-            await self._send(encode_frame(LocalKind.CONTAINS, number, Contains(b"")))
 
     def give_up(self, waiter: Waiter, on_late_frame: LateFrame | None = None) -> None:
         """The caller wants this reply no more; `on_late_frame` gets it when it comes after all."""
@@ -420,6 +413,14 @@ class LocalConnection:
             )
         self.segments.clear()
         self.location_table = self.hazards = None
+
+
+async def _probe(connection: LocalConnection, now: float) -> None:
+    """Send what a peer answers at once. Where another caller cannot send, the silence goes on."""
+    connection.silence.probed(now)
+    if not connection._is_sending:
+        number = connection._waiters.next_number()
+        await connection._send(encode_frame(LocalKind.CONTAINS, number, Contains(b"")))
 
 
 def _is_so(stream: ByteStream, event: int) -> bool:
