@@ -10,7 +10,9 @@
     --l2-adapter '{"type": "plugin", "module_path": "p2pstore.integrations.lmcache", "class_name": "P2PL2Adapter",
       "adapter_params": {"weight_version": "llama-3.1-8b@v1"}}'
 
-The weight version is required; `p2pstore_socket` and `socket` name the local peer, where there are several.
+The weight version is required; `p2pstore_socket` and `socket` name the local peer, where there are several. To the
+connector a request's `kv_transfer_params` may say `lmcache.p2pstore_pin_seconds` (its chunks are evicted last) and
+`lmcache.p2pstore_ttl_seconds` (they end). LMCache's server passes an L2 adapter nothing of the kind.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@
 `weight_version` is required; `socket` names the local peer, where there are several; `threads` move blocks. Engines
 share blocks of models of one name: the last part of the model's path, or what `model` says. `enable_kv_events` tells
 routers of blocks in the pool, with medium `STORAGE` (vLLM adds tokens with `self_describing_kv_events`).
+
+A request's `kv_transfer_params` may say `p2pstore_pin_seconds` (its blocks are evicted last), `p2pstore_ttl_seconds`
+(they end), and `p2pstore_wait_seconds` (missing ones may still come). KV hints of action `kv.retain` pin, too.
 """
 
 from __future__ import annotations

@@ -269,17 +269,17 @@ class LocalConnection:
     async def hear(self, seconds: float) -> None:
         """Wait for any bytes, for which the peer is probed once. Raises `DeadlineExceeded` when none come in time, and
         `StoreClosed`. 0 seconds: a look, which takes no time."""
-        begin = time.monotonic()
-        if not seconds and self.silence.is_probed and not _is_so(self._stream, select.POLLIN):
+        begin, heard_before = time.monotonic(), self.silence.heard_at
+        if not seconds and self.silence.hangs and not _is_so(self._stream, select.POLLIN):
             raise DeadlineExceeded(PEER_HANGS)
         onlooker = self._waiters.add(-self._waiters.next_number())
         try:
-            if not self.silence.is_probed:
+            if seconds and not self.silence.is_probed:
                 await _probe(self, begin)
             while True:
                 self.check_usable()
                 await self._receive_or_wait(onlooker, begin + seconds)
-                if not self.silence.is_probed:
+                if self.silence.heard_at > heard_before or not (seconds or self.silence.hangs):
                     return
                 if time.monotonic() >= begin + seconds:
                     raise DeadlineExceeded(PEER_HANGS)
@@ -416,9 +416,9 @@ class LocalConnection:
 
 
 async def _probe(connection: LocalConnection, now: float) -> None:
-    """Send what a peer answers at once. Where another caller cannot send, the silence goes on."""
-    connection.silence.probed(now)
+    """Send what a peer answers at once, unless another caller is sending: that ends by itself."""
     if not connection._is_sending:
+        connection.silence.probed(now)
         number = connection._waiters.next_number()
         await connection._send(encode_frame(LocalKind.CONTAINS, number, Contains(b"")))
 

@@ -149,16 +149,16 @@ class Silence:
         self.patience_seconds = math.inf
         self.hangs = False
         """Until the next byte."""
-        self._heard_at = self._probed_at = -math.inf
+        self.heard_at = self._probed_at = -math.inf
 
     @property
     def is_probed(self) -> bool:
         """Whether a probe is unanswered. One is enough: they would fill the socket of a peer that was stopped."""
-        return self._probed_at > self._heard_at
+        return self._probed_at > self.heard_at
 
     def heard(self, now: float) -> None:
         """Bytes have come."""
-        self._heard_at = now
+        self.heard_at = now
         self.hangs = False
 
     def probed(self, now: float) -> None:
@@ -167,7 +167,7 @@ class Silence:
 
     def wants_probe(self, asked_at: float, now: float) -> bool:
         """Whether a caller that waits since `asked_at` should send one."""
-        return not self.is_probed and now - max(asked_at, self._heard_at) >= self.patience_seconds / 2
+        return not self.is_probed and now - max(asked_at, self.heard_at) >= self.patience_seconds / 2
 
     def lasts(self, asked_at: float, now: float) -> bool:
         """Whether the peer hangs, as far as a caller can tell that waits since `asked_at`."""
