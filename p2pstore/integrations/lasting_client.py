@@ -108,9 +108,9 @@ def retention(
 ) -> Retention:
     """What a request's parameters `p2pstore_pin_seconds` and `p2pstore_ttl_seconds` ask for, and an orchestrator's
     `hints`. Requests may not pin for good. What makes no sense is said, and left out."""
-    given = parameters or {}
-    pin, ttl = (given.get(f"{prefix}p2pstore_{name}_seconds") for name in ("pin", "ttl"))
     try:
+        given = parameters or {}
+        pin, ttl = (given.get(f"{prefix}p2pstore_{name}_seconds") for name in ("pin", "ttl"))
         pins = [(0.0, math.inf, _seconds(pin))] if pin is not None else []
         for action in getattr(hints, "actions", None) or ():
             if action.action_type == RETAIN_ACTION:

@@ -302,13 +302,11 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
 def _kept(client: LastingClient, prefix: str, keys: Iterable[bytes], req_context: Any) -> Kept:
     """What the request says of how long its blocks should be kept: their time to live, and the call that pins them."""
-    if req_context is None:
-        return None, None
-    hints = getattr(req_context, "kv_hints", None)
-    wanted = retention(req_context.kv_transfer_params, hints, client.say)
+    parameters, hints = (getattr(req_context, name, None) for name in ("kv_transfer_params", "kv_hints"))
+    wanted = retention(parameters, hints, client.say)
     if not wanted.pins:
         return wanted.ttl, None
-    last_token = req_context.get_offload_key_position
+    last_token = getattr(req_context, "get_offload_key_position", lambda _: None)
     names = {legal_key(prefix + key.hex()): last_token(key) or math.inf for key in keys}
     return wanted.ttl, wanted.pinning(names)
 

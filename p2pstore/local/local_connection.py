@@ -251,7 +251,7 @@ class LocalConnection:
 
     async def _receive_until(self, waiter: Waiter, deadline: float, progress_seconds: float) -> None:
         """Receive, or have others receive, until the reply is there."""
-        asked_at = time.monotonic()
+        asked_at = deadline - progress_seconds
         while waiter.frame is None:
             self.check_usable()
             now = time.monotonic()
