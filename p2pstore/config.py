@@ -21,7 +21,7 @@ from p2pstore.addresses import (
 )
 from p2pstore.errors import ConfigError
 from p2pstore.memory.areas import MAX_QUOTAS
-from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName
+from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import GIB, MIB, encode_namespace, format_bytes, parse_bytes
 from p2pstore.runtime.linux import memory_limits
@@ -37,7 +37,7 @@ MAX_MEMORY_PIECES: Final = 7
 MINIMUM_SSD_BYTES: Final = 256 * MIB
 MAX_NAME_BYTES: Final = 64
 USER_KEY_NAME: Final = "user.key"
-"""A file among the state directories, which are named by peers (`p2pstore.state.key_files`)."""
+"""A file among the state directories, which are named by peers (`p2pstore.state.places`)."""
 
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, cast
 
 import xxhash
 
-from p2pstore.errors import ConfigError, ObjectTooLarge
+from p2pstore.errors import CheckpointRefused, ConfigError, ObjectTooLarge
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -33,6 +33,7 @@ SIZE_UNIT_BYTES: Final = 4 * KIB
 MAX_OBJECT_BYTES: Final = 4 * GIB
 MAX_KEY_BYTES: Final = 1024
 MAX_NAMESPACE_BYTES: Final = 255
+MAX_CHECKPOINT_NAME_BYTES: Final = 255
 DIGEST_BYTES: Final = 16
 MAX_KEPT_DIGESTS: Final = 16_384
 """Of a client's keys: some 4 MB."""
@@ -77,6 +78,16 @@ def encode_namespace(namespace: str) -> bytes:
     if not 0 < len(encoded) <= MAX_NAMESPACE_BYTES:
         raise ValueError(f"a namespace is 1 to {MAX_NAMESPACE_BYTES} bytes of UTF-8, not {len(encoded)}")
     return encoded
+
+
+def check_checkpoint_name(name: str) -> None:
+    """Raises `CheckpointRefused` for an invalid name of a checkpoint: `@` separates name and version."""
+    length = len(name.encode(errors="surrogatepass"))
+    if not 1 <= length <= MAX_CHECKPOINT_NAME_BYTES or not name.isprintable() or set(name) & set("@ "):
+        raise CheckpointRefused(
+            f"a checkpoint's name is 1 to {MAX_CHECKPOINT_NAME_BYTES} bytes, printable, without spaces and @: "
+            f"{name[:80]!r}"
+        )
 
 
 def key_digest(key: str, namespace: str = DEFAULT_NAMESPACE) -> bytes:
@@ -165,6 +176,22 @@ class Version(NamedTuple):
 
 
 ZERO_VERSION: Final = Version(0, 0, 0)
+
+
+class Announced(NamedTuple):
+    """What a holder may send of an object: the version that was announced, with the root that its writer vouches for;
+    or a newer one that the holder wrote itself. `writer` is the holder's hash, as versions carry it."""
+
+    writer: int
+    version: Version = ZERO_VERSION
+
+    def allows(self, version: Version) -> bool:
+        """Whether this is one of them."""
+        return version == self.version or (
+            version.writer == self.writer and version.covers(self.version)
+        )
+
+
 CLOCK_COUNTER_BITS: Final = 16
 MAX_CLOCK_SKEW_SECONDS: Final = 10.0
 

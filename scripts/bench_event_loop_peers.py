@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.unit.core_harness as harness
-from p2pstore.core.removals.flush import FlushOperation
+from p2pstore.core.remove import FlushOperation
 from p2pstore.gossip.gossip_messages import REQUESTS as GOSSIP
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Exchange, LogChunk, Ping, Status
 from p2pstore.gossip.locations.log import MAX_SIGNED_OPERATIONS, sign_run
@@ -30,6 +30,7 @@ from p2pstore.gossip.records import (
     SignedRecord,
     sign_cluster_record,
 )
+from p2pstore.home_messages import Push
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version, key_digest
 from p2pstore.transfer.data_messages import REQUESTS, DataKind
@@ -38,7 +39,6 @@ from p2pstore.transfer.peer_messages import (
     ListKeys,
     Lookup,
     PinItem,
-    Push,
     ReadCount,
     Reads,
     SetPins,

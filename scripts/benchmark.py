@@ -20,6 +20,7 @@ from pathlib import Path
 import trio
 
 from mooncake_p2p.commands.bench import machine as machine
+from p2pstore.objects import KIB, MIB
 
 
 @dataclass
@@ -109,6 +110,11 @@ class Report:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def size_text(size: int) -> str:
+    """`4 KiB` and the like, for round sizes."""
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
 
 
 def arguments(description: str, parts: Sequence[str] = ()) -> argparse.Namespace:

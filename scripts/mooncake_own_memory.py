@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from benchmark import Report, cpu_seconds
+from benchmark import Report, cpu_seconds, size_text
 
-KIB: Final = 1024
-MIB: Final = 1024 * KIB
+from p2pstore.objects import KIB, MIB
+
 BATCHES: Final = ((4 * KIB, 256), (64 * KIB, 256), (MIB, 64), (5 * MIB, 12))
 """Size of an object, and objects of one batch."""
 SINGLES: Final = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
@@ -78,7 +78,7 @@ class OwnMemoryBench:
             self._forget()
             self._fill(size)
             full = self._batch_puts(size, batch, "full")
-            name = f"own memory, batch_put_from {batch} x {_text(size)}, full beside empty"
+            name = f"own memory, batch_put_from {batch} x {size_text(size)}, full beside empty"
             self._report.add(name, full, "GB/s", "empty memory", rate, ">= 0.8")
             self._forget()
         for size in SINGLES:
@@ -89,7 +89,7 @@ class OwnMemoryBench:
     def _batch_puts(self, size: int, batch: int, memory: str) -> float:
         """GB/s of ours."""
         taken = self._turns("batch_put_from", size, batch, forget=memory == "empty")
-        name = f"own memory, {memory}, batch_put_from {batch} x {_text(size)}"
+        name = f"own memory, {memory}, batch_put_from {batch} x {size_text(size)}"
         self._rates(name, size * batch, taken, WANTED_PUTS[size])
         ours = taken[0]
         spent = ours.server_seconds / (ours.calls * batch) * 1e6
@@ -104,13 +104,13 @@ class OwnMemoryBench:
             if not side.program.ask("check", prefix=prefix, size=size):
                 raise RuntimeError(f"{side.name}: what was read is not what was put")
         taken = self._turns("batch_get_into", size, batch, prefix=prefix)
-        name = f"own memory, batch_get_into {batch} x {_text(size)}"
+        name = f"own memory, batch_get_into {batch} x {size_text(size)}"
         self._rates(name, size * batch, taken, WANTED_GETS[size])
         self._forget()
 
     def _puts(self, size: int) -> None:
         taken = self._turns("put_from", size, 1, forget=True)
-        name = f"own memory, put_from {_text(size)}"
+        name = f"own memory, put_from {size_text(size)}"
         ours, theirs = taken
         if size < MIB:
             pair = ours.median * 1e6, "us", self._sides[1].name, theirs.median * 1e6
@@ -155,7 +155,3 @@ class OwnMemoryBench:
     def _prefix(self) -> str:
         self._number += 1
         return f"own{self._number}/"
-
-
-def _text(size: int) -> str:
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"

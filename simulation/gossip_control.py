@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_effects import Answer, Ask, Contact, Later
-from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, ControlKind
+from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, Answer, Ask, Contact, ControlKind, Later
 from p2pstore.wire import HEADER_BYTES, Failure, Message, decode_body, encode_body
 from simulation.gossip_network import CONNECTION_ROUND_TRIPS, CONNECTION_SECONDS, MESSAGE_SECONDS
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core import taking_pushes as home_messages
-from p2pstore.gossip.gossip_effects import FetchSnapshot, Push, SnapshotHead
+from p2pstore.core.gets.serving import pushed_reply, rivals_of
+from p2pstore.gossip.gossip_messages import FetchSnapshot, HomePush, SnapshotHead
+from p2pstore.home_messages import Push, Pushed
 from p2pstore.transfer import data_messages as data
-from p2pstore.transfer import peer_messages
 from p2pstore.wire import HEADER_BYTES, encode_body
 from simulation.gossip_network import MESSAGE_SECONDS
 
@@ -68,10 +68,10 @@ class SnapshotFetch:
         self._peer.install_snapshot(self._fetch, head, packed)
 
 
-class HomePush:
+class TravellingPush:
     """One push to a home peer; its first outcome counts."""
 
-    def __init__(self, peer: GossipPeer, push: Push) -> None:
+    def __init__(self, peer: GossipPeer, push: HomePush) -> None:
         self._peer = peer
         self._life = peer.life
         self._push = push
@@ -84,7 +84,7 @@ class HomePush:
         target = cluster.by_peer_id.get(self._push.peer_id)
         if target is None:
             return
-        message = home_messages.message_of(self._push)
+        message = self._push.message
         size_bytes = HEADER_BYTES + len(encode_body(message))
         peer.traffic.data_bytes_out += size_bytes
         peer.traffic.data_messages_out += 1
@@ -99,10 +99,10 @@ class HomePush:
             lambda: target.arrive(target.life, take),
         )
 
-    def _serve(self, target: GossipPeer, message: peer_messages.Push, size_bytes: int) -> None:
+    def _serve(self, target: GossipPeer, message: Push, size_bytes: int) -> None:
         target.charge(MESSAGE_SECONDS)
         target.traffic.data_bytes_in += size_bytes
-        reply = home_messages.reply_of(*target.gossip.take_push(self._peer.member, message, target.now))
+        reply = pushed_reply(*target.gossip.take_push(self._peer.member, message, target.now))
         reply_bytes = HEADER_BYTES + len(encode_body(reply))
         target.traffic.data_bytes_out += reply_bytes
         leaves_at = target.charge(MESSAGE_SECONDS)
@@ -110,15 +110,15 @@ class HomePush:
         network = self._peer.cluster.network
         network.send(target.number, self._peer.number, reply_bytes, PUSH, leaves_at, comes)
 
-    def _comes(self, reply: peer_messages.Pushed | None, reply_bytes: int) -> None:
+    def _comes(self, reply: Pushed | None, reply_bytes: int) -> None:
         self._peer.arrive(self._life, partial(self._take, reply, reply_bytes))
 
-    def _take(self, reply: peer_messages.Pushed | None, reply_bytes: int) -> None:
+    def _take(self, reply: Pushed | None, reply_bytes: int) -> None:
         if self._done:
             return
         self._done = True
         peer = self._peer
         peer.traffic.data_bytes_in += reply_bytes
         behind = None if reply is None else reply.behind
-        rivals = [] if reply is None else home_messages.rivals_of(reply)
+        rivals = [] if reply is None else rivals_of(reply)
         peer.gossip.push_answered(self._push.token, behind, rivals, peer.now)

@@ -13,7 +13,7 @@ from typing import Final
 
 import xxhash
 
-from p2pstore.gossip.links.connection_limits import ConnectionLimits, Use, idle, surplus
+from p2pstore.access.crowding import ConnectionLimits, Use, idle, surplus
 from simulation.kernel import Faults, Kernel
 
 MESSAGE_SECONDS: Final = 0.0005

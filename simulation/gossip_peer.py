@@ -34,7 +34,7 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.objects import clock_from_unix_seconds
 from simulation.gossip_control import ControlTalk
-from simulation.gossip_data import HomePush, SnapshotFetch
+from simulation.gossip_data import SnapshotFetch, TravellingPush
 from simulation.gossip_host import GossipHost
 from simulation.gossip_truth import LogTruth
 from simulation.signer import SimulatedSigner, SimulatedVerifier
@@ -238,7 +238,7 @@ class GossipPeer(GossipHost):
         now = self.now
         pushes = gossip.pushes(now)
         for push in pushes:
-            HomePush(self, push).start()
+            TravellingPush(self, push).start()
         if pushes or gossip.membership.version != self._seen_version:
             self._next_tick, self._seen_version = None, gossip.membership.version
         for change in gossip.take_changes():

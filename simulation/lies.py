@@ -44,8 +44,8 @@ from p2pstore.gossip.records import (
     member_of,
     sign_peer_record,
 )
-from p2pstore.memory.entries import Written
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.home_messages import Holding, PartitionSet, Push, Pushed
+from p2pstore.memory.entries import ObjectEntry, Written
 from p2pstore.memory.segment_layout import (
     TrailerBody,
     decode_slot,
@@ -325,14 +325,14 @@ class Tails(Behaviour):
             return msgspec.structs.replace(message, hot=self._hot())
         return message
 
-    def _holdings(self, holdings: list[peer_messages.Holding]) -> list[peer_messages.Holding]:
+    def _holdings(self, holdings: list[Holding]) -> list[Holding]:
         """The same holders, at places that their logs never reach, with versions that were never written."""
         forged = []
         for each in holdings:
             record = decode_location(each.record)
             version = Version(self.clock(), record.version.writer)
             packed = msgspec.structs.replace(record, version=version).encode()
-            forged.append(peer_messages.Holding(each.member, each.incarnation, FAR, packed))
+            forged.append(Holding(each.member, each.incarnation, FAR, packed))
         return forged
 
     def _hot(self) -> bytes:
@@ -493,7 +493,7 @@ class Withholding(Behaviour):
             peer_messages.Locations
             | peer_messages.Replicated
             | peer_messages.CopyChecked
-            | peer_messages.Pushed
+            | Pushed
             | peer_messages.RecordsTaken,
         )
         if not asked:
@@ -536,12 +536,7 @@ class Replays(Behaviour):
     def heard(self, sender: PeerId, kind: int, request: Message) -> None:
         replayed = isinstance(
             request,
-            Delta
-            | Exchange
-            | Ping
-            | peer_messages.Push
-            | peer_messages.ClusterRecords
-            | peer_messages.Replicate,
+            Delta | Exchange | Ping | Push | peer_messages.ClusterRecords | peer_messages.Replicate,
         )
         if not replayed:
             return
@@ -573,18 +568,16 @@ class Homes(Behaviour):
             if self._how == "denies":
                 return peer_messages.Locations([[] for _ in message.items])
             return peer_messages.Locations(message.items, list(range(len(message.items))))
-        if isinstance(message, peer_messages.Pushed) and self._how == "wants all":
-            return peer_messages.Pushed(list(range(PARTITION_COUNT)), message.rivals)
-        if isinstance(message, peer_messages.Pushed) and self._how == "rivals":
-            return peer_messages.Pushed(message.behind, self._rivals())
+        if isinstance(message, Pushed) and self._how == "wants all":
+            return Pushed(list(range(PARTITION_COUNT)), message.rivals)
+        if isinstance(message, Pushed) and self._how == "rivals":
+            return Pushed(message.behind, self._rivals())
         return message
 
-    def _rivals(self) -> list[peer_messages.Holding]:
+    def _rivals(self) -> list[Holding]:
         place = (self.core.member, self.core.incarnation, FAR)
         return [
-            peer_messages.Holding(
-                *place, location_of(entry, Version(self.clock(), entry.version.writer)).encode()
-            )
+            Holding(*place, location_of(entry, Version(self.clock(), entry.version.writer)).encode())
             for _, entry in self.some_held(16)
         ]
 
@@ -593,11 +586,11 @@ class Homes(Behaviour):
             return
         records = {entry.digest: location_of(entry).encode() for _, entry in self.some_held(16)}
         sets = [
-            peer_messages.PartitionSet(partition_of(digest), 1 << 20, location_hash(packed), packed)
+            PartitionSet(partition_of(digest), 1 << 20, location_hash(packed), packed)
             for digest, packed in records.items()
         ]
         audit = b"".join(AUDIT_ENTRY.pack(each.partition, each.number, 7) for each in sets[:4])
-        push = peer_messages.Push(
+        push = Push(
             self.core.incarnation, [], b"", b"", self.core.gossip.log.sequence, sets, audit, 3600
         )
         for peer in self.liar.victims:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from p2pstore.core.copies.coldest import coldest_use
 from p2pstore.core.copies.hand_over import HandOverOperation
-from p2pstore.core.copies.offers import coldest_use
 from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.core_effects import (
     AskPeer,
@@ -31,8 +31,7 @@ from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.core.removals.flush import FlushOperation
-from p2pstore.core.removals.remove import RemoveOperation
+from p2pstore.core.remove import FlushOperation, RemoveOperation
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import gossip_messages as control
 from p2pstore.gossip.machine import Answer, Ask, Contact, FetchSnapshot, Gossip, Later, SnapshotHead
@@ -46,6 +45,7 @@ from p2pstore.gossip.records import (
     TransportOffer,
     open_cluster_record,
 )
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.kept_memory import (
     Expected,
     Kept,
@@ -55,7 +55,7 @@ from p2pstore.memory.kept_memory import (
     tail_bytes,
     tail_offset,
 )
-from p2pstore.memory.segment import ObjectEntry, Segment
+from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody, encode_trailer, plan_geometry
 from p2pstore.objects import MIB, HybridClock, chunk_sums, clock_from_unix_seconds, root_checksum
 from p2pstore.put_facts import PutFacts

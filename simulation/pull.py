@@ -8,10 +8,11 @@ from p2pstore.core.copies.copy_destination import RoomDestination
 from p2pstore.core.core_effects import PullFailure, PullObject, PullOutcome, PullTogether
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.gossip.records import member_of, writer_of
+from p2pstore.objects import Announced
 from p2pstore.runtime.stepping import run_through
 from p2pstore.transfer.data_messages import Keeps
-from p2pstore.transfer.reading.arriving import Announced
-from p2pstore.transfer.transport import PullFailed, PullReport, RemoteCopy, pull_with_failover
+from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.transport import PullReport, RemoteCopy, pull_with_failover
 from p2pstore.wire import Code
 from simulation.transport import SimulatedTransport
 

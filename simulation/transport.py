@@ -12,15 +12,9 @@ from typing import Final, Protocol, TypeVar
 
 from p2pstore.objects import chunk_bounds
 from p2pstore.transfer.data_messages import ObjectReply, ObjectStatus
-from p2pstore.transfer.transport import (
-    Destination,
-    Pulled,
-    PullFailed,
-    RemoteCopy,
-    check_object,
-    checked_view,
-    resume,
-)
+from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.reading.arriving import Destination, checked_view, resume
+from p2pstore.transfer.transport import Pulled, RemoteCopy, check_object
 from p2pstore.wire import Code
 from simulation.kernel import FaultyNetwork
 from simulation.tasks import Answer, sleep

@@ -319,46 +319,33 @@ def _checkpoints(client: BlockingClient, word: str) -> Iterator[str]:
         yield f"{each.name}@{each.version}" if "@" in word else each.name
 
 
-def _peer_ids(client: BlockingClient, word: str) -> Iterator[str]:
-    yield from (each.peer_id for each in client.peers())
-
-
-def _addresses(client: BlockingClient, word: str) -> Iterator[str]:
-    yield from (address for each in client.peers() for address in each.control)
-
-
-def _sockets(options: Options, word: str) -> Iterator[str]:
+def _live() -> list[Path]:
     from p2pstore.local.socket_paths import live_sockets
 
-    yield from map(str, live_sockets())
-
-
-def _peer_names(options: Options, word: str) -> Iterator[str]:
-    from p2pstore.local.socket_paths import live_sockets
-
-    yield from (path.stem for path in live_sockets())
+    return live_sockets()
 
 
 def _names_in(folder: str) -> Source:
-    def names(options: Options, word: str) -> Iterator[str]:
-        yield from (each.name for each in Path(folder).iterdir())
-
-    return names
+    return lambda options, word: (each.name for each in Path(folder).iterdir())
 
 
-def _groups(options: Options, word: str) -> Iterator[str]:
+def _groups(options: Options, word: str) -> Iterable[str]:
     import grp
 
-    yield from (each.gr_name for each in grp.getgrall())
+    return (each.gr_name for each in grp.getgrall())
 
 
 CHECKPOINTS: Final = _of_peer(_checkpoints)
+_PEER_IDS: Final = _of_peer(lambda client, word: (each.peer_id for each in client.peers()))
+_ADDRESSES: Final = _of_peer(
+    lambda client, word: (address for each in client.peers() for address in each.control)
+)
 SOURCES: Final[Mapping[str, Source]] = {
     **dict.fromkeys(("key", "keys", "after", "prefix"), _of_peer(_keys)),
-    **dict.fromkeys(("publisher", "forget"), _of_peer(_peer_ids)),
-    **dict.fromkeys(("peer", "bootstrap"), _of_peer(_addresses)),
-    "socket": _sockets,
-    "peer_name": _peer_names,
+    **dict.fromkeys(("publisher", "forget"), _PEER_IDS),
+    **dict.fromkeys(("peer", "bootstrap"), _ADDRESSES),
+    "socket": lambda options, word: map(str, _live()),
+    "peer_name": lambda options, word: (path.stem for path in _live()),
     "interface": _names_in("/sys/class/net"),
     "rdma_device": _names_in("/sys/class/infiniband"),
     "socket_group": _groups,

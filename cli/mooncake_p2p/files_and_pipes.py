@@ -1,5 +1,4 @@
-"""Values between files, pipes and memory, copied as few times as the kind of file allows; files that appear when
-complete."""
+"""Values between files, pipes and memory, copied as seldom as possible; files that appear when complete."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from mooncake_p2p.exit_errors import CommandFailed, ExitCode
-from mooncake_p2p.output import progress
+from mooncake_p2p.output import CommandFailed, ExitCode, progress
 from p2pstore.objects import MAX_OBJECT_BYTES, MIB, check_object_length
 from p2pstore.runtime.linux import is_ready
 
@@ -254,8 +252,7 @@ def _link(descriptor: int, path: Path) -> None:
 
 
 def _create_locked(path: Path) -> int | None:
-    """A new file locked by this process, or None when another process writes it. A file left by an ended process
-    under this name is removed."""
+    """A new locked file, or None when another process writes it. One left by an ended process is removed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o666)

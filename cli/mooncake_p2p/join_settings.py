@@ -19,9 +19,8 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import CommandFailed, ExitCode, Interrupts
 from mooncake_p2p.options import connected
-from mooncake_p2p.output import progress, remark
+from mooncake_p2p.output import CommandFailed, ExitCode, Interrupts, progress, remark
 from p2pstore.errors import P2PStoreError
 from p2pstore.runtime.linux import read_line
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mooncake_p2p.exit_errors import CommandFailed, Interrupts
+from mooncake_p2p.output import CommandFailed, Interrupts
 from p2pstore.errors import PeerNotInstalled
 from p2pstore.runtime.linux import is_ready, read_line
 

@@ -22,15 +22,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 import p2pstore
-from mooncake_p2p.exit_errors import (
+from mooncake_p2p.output import (
     STANDARD_OUTPUT,
     AlreadyTold,
     ExitCode,
     describe,
     error_document,
     exit_code,
+    json_output,
 )
-from mooncake_p2p.output import json_output
 
 PROGRAM: Final = "mooncake-p2p"
 COMPLETION_VARIABLE: Final = "_MOONCAKE_P2P_COMPLETE"
@@ -40,13 +40,13 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "join": ("join", "Run a peer in the foreground."),
     "put": ("put_get", "Store a file, or standard input, under a key."),
     "get": ("put_get", "Fetch the value of a key."),
-    "ls": ("listing", "List keys of the whole cluster."),
-    "rm": ("changing", "Remove keys everywhere."),
-    "flush": ("changing", "Remove everything in a namespace, on all peers."),
-    "locate": ("listing", "Show which peers hold a key."),
-    "pin": ("changing", "Keep objects in this peer's memory."),
-    "unpin": ("changing", "Let objects be evicted again."),
-    "replicate": ("changing", "Have N copies of an object, on as many peers."),
+    "ls": ("stored_keys", "List keys of the whole cluster."),
+    "rm": ("stored_keys", "Remove keys everywhere."),
+    "flush": ("stored_keys", "Remove everything in a namespace, on all peers."),
+    "locate": ("stored_keys", "Show which peers hold a key."),
+    "pin": ("stored_keys", "Keep objects in this peer's memory."),
+    "unpin": ("stored_keys", "Let objects be evicted again."),
+    "replicate": ("stored_keys", "Have N copies of an object, on as many peers."),
     "stats": ("cluster", "Show this peer and the cluster."),
     "peers": ("cluster", "List the members of the cluster."),
     "doctor": ("doctor", "Check this machine, or the way to a peer, and say cause and cure."),
@@ -71,8 +71,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "completion": ("about", "Print a script that completes commands, options and keys with Tab."),
     "help": ("about", "Show the help of a command."),
 }
-"""Command -> (module that holds the function of that name, summary for the list of commands). One of two words is a
-command of its own."""
+"""Command -> (module with the function of that name, summary). One of two words is a command of its own."""
 
 MEANT: Final = {
     **dict.fromkeys(("set", "store", "write", "add", "upload"), "put"),
@@ -438,8 +437,7 @@ def complete(instruction: str) -> int:
 
 
 def _end(status: int) -> NoReturn:
-    """End the process at once: all is written and closed, and to take the modules apart costs
-    another 20 ms."""
+    """End the process at once: all is written and closed, and taking modules apart costs another 20 ms."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -24,18 +24,31 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT: Final = "5"
 
-Key = Annotated[str, typer.Argument(metavar="KEY", help="Name of the object.", show_default=False)]
-Keys = Annotated[
-    list[str], typer.Argument(metavar="KEY", help="Names of the objects.", show_default=False)
-]
+
+def argument(metavar: str, help: str, **more: Any) -> Any:
+    """A positional argument."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
+
+
+def option(metavar: str, help: str, *names: str, **more: Any) -> Any:
+    """An option with a value, whose default is not shown."""
+    return typer.Option(*names, metavar=metavar, help=help, show_default=False, **more)
+
+
+def flag(name: str, help: str) -> Any:
+    """An option that is given or not."""
+    return typer.Option(name, help=help)
+
+
+Key = Annotated[str, argument("KEY", "Name of the object.")]
+Keys = Annotated[list[str], argument("KEY", "Names of the objects.")]
 
 Socket = Annotated[
     str | None,
-    typer.Option(
-        metavar="PATH",
+    option(
+        "PATH",
+        "The local peer's socket; needed only when several peers run here.",
         envvar="MOONCAKE_P2P_SOCKET",
-        help="The local peer's socket; needed only when several peers run here.",
-        show_default=False,
     ),
 ]
 Namespace = Annotated[
@@ -49,20 +62,13 @@ Timeout = Annotated[
         help="Give up after this time without progress.",
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask whether you are sure.")]
+Yes = Annotated[bool, flag("--yes", "Do not ask whether you are sure.")]
 Include = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="PATTERN",
-        help="Only files whose path matches, such as '*.safetensors'. Repeatable.",
-        show_default=False,
-    ),
+    option("PATTERN", "Only files whose path matches, such as '*.safetensors'. Repeatable."),
 ]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help="No files whose path matches.", show_default=False),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Exclude = Annotated[list[str] | None, option("PATTERN", "No files whose path matches.")]
+Json = Annotated[bool, flag("--json", "Print the result as JSON on stdout.")]
 
 
 @dataclass(frozen=True, slots=True)

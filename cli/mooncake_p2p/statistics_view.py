@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, TextIO
 
 from mooncake_p2p.output import printable, short_id
@@ -100,19 +100,15 @@ def rates(before: Reading | None, after: Reading) -> Activity | None:
     def per_second(older: float, newer: float) -> float:
         return max(0.0, newer - older) / seconds
 
-    def each(older: dict[str, float], newer: dict[str, float]) -> dict[str, float]:
-        return {name: per_second(older.get(name, 0.0), value) for name, value in newer.items()}
-
-    return Activity(
-        puts=per_second(first.puts, last.puts),
-        put_bytes=per_second(first.put_bytes, last.put_bytes),
-        failed_puts=per_second(first.failed_puts, last.failed_puts),
-        gets=per_second(first.gets, last.gets),
-        gets_elsewhere=per_second(first.gets_elsewhere, last.gets_elsewhere),
-        misses=per_second(first.misses, last.misses),
-        received_bytes=each(first.received_bytes, last.received_bytes),
-        served_bytes=each(first.served_bytes, last.served_bytes),
-    )
+    found: dict[str, Any] = {}
+    for each in fields(Activity):
+        was, now = getattr(first, each.name), getattr(last, each.name)
+        found[each.name] = (
+            {name: per_second(was.get(name, 0.0), value) for name, value in now.items()}
+            if isinstance(now, dict)
+            else per_second(was, now)
+        )
+    return Activity(**found)
 
 
 # --- lines -----------------------------------------------------------------------------------
@@ -145,6 +141,7 @@ def clip(line: str, columns: int) -> str:
 
 def _peer_lines(peer: Document, blocks: bool) -> list[str]:
     leased = peer["leased_bytes"]
+    role = peer.get("role", "member")
     lonely = peer.get("bootstrap") and not peer.get("joined", True)
     return [
         f"peer {printable(peer['name'])}",
@@ -154,7 +151,7 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
             f"{duration(peer['uptime_seconds'])}, p2pstore {printable(peer['software'])}"
             f"{', no bootstrap peer has answered yet' if lonely else ''}",
         ),
-        *_role_lines(peer.get("role", "member")),
+        *([] if role == "member" else [_fact("role", printable(role))]),
         _fact("memory", memory_bar(peer["memory_used_bytes"], peer["memory_capacity_bytes"], blocks)),
         _fact(
             "objects",
@@ -167,11 +164,6 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
         *_directory_lines(peer.get("directory", {})),
         *_repair_lines(peer.get("repair", {})),
     ]
-
-
-def _role_lines(role: str) -> list[str]:
-    """The role of the peer's key, unless it is a member's."""
-    return [] if role == "member" else [_fact("role", printable(role))]
 
 
 def _problem_lines(problem: Document, columns: int) -> list[str]:

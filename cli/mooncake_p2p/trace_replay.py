@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
+from mooncake_p2p.output import CommandFailed
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import MIB
+from p2pstore.trace.one_cache import HitCounts, Model
 from p2pstore.trace.pool import PeerChange, make_router, next_up
-from p2pstore.trace.trace_requests import HitCounts, Model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from p2pstore.blocking import BlockingClient
+    from p2pstore.trace.one_cache import Request
     from p2pstore.trace.pool import PoolSettings
-    from p2pstore.trace.trace_requests import Request
 
 LEAST_PEERS: Final = 2
 
@@ -63,15 +63,15 @@ class Outages:
             self._arm()
 
     def between(self, request: int) -> None:
-        """Before the request of this number is served: start a peer that was away long enough, and take back one that
-        is ready."""
+        """Before this request is served: start a peer that was away long enough; take back one that is ready."""
         self._request = request
         if self._away is None or self.up[self._away]:
             return
         peer = self._cluster.peers[self._away]
         if not self._starting:
             if time.monotonic() >= self._killed_at + self._plan.down_seconds:
-                self._cluster.begin(peer, self._living().ready["control"])
+                living = self._cluster.peers[self.up.index(True)]
+                self._cluster.begin(peer, living.ready["control"])
                 self._starting = True
         elif peer.has_spoken:
             peer.wait_until_ready()
@@ -106,14 +106,10 @@ class Outages:
         self.up[number] = False  # before it dies, so that failures to reach it are expected
         self._cluster.peers[number].kill()
 
-    def _living(self) -> PeerProcess:
-        return self._cluster.peers[self.up.index(True)]
-
 
 PAGE_BYTES: Final = 4096
 TRAILER_BYTES: Final = PAGE_BYTES
-"""Key, sums and header of a block in memory. The value is shorter by that, so that a block takes what was asked for, in
-whole pages as blocks of KVCache."""
+"""Key, sums and header of a block in memory: the value is shorter by that, so that a block takes whole pages."""
 BLOCK_BYTES: Final = 16 * 1024
 LEAST_BLOCK_BYTES: Final = 2 * PAGE_BYTES
 LEAST_COLD_BLOCK_BYTES: Final = 32 * 1024
@@ -191,19 +187,13 @@ def replay(
     ]
     cluster.start_all()
     with ExitStack() as stack:
-        clients = [peer.connect() for peer in peers]
-        stack.callback(_close_all, clients)
+        clients = [stack.enter_context(peer.connect()) for peer in peers]
         wait_until(lambda: all(len(each.peers()) == len(peers) for each in clients), "the cluster")
         outages = Outages(cluster, clients, plan)
         stack.callback(outages.close)
         replayed = _Replay(clients, outages, settings, model, scale.value_bytes)
         replayed.serve_all(requests, advanced)
     return replayed.outcome
-
-
-def _close_all(clients: Sequence[BlockingClient]) -> None:
-    for client in clients:
-        client.close()
 
 
 def _ssd_options(
@@ -261,7 +251,7 @@ class _Replay:
     def _serve(self, request: Request) -> None:
         """Read what is anywhere, put the rest where the request went; elsewhere, when that peer dies meanwhile."""
         keys = [str(block) for block in request.hash_ids]
-        chosen = self._router.choose(self._local(keys))
+        chosen = self._router(self._local(keys))
         while True:
             chosen = next_up(chosen, self._outages.up)
             try:

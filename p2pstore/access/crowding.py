@@ -1,14 +1,16 @@
-"""Connections whose other side has not proved itself yet: few, and shared fairly among hosts. Pure.
+"""Which connections go when there are too many, or no use for them: of strangers, of members, of this peer. Pure.
 
-A host that opens thousands of connections fills the table. When it is full, room for another host comes from the host
-that has the most: it loses the connection that has waited longest.
+Strangers have not proved themselves yet: few may wait, shared fairly among hosts. When the table is full, room for
+another host comes from the host that has the most: it loses the connection that has waited longest.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -131,3 +133,94 @@ def yielding(holders: Sequence[Holder], host: str, member: bytes, limit: int) ->
         ),
         default=None,
     )
+
+
+SPARE_AFTER_SECONDS: Final = 1.0
+"""Before this a connection is not idle: who opened it is about to use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """When connections of members are closed: idle ones, and the longest unused when there are too many.
+
+    A connection with a neighbour stays open. Others are opened for a probe or a contact, and stay for a while, as
+    opening costs much and holding only memory. Its opener closes it when it has no use for it; the other side may open
+    its own. Over the limit both sides close, of the host and member that have most, never one with requests under way.
+    `idle_seconds` is above one round of probes at 100 members: there all stay connected. `max_open` bounds memory, some
+    50 kB a connection.
+    """
+
+    idle_seconds: float = 120.0
+    max_open: int = 192
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The use of one connection."""
+
+    kept: bool
+    """Whether its other end is a neighbour."""
+    opened_here: bool
+    busy: bool
+    """Whether requests are under way on it, in either direction."""
+    used_at: float
+    host: str = ""
+    """Where the other end is (`strangers.host_group`)."""
+    member: bytes = b""
+    """Who it is."""
+
+
+def idle(uses: Sequence[Use], now: float, limits: ConnectionLimits) -> list[int]:
+    """The places of those that this side opened and has no more use for."""
+    return [
+        place
+        for place, use in enumerate(uses)
+        if _is_closable(use) and use.used_at + limits.idle_seconds <= now
+    ]
+
+
+def surplus(uses: Sequence[Use], now: float, limits: ConnectionLimits) -> list[int]:
+    """The places of those to close because there are too many: the longest unused ones of the member that has most, of
+    those at the host that has most; too few when the others are in use."""
+    spare = {
+        place
+        for place, use in enumerate(uses)
+        if not use.kept and not use.busy and use.used_at + SPARE_AFTER_SECONDS <= now
+    }
+    hosts = Counter(use.host for use in uses)
+    members = Counter(use.member for use in uses)
+    chosen: list[int] = []
+    while spare and len(uses) - len(chosen) > limits.max_open:
+        place = min(
+            spare,
+            key=lambda each: (
+                -hosts[uses[each].host],
+                -members[uses[each].member],
+                uses[each].used_at,
+                each,
+            ),
+        )
+        spare.remove(place)
+        chosen.append(place)
+        hosts[uses[place].host] -= 1
+        members[uses[place].member] -= 1
+    return chosen
+
+
+def next_due(uses: Sequence[Use], now: float, limits: ConnectionLimits) -> float:
+    """When to look again, if nothing is opened or closed before; infinity for never."""
+    due = min(
+        (
+            (now if use.busy else use.used_at) + limits.idle_seconds
+            for use in uses
+            if use.opened_here and not use.kept
+        ),
+        default=math.inf,
+    )
+    if len(uses) > limits.max_open:
+        due = min(due, now + SPARE_AFTER_SECONDS)
+    return due
+
+
+def _is_closable(use: Use) -> bool:
+    return use.opened_here and not use.kept and not use.busy

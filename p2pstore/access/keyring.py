@@ -95,7 +95,7 @@ class KeyRing:
     ) -> None:
         self.keys: tuple[bytes, ...] = ()
         self.of_user = False
-        """Whether it is the key of a user's keyless peers (`p2pstore.state.key_files`)."""
+        """Whether it is the key of a user's keyless peers (`p2pstore.state.places`)."""
         self.signers: tuple[bytes, ...] = ()
         """Of a reader: the peer ids by which members prove that they are members. Of a member: empty."""
         self.writers: Mapping[str, bytes] = NO_WRITERS
@@ -147,8 +147,7 @@ class KeyRing:
         return list(self._by_id)
 
     def find(self, key_id: bytes, namespace: str = "") -> bytes | None:
-        """The key of that name: one of the ring's, or a reader's, or a writer's of this namespace, that goes with one
-        of them."""
+        """The key of that name: the ring's, a reader's, or a writer's of this namespace, made of one of those."""
         key = self._all.get(key_id)
         return self._writer_key(key_id, namespace) if key is None else key
 

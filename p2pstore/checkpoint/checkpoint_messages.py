@@ -22,8 +22,7 @@ Patterns = Annotated[list[str], Meta(max_length=MAX_PATTERNS)]
 
 
 class Publish(Message, frozen=True):
-    """Publish the connection's directory. Answered when others can fetch it; with `wait_seeded`, when the others have
-    every piece among them."""
+    """Publish the connection's directory. Answered when others can fetch it, or, with `wait_seeded`, have all of it."""
 
     namespace: str
     name: str

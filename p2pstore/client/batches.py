@@ -9,8 +9,15 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from p2pstore.client.answers import plain_error
-from p2pstore.client.destinations import BufferRooms, DigestsOf, NewMemoryRooms, Rooms, SmallRooms
-from p2pstore.client.fetcher import Fetcher, NewMemory
+from p2pstore.client.destinations import (
+    BufferRooms,
+    DigestsOf,
+    NewMemory,
+    NewMemoryRooms,
+    Rooms,
+    SmallRooms,
+)
+from p2pstore.client.fetcher import Fetcher
 from p2pstore.client.read_plan import (
     HolderGroup,
     ReadPlan,
@@ -21,11 +28,10 @@ from p2pstore.client.read_plan import (
 )
 from p2pstore.errors import DeadlineExceeded, P2PStoreError, StoreClosed
 from p2pstore.local.local_messages import PlanItem
-from p2pstore.objects import Version
-from p2pstore.transfer.failover import SilentHolders, is_silence
-from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.objects import Announced, Version
+from p2pstore.transfer.failover import PullFailed, SilentHolders, is_silence
 from p2pstore.transfer.reading.small_reads import PARTS_TOGETHER, Part, in_parts, part_items, part_slices
-from p2pstore.transfer.transport import Pulled, PullFailed, RemoteCopy, announcing
+from p2pstore.transfer.transport import Pulled, RemoteCopy, announcing
 from p2pstore.values import destination_views
 
 D = TypeVar("D", bound=NewMemory)

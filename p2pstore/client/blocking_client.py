@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import threading
 import weakref
@@ -54,6 +55,7 @@ def in_blocking_form(
     def call(self: Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return run_blocking(method(self._original, *args, **kwargs))
 
+    call.__doc__ = inspect.getdoc(method)  # its own, or that of the protocol's method
     return call
 
 
@@ -64,6 +66,7 @@ def _plain(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Fac
     def call(self: Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return method(self._original, *args, **kwargs)
 
+    call.__doc__ = inspect.getdoc(method)
     return call
 
 

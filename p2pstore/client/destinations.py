@@ -10,16 +10,17 @@ from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from p2pstore.client.answers import plain_error
-from p2pstore.client.fetcher import Fetcher, NewMemory
+from p2pstore.client.fetcher import Fetcher
 from p2pstore.errors import P2PStoreError
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.results import Framework
-from p2pstore.transfer.transport import BufferDestination, Destination, too_small
+from p2pstore.transfer.reading.arriving import Destination
+from p2pstore.transfer.transport import BufferDestination, too_small
 from p2pstore.values import destination_view, empty_tensor, fresh_bytes
 
 R = TypeVar("R")
-D = TypeVar("D", bound=NewMemory)
+D = TypeVar("D", bound="NewMemory")
 
 COPIED_BYTES: Final = 16 * KIB
 """Values up to this length are received together and copied to memory of their own: that costs less than a request
@@ -30,28 +31,38 @@ DigestsOf = Callable[[Sequence[str]], list[bytes]]
 RoomsOf = Callable[[Sequence[Any]], Sequence[R]]
 
 
-class BytesDestination:
+class NewMemory(ABC):
+    """A destination that makes its memory when it is told how long the value is."""
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        return self.make(slot.length)
+
+    @abstractmethod
+    def make(self, length: int) -> memoryview:
+        """Memory for a value of that length, made once for it."""
+
+    @abstractmethod
+    def take(self, value: memoryview) -> None:
+        """Copy a verified value that was read elsewhere."""
+
+
+class BytesDestination(NewMemory):
     """A new `bytes` object, `value()` once it is filled."""
 
     def __init__(self) -> None:
         self.value: Callable[[], bytes] = bytes
         self._view: memoryview | None = None
 
-    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        return self.make(slot.length)
-
     def make(self, length: int) -> memoryview:
-        """Memory for a value of that length, made once for it."""
         if self._view is None or len(self._view) != length:
             self._view, self.value = fresh_bytes(length)
         return self._view
 
     def take(self, value: memoryview) -> None:
-        """Copy a verified value that came elsewhere."""
         self.value = partial(_same, bytes(value))
 
 
-class NewMemoryDestination:
+class NewMemoryDestination(NewMemory):
     """Memory that `allocate(length)` makes; `view` is of its bytes once it is filled."""
 
     def __init__(self, allocate: Callable[[int], memoryview]) -> None:
@@ -59,18 +70,13 @@ class NewMemoryDestination:
         self._allocate = allocate
         self._made = False
 
-    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        return self.make(slot.length)
-
     def make(self, length: int) -> memoryview:
-        """Memory for a value of that length, made once for it."""
         if not self._made or len(self.view) != length:
             self.view = self._allocate(length)
             self._made = True
         return self.view
 
     def take(self, value: memoryview) -> None:
-        """Copy a verified value that came elsewhere."""
         self.view = self._allocate(len(value))
         self.view[:] = value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -44,19 +44,14 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import Cuts
 from p2pstore.objects import CHUNK_BYTES, namespace_digest
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
+from p2pstore.transfer.reading.arriving import Destination, ResumableDestination, resumable, watch_of
 from p2pstore.transfer.reading.segment_reader import Copied
 from p2pstore.transfer.reading.shm import RoomsFor, copy_into, copy_many, read_mapped
-from p2pstore.transfer.transport import (
-    BufferDestination,
-    Destination,
-    Pulled,
-    PullReport,
-    RemoteCopy,
-    ResumableDestination,
-    resumable,
-    watch_of,
-)
+from p2pstore.transfer.transport import BufferDestination, Pulled, PullReport, RemoteCopy
 from p2pstore.wire import Code, Empty
+
+if TYPE_CHECKING:
+    from p2pstore.client.destinations import NewMemory
 
 LEASED_READS: Final = 4
 FEW_LISTED: Final = 16
@@ -66,18 +61,6 @@ LAST_PAUSE_SECONDS: Final = 0.5
 """Between two reads of a key that is waited for and that no named holder delivered."""
 FETCH_SECONDS: Final = 60.0
 """Time that the peer may take to bring an object here. It watches over the progress itself."""
-
-
-class NewMemory(Destination, Protocol):
-    """A destination that makes its memory when it is told how long the value is."""
-
-    def make(self, length: int) -> memoryview:
-        """Memory for a value of that length, made once for it."""
-        ...
-
-    def take(self, value: memoryview) -> None:
-        """Copy a verified value that was read elsewhere."""
-        ...
 
 
 class Fetcher:
@@ -127,12 +110,9 @@ class Fetcher:
                 outcome = await self.holders.pull_chunk(only, key, digest, view)
                 if isinstance(outcome, int):
                     return outcome
-        plan = ReadPlan(key, AFTER_HERE if is_long else AFTER_ONLY_HOLDER)
-        if isinstance(outcome, PullReport):
-            plan.failed(outcome)
+        plan = _plan_after(key, outcome, was_asked=not is_long)
         destination = BufferDestination(view)
-        done = await self._fetch_patiently(key, digest, destination, plan, wait_seconds)
-        return done.length
+        return (await self._fetch_patiently(key, digest, destination, plan, wait_seconds)).length
 
     async def fetch_new(self, key: str, digest: bytes, room: NewMemory, wait: float = 0.0) -> int:
         """`fetch` to memory that is made for the value: its length. Raises as `fetch`.
@@ -152,9 +132,7 @@ class Fetcher:
             if isinstance(outcome, int):
                 room.take(view[:outcome])
                 return outcome
-        plan = ReadPlan(key, AFTER_ONLY_HOLDER if is_short else AFTER_HERE)
-        if isinstance(outcome, PullReport):
-            plan.failed(outcome)
+        plan = _plan_after(key, outcome, was_asked=is_short)
         return (await self._fetch_patiently(key, digest, room, plan, wait)).length
 
     async def _fetch_patiently(
@@ -436,6 +414,14 @@ class Fetcher:
         """Have the local peer bring objects (packed digests) to its memory; does not wait for them."""
         if digests:
             await self._link.request(LocalKind.PREFETCH, Prefetch(digests), Empty)
+
+
+def _plan_after(key: str, outcome: object, *, was_asked: bool) -> ReadPlan:
+    """The plan after own memory, and after the only holder if it was asked, and how that failed."""
+    plan = ReadPlan(key, AFTER_ONLY_HOLDER if was_asked else AFTER_HERE)
+    if isinstance(outcome, PullReport):
+        plan.failed(outcome)
+    return plan
 
 
 def deadline_ms(timeout_seconds: float) -> int:

@@ -17,7 +17,8 @@ from p2pstore.local.local_messages import HolderFailure
 from p2pstore.objects import CHUNK_BYTES, Version
 from p2pstore.runtime.streams import Driver, Event
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
-from p2pstore.transfer.failover import is_silence
+from p2pstore.transfer.failover import PullFailed, is_silence
+from p2pstore.transfer.reading.arriving import Destination, ResumableDestination
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import RoomsFor, ShmTransport, copy_into, copy_many
 from p2pstore.transfer.reading.small_reads import Parts
@@ -25,12 +26,9 @@ from p2pstore.transfer.reading.span_reads import BatchItem, ItemOutcome
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
-    Destination,
     Pulled,
-    PullFailed,
     PullReport,
     RemoteCopy,
-    ResumableDestination,
     Transport,
     failed_report,
     hurried,

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import P2PStoreError
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_messages import Holder
 from p2pstore.local.local_protocol import Access
 from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
@@ -134,17 +135,11 @@ class Neighbours:
 
     async def _connect(self, name: Name) -> _Companion | None:
         path, peer_id = name
+        # The server shows what it likes, so it must run as a user that is trusted anyway.
+        trusted = {os.geteuid(), self._own.connection.peer_user}
+        opening = Opening(self._namespace, Access.READ, hazards=True, trusted_users=trusted)
         try:
-            link = await PeerLink.open(
-                self._own.driver,
-                path,
-                namespace=self._namespace,
-                access=Access.READ,
-                timeout_seconds=self._timeout_seconds,
-                location_table=False,
-                # The server shows what it likes, so it must run as a user that is trusted anyway.
-                trusted_users={os.geteuid(), self._own.connection.peer_user},
-            )
+            link = await PeerLink.open(self._own.driver, path, opening, self._timeout_seconds)
         except (P2PStoreError, OSError):
             self._leave_alone(name)
             return None

@@ -12,7 +12,7 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
@@ -253,42 +253,11 @@ class KnownElsewhere:
 
     def contains(self, digest: bytes) -> bool | None:
         """Whether some live peer is known to hold the key; None: the local peer must be asked."""
-        words = self._words
-        for _ in range(_TRIES):
-            changes = words[_CHANGES]
-            if not self._is_fresh() or self._apart[apart_counter(digest)]:
-                return None
-            if not changes & 1:
-                try:
-                    answer = self._look_up(digest)
-                except IndexError:  # a link that was being changed led out of the table
-                    continue
-                if words[_CHANGES] == changes:
-                    return answer
-        return None
+        return self._settled(digest, self._look_up)
 
     def holders(self, digest: bytes) -> list[KnownRecord] | None:
         """The records of live peers that hold the key; None: the local peer must be asked."""
-        words, counted, members = self._words, self._counted, self._table.members
-        for _ in range(_TRIES):
-            changes = words[_CHANGES]
-            if not self._is_fresh() or self._apart[apart_counter(digest)]:
-                return None
-            if not changes & 1:
-                found = []
-                try:
-                    for _, slot, record in self._table.find_few(digest, _MOST_ROWS):
-                        if counted[slot]:
-                            found.append(_known_record(members[slot], record))
-                except IndexError:
-                    continue
-                if words[_CHANGES] == changes:
-                    after, before = self._believed(digest)
-                    for known in found:
-                        if not after < known.version[0] < before:
-                            return None
-                    return found
-        return None
+        return self._settled(digest, self._records)
 
     def only_record(self, digest: bytes) -> tuple[int, bytes] | None:
         """The one live member that is known to hold the key, and wrote it, and its packed record; None where there is
@@ -301,12 +270,9 @@ class KnownElsewhere:
         asked."""
         count = len(digests) // DIGEST_BYTES
         held, asked = np.zeros(count, np.bool_), np.ones(count, np.bool_)
-        for start in range(0, count, _AT_ONCE):
-            end = min(start + _AT_ONCE, count)
-            some = digests[start * DIGEST_BYTES : end * DIGEST_BYTES]
-            found = self._settled(some, self._match)
+        for some, found in self._in_turns(digests, self._match):
             if found is not None:
-                held[start:end], asked[start:end] = found
+                held[some], asked[some] = found
         return held, asked
 
     def only_members(self, digests: bytes) -> list[int]:
@@ -315,12 +281,19 @@ class KnownElsewhere:
         count = len(digests) // DIGEST_BYTES
         look_up = self._match_only_of_few if count <= FEW_DIGESTS else self._match_only
         members: list[int] = []
+        for some, found in self._in_turns(digests, look_up):
+            members += [0] * (some.stop - some.start) if found is None else found
+        return members
+
+    def _in_turns(
+        self, digests: bytes, look_up: Callable[[bytes], T]
+    ) -> Iterator[tuple[slice, T | None]]:
+        """`_settled` for some of packed digests after the other, with their places."""
+        count = len(digests) // DIGEST_BYTES
         for start in range(0, count, _AT_ONCE):
             end = min(start + _AT_ONCE, count)
             some = digests[start * DIGEST_BYTES : end * DIGEST_BYTES]
-            found = self._settled(some, look_up)
-            members += [0] * (end - start) if found is None else found
-        return members
+            yield slice(start, end), self._settled(some, look_up)
 
     def _is_fresh(self) -> bool:
         alive_at = self._words[_ALIVE_AT]
@@ -332,6 +305,8 @@ class KnownElsewhere:
         return max(words[_AFTER], self._floors[floor_clock(digest)]), words[_BEFORE]
 
     def _look_up(self, digest: bytes) -> bool | None:
+        if self._apart[apart_counter(digest)]:
+            return None
         counted = self._counted
         answer: bool | None = False
         for _, slot, record in self._table.find_few(digest, _MOST_ROWS):
@@ -342,6 +317,19 @@ class KnownElsewhere:
                     return True
                 answer = None  # an old version may be forbidden
         return answer
+
+    def _records(self, digest: bytes) -> list[KnownRecord] | None:
+        if self._apart[apart_counter(digest)]:
+            return None
+        counted, members = self._counted, self._table.members
+        found = [
+            _known_record(members[slot], record)
+            for _, slot, record in self._table.find_few(digest, _MOST_ROWS)
+            if counted[slot]
+        ]
+        after, before = self._believed(digest)
+        believed = all(after < known.version[0] < before for known in found)
+        return found if believed else None
 
     def _settled(self, digests: bytes, look_up: Callable[[bytes], T]) -> T | None:
         """The answer of `look_up` on a fresh table that did not change meanwhile; None: there was none."""

@@ -14,8 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from p2pstore.memory.hazards import HazardPage
-from p2pstore.objects import Version
-from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.objects import Announced, Version
 from p2pstore.transfer.reading.segment_reader import Sighting
 
 KEEP_COUNT: Final = 256

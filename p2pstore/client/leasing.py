@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-from p2pstore.client import answers
 from p2pstore.client.answers import error_in, plain_error
 from p2pstore.client.fetcher import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.host_neighbours import Neighbours
@@ -18,8 +17,7 @@ from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import Holder, LeaseGrant
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MOST_ITEMS
-from p2pstore.objects import Version
-from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.objects import Announced, Version
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
 from p2pstore.wire import Code
@@ -38,9 +36,9 @@ class Leaser:
     """Takes leases for one client; the `LeaseBook` of the link to the granting peer keeps them."""
 
     def __init__(self, link: PeerLink, fetcher: Fetcher, neighbours: Neighbours) -> None:
-        self._link = link
-        self._fetcher = fetcher
-        self._neighbours = neighbours
+        self.link = link
+        self.fetcher = fetcher
+        self.neighbours = neighbours
 
     async def take(
         self, key: str, digest: bytes, wait_seconds: float, *, here: bool = False
@@ -48,59 +46,25 @@ class Leaser:
         """A read-only view of the object in place; with `here`, in the local peer's memory. Raises `NoSuchKey`
         when it does not come within `wait_seconds`, and `LeaseLimitExceeded` when this client holds
         too much."""
-        link = self._link
-        shared = share(link, digest)
+        shared = share(self.link, digest)
         if shared is not None:
             return shared
-        wait_until = time.monotonic() + wait_seconds
-        is_here = any(reader.contains(digest) for reader in link.readers)
-        if not is_here and not here:
-            nearby = await self._take_nearby(key, digest, wait_seconds)
-            if nearby is not None:
-                return nearby
-        grant = None
-        try:
-            if is_here:
-                [grant] = await ask(link, key, [digest])
-            if grant is None or grant.error.code == Code.NO_SUCH_KEY:
-                left_seconds = max(0.0, wait_until - time.monotonic())
-                [grant] = await ask(link, key, [digest], fetch=True, wait_seconds=left_seconds)
-            if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
-                [grant] = await ask(link, key, [digest])
-            answers.raise_for(key, grant.error)
-            if grant.transport == "ssd":
-                await self._fetcher.read_ahead(digest)
-            return view_under(link, digest, grant)
-        except BaseException:  # Ctrl-C, too, at any moment
-            forsake(link, grant)
-            raise
-
-    async def _take_nearby(self, key: str, digest: bytes, wait_seconds: float) -> memoryview | None:
-        """A view in the memory of another peer of this host. None when none has it, or gives it. Raises
-        `NoSuchKey`."""
-        (plan,) = await self._fetcher.plan(key, [digest], wait_seconds)
-        if plan.error.code == Code.NO_SUCH_KEY:
-            error = answers.error_in(key, plan.error)
-            self._fetcher.ended(error)
-            raise error
-        near = neighbours_in(plan.holders)
-        for holder in near:
-            with self._neighbours.linked(holder) as link:
-                shared = None if link is None else share(link, digest, announced(holder))
-            if shared is not None:
-                return self._viewed(holder, shared)
-        give_up_at = time.monotonic() + HURRIED_ANSWER_SECONDS
-        for holder in near:
-            view = await self._neighbours.call(holder, partial(_lease_at, holder, key, digest))
-            if view is not None:
-                return self._viewed(holder, view)
-            if time.monotonic() >= give_up_at:  # one that hangs is enough
-                break
-        return None
-
-    def _viewed(self, holder: Holder, view: memoryview) -> memoryview:
-        note_viewed(self._link, holder, [view])
+        batch = _Batch(self, [key], {0: digest}, wait_seconds)
+        await batch.lease(here=here)
+        view = batch.only_view()
+        if batch.is_from_ssd:
+            await self.fetcher.read_ahead(digest)
         return view
+
+    async def take_many(
+        self, keys: Sequence[str], digests_of: Callable[[Sequence[str]], list[bytes]], *, here: bool
+    ) -> list[View]:
+        """A read-only view of each object in place, or why there is none; with `here`, in the local peer's memory."""
+        batch = _Batch(self, keys, {})
+        batch.prepare(digests_of)
+        await batch.share()
+        await batch.lease(here=here)
+        return batch.views()
 
 
 def note_viewed(link: PeerLink, holder: Holder, views: Sequence[memoryview]) -> None:
@@ -125,28 +89,6 @@ def neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
         and (only_cold or holder.tier != SSD)
         and (holder.clock, holder.writer, holder.root) == newest
     ]
-
-
-async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> memoryview | None:
-    """A view by a link to a neighbour. None when it does not have what it was said to have, or this client
-    holds too much there."""
-    grant = None
-    cold = holder.tier == SSD
-    try:
-        [grant] = await ask(link, key, [digest], fetch=cold, fetch_seconds=0.0)
-        if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
-            [grant] = await ask(link, key, [digest])
-        if not grant.error.code and announced(holder).allows(version_of(grant)):
-            return view_under(link, digest, grant)
-    except DeadlineExceeded:
-        if not cold:
-            raise
-        return None  # its SSD takes long: that says nothing of what it has in memory
-    except BaseException:
-        forsake(link, grant)
-        raise
-    forsake(link, grant)  # an older one may be forbidden, and another one wrong
-    return None
 
 
 def share(link: PeerLink, digest: bytes, announced: Announced | None = None) -> memoryview | None:
@@ -253,41 +195,45 @@ def version_of(grant: local.LeaseGrant) -> Version:
     return Version(grant.clock, grant.writer, grant.root)
 
 
-async def take_many(
-    link: PeerLink,
-    fetcher: Fetcher,
-    neighbours: Neighbours,
-    keys: Sequence[str],
-    digests_of: Callable[[Sequence[str]], list[bytes]],
-    *,
-    here: bool,
-) -> list[View]:
-    """A read-only view of each object in place, or why there is none; with `here`, in the local peer's memory."""
-    batch = _Batch(link, fetcher, neighbours, keys)
-    batch.prepare(digests_of)
-    await batch.share()
-    await batch.lease_here()
-    if not here:
-        await batch.lease_nearby()
-    await batch.lease_fetched()
-    return batch.views()
-
-
 class _Batch:
-    """Many leases at once. Each step settles some of the items, which are known by their numbers."""
+    """One lease, or many at once. Each step settles some of the items, which are known by their numbers."""
 
     def __init__(
-        self, link: PeerLink, fetcher: Fetcher, neighbours: Neighbours, keys: Sequence[str]
+        self, leaser: Leaser, keys: Sequence[str], wanted: dict[int, bytes], wait_seconds: float = 0.0
     ) -> None:
-        self._link = link
-        self._fetcher = fetcher
-        self._neighbours = neighbours
+        """`wanted`: the digest of each item that is not settled; `prepare` makes it of the keys."""
+        self.is_from_ssd = False
+        """Whether the local peer had to read some object from its SSD."""
+        self._link = leaser.link
+        self._fetcher = leaser.fetcher
+        self._neighbours = leaser.neighbours
         self._keys = keys
-        self._wanted: dict[int, bytes] = {}
-        """The digest of each item that is not settled."""
+        self._wanted = wanted
+        self._wait_until = time.monotonic() + wait_seconds
         self._first: dict[int, int] = {}
         """Of an item whose object is asked for before in the batch, that item."""
         self._views: dict[int, View] = {}
+
+    async def lease(self, *, here: bool) -> None:
+        """Settle all: at the local peer, at others of this host unless it is to be `here`, after fetching."""
+        await self._lease_here()
+        if not here:
+            await self._lease_nearby()
+        await self._lease_fetched()
+
+    @property
+    def _wait_seconds(self) -> float:
+        return max(0.0, self._wait_until - time.monotonic())
+
+    def only_view(self) -> memoryview:
+        """The view of the only item. Raises the error that there is instead."""
+        view = self._views.pop(0)
+        if isinstance(view, memoryview):
+            return view
+        try:
+            raise view
+        finally:
+            del view  # it refers to this frame by now
 
     def views(self) -> list[View]:
         """One for each item, once all are settled."""
@@ -323,7 +269,7 @@ class _Batch:
             if len(self._keys) > LEASES_PER_TURN:
                 await self._link.driver.sleep(0)
 
-    async def lease_here(self) -> None:
+    async def _lease_here(self) -> None:
         """Lease the objects that the local peer holds."""
         wanted = list(self._wanted)
         here = self._fetcher.which_are_here(list(self._wanted.values()))
@@ -331,27 +277,43 @@ class _Batch:
         for some in _slices(numbers, LEASES_PER_REQUEST):
             await self._lease(self._link, some)
 
-    async def lease_nearby(self) -> None:
-        """Lease the objects that other peers of this host hold."""
+    async def _lease_nearby(self) -> None:
+        """Lease the objects that other peers of this host hold: from the first of its holders each, then from the
+        next, for as long as one may take that hangs."""
         if not self._wanted:
             return
         numbers = list(self._wanted)
-        plans = await self._fetcher.plan(self._keys[numbers[0]], list(self._wanted.values()))
-        batches: dict[tuple[int, bool], list[tuple[int, Holder]]] = {}
+        plans = await self._fetcher.plan(
+            self._keys[numbers[0]], list(self._wanted.values()), self._wait_seconds
+        )
+        left: list[tuple[int, list[Holder]]] = []
         for number, plan in zip(numbers, plans, strict=True):
             if plan.error.code == Code.NO_SUCH_KEY:
                 error = error_in(self._keys[number], plan.error)
                 self._fetcher.ended(error)
                 self._settle(number, error)
-            elif near := neighbours_in(plan.holders):
-                batches.setdefault((near[0].member, near[0].tier == SSD), []).append((number, near[0]))
+                continue
+            near = neighbours_in(plan.holders)
+            if len(near) == 1 or not self._shared_at_any(number, near):
+                left.append((number, near))
+        give_up_at = time.monotonic() + HURRIED_ANSWER_SECONDS
+        while time.monotonic() < give_up_at and (
+            left := [(number, near) for number, near in left if near and number in self._wanted]
+        ):
+            await self._lease_at_each([(number, near.pop(0)) for number, near in left])
+
+    async def _lease_at_each(self, items: Sequence[tuple[int, Holder]]) -> None:
+        """Lease each object from its holder, those of one holder together."""
+        batches: dict[tuple[int, bool], list[tuple[int, Holder]]] = {}
+        for number, holder in items:
+            batches.setdefault((holder.member, holder.tier == SSD), []).append((number, holder))
         for (_, is_cold), batch in batches.items():
             for some in _slices(batch, FETCHED_AT_ONCE if is_cold else LEASES_PER_REQUEST):
                 _, holder = some[0]
                 if not await self._neighbours.call(holder, partial(self._lease_at, some)):
                     break  # one that hangs is enough
 
-    async def lease_fetched(self) -> None:
+    async def _lease_fetched(self) -> None:
         """The rest, which the local peer is to bring: side by side, and those that do not fit so, one by one."""
         try:
             for some in _slices(list(self._wanted), FETCHED_AT_ONCE):
@@ -367,20 +329,23 @@ class _Batch:
     ) -> None:
         """Have the local peer lease these: with `fetch` all of them are settled then, but for what may fit alone;
         otherwise what it had."""
-        grants = await ask(
-            link,
-            self._keys[numbers[0]],
-            [self._wanted[number] for number in numbers],
-            fetch=fetch,
-            fetch_seconds=FETCH_SECONDS * len(numbers),
-        )
+        grants: list[LeaseGrant] = []
         refused = []
         try:
+            grants = await ask(
+                link,
+                self._keys[numbers[0]],
+                [self._wanted[number] for number in numbers],
+                fetch=fetch,
+                wait_seconds=self._wait_seconds if fetch else 0.0,
+                fetch_seconds=FETCH_SECONDS * len(numbers),
+            )
             for number, grant in zip(numbers, grants, strict=True):
                 code = grant.error.code
                 if code == Code.LEASE_LIMIT_EXCEEDED and not again:
                     refused.append((number, grant))
                 elif not code:
+                    self.is_from_ssd |= grant.transport == "ssd"
                     self._settle(number, view_under(link, self._wanted[number], grant))
                 elif code == Code.CAPACITY_EXCEEDED and len(numbers) > 1:
                     continue
@@ -405,6 +370,8 @@ class _Batch:
             return True
         number, holder = left[0]
         is_cold = holder.tier == SSD
+        grants: list[LeaseGrant] = []
+        refused, viewed = [], []
         try:
             grants = await ask(
                 link,
@@ -413,12 +380,6 @@ class _Batch:
                 fetch=is_cold,
                 fetch_seconds=0.0,
             )
-        except DeadlineExceeded:
-            if is_cold:  # its SSD takes long: that says nothing of what it has in memory
-                return False
-            raise
-        refused, viewed = [], []
-        try:
             for (number, holder), grant in zip(left, grants, strict=True):
                 code = grant.error.code
                 if not code and announced(holder).allows(version_of(grant)):
@@ -429,13 +390,23 @@ class _Batch:
                     refused.append((number, holder))
                 else:  # an older one may be forbidden
                     forsake(link, grant)
-        except BaseException:
+        except BaseException as error:  # Ctrl-C, too, at any moment
             _forsake_all(link, grants)
+            if is_cold and isinstance(error, DeadlineExceeded):
+                return False  # its SSD takes long: that says nothing of what it has in memory
             raise
         note_viewed(self._link, holder, viewed)
         if refused and not again and link.make_room():
             return await self._lease_at(refused, link, again=True)
         return True
+
+    def _shared_at_any(self, number: int, near: Sequence[Holder]) -> bool:
+        """Whether it needs no request at one of these, to which there are links."""
+        for holder in near:
+            with self._neighbours.linked(holder) as link:
+                if link is not None and self._shared_at(link, number, holder):
+                    return True
+        return False
 
     def _shared_at(self, link: PeerLink, number: int, holder: Holder) -> bool:
         """Whether it needs no request there: that settles it."""

@@ -47,8 +47,9 @@ class ObjectReads(Protocol):
         trace: FetchTrace | None = None,
     ) -> int:
         """Write the value to the beginning of `buffer`; returns its length in bytes. Raises as `get`, and
-        `BufferTooSmall`. `progress` is called with the bytes done and the bytes in all; `trace` is
-        filled with where the value came from and what took how long."""
+        `BufferTooSmall`, whose `needed` says how long the value is, before any byte is written; after any other error
+        the buffer may hold anything. `progress` is called with the bytes done and the bytes in all; `trace` is filled
+        with where the value came from and what took how long."""
         ...
 
     async def get_tensor(
@@ -79,8 +80,8 @@ class ObjectReads(Protocol):
     async def take_leases(
         self, keys: Sequence[str], *, here: bool = False
     ) -> list[ItemResult[memoryview]]:
-        """Views of many values, as `lease` gives one; one result per key, in order. Never raises for one key. Each
-        value stays in place until its last view is collected."""
+        """Views of many values, as `lease` gives one, with at most one request to each peer that gives some; one result
+        per key, in order. Never raises for one key. Each value stays in place until its last view is collected."""
         ...
 
     # --- asking ------------------------------------------------------------------------------
@@ -161,12 +162,13 @@ class ObjectStore(ObjectReads, Protocol):
         may both succeed: the higher version stays. A tensor of another dtype or shape conflicts, too.
         Where the key has these bytes (`unchanged`), a `ttl` replaces the object's, on all its copies that are reached;
         without one it stays. Pin and replicas are only ever raised.
-        With `replicas`, returns when that number of copies exists. `ttl` in seconds. Raises
+        With `replicas`, returns when that number of copies exists, or no more can be made. `ttl` in seconds. Where the
+        local peer has no room, another one stores the value: the result's `location` says which. Raises
         `CapacityExceeded` when neither the local peer nor another one has room and `ObjectTooLarge` above
         4 GiB, both before any byte is copied, and `ValueError` for a value that is not contiguous.
         `durable` returns when the object is on the local peer's SSD and survives a crash of its machine. Raises
         `ValueError` when the peer has no SSD, and `CapacityExceeded` when that does not take it: it is in memory then.
-        `progress` is called with the bytes copied so far and the bytes in all."""
+        `progress` is called with the bytes copied so far and the bytes in all; the replicas are made after that."""
         ...
 
     async def put_tensor(
@@ -210,13 +212,16 @@ class ObjectStore(ObjectReads, Protocol):
         ...
 
     def register(self, buffer: Buffer) -> RegisteredBuffer:
-        """Prepare memory for many puts from it and gets into it; see `RegisteredBuffer`."""
+        """Prepare memory for many puts from it and gets into it; see `RegisteredBuffer`. For memory that was never
+        touched it takes about a second per GiB: do it at the start, or in a thread. Raises `ValueError` for memory that
+        is read-only or not contiguous."""
         ...
 
     async def register_gpu(self) -> None:
         """Have GPUs copy straight out of the local peer's memory, and into it, from now on, when tensors on a GPU are
         read into or put. That page-locks the memory, some 0.1 s a GiB, in which other work with the GPU may wait: do it
-        at the start. Raises `P2PStoreError` where torch knows no GPU, or its driver refuses."""
+        at the start. Raises `P2PStoreError` where torch knows no GPU, or its driver refuses; then all is as without
+        it."""
         ...
 
     # --- changing ----------------------------------------------------------------------------
@@ -226,7 +231,8 @@ class ObjectStore(ObjectReads, Protocol):
         ...
 
     async def remove_many(self, keys: Sequence[str]) -> list[ItemResult[bool]]:
-        """`remove` for many keys; one result per key, in order."""
+        """`remove` for many keys; one result per key, in order. Where a request fails, its keys and those after it
+        carry the error; raises `StoreClosed` once the peer is gone."""
         ...
 
     async def pin(

@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from p2pstore.client.known_holders import KnownElsewhere
 from p2pstore.client.leases import LeaseBook
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.client.read_ledger import ReadLedger
 from p2pstore.errors import ProtocolMismatch
-from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_connection import LocalConnection, RequestAhead
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_messages import Abort, Leased, Release
-from p2pstore.local.local_protocol import Access, LocalKind
-from p2pstore.local.local_requests import Cuts, RequestAhead
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_requests import Cuts
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from p2pstore.wire import ONE_WAY, Message, encode_frame
+
+if TYPE_CHECKING:
+    from p2pstore.client.host_neighbours import Neighbours
+    from p2pstore.transfer.reading.shm import ShmTransport
 
 M = TypeVar("M", bound=Message)
 
@@ -30,26 +34,6 @@ REPORT_SECONDS: Final = 0.1
 LOOK_SECONDS: Final = 1.0
 AHEAD_IDLE_SECONDS: Final = 1.0
 ALIVE_CHECK_SECONDS: Final = 0.1
-
-
-class Tidied(Protocol):
-    """Links that are tidied along with a link."""
-
-    @property
-    def needs_tidying(self) -> bool: ...
-
-    async def tidy(self) -> None: ...
-
-    def rest(self) -> None: ...
-
-
-class Mapped(Protocol):
-    """A holder of mappings of other peers' memory."""
-
-    @property
-    def maps_any(self) -> bool: ...
-
-    def let_go_of_the_dead(self) -> None: ...
 
 
 class PeerLink:
@@ -69,9 +53,9 @@ class PeerLink:
             with suppress(ProtocolMismatch):  # another version's: the peer is asked
                 self.elsewhere = KnownElsewhere(connection.location_table)
         self.leases = LeaseBook(connection.hazards, connection.hello.max_leased_bytes)
-        self.companions: Tidied | None = None
+        self.companions: Neighbours | None = None
         """The links to other peers of this host, where there are any."""
-        self.mapped: list[Mapped] = []
+        self.mapped: list[Neighbours | ShmTransport] = []
         """Objects that map memory of other peers of this host."""
         total_bytes = sum(len(view) for view in connection.segments)
         self.ahead = GrantedAhead(min(AHEAD_MAX_BYTES, total_bytes // AHEAD_SHARE))
@@ -86,30 +70,9 @@ class PeerLink:
         connection.collect_one_way = self._collect_one_way
 
     @classmethod
-    async def open(
-        cls,
-        driver: Driver,
-        path: str,
-        *,
-        namespace: str,
-        access: Access,
-        timeout_seconds: float,
-        location_table: bool = True,
-        trusted_users: Collection[int] | None = None,
-    ) -> PeerLink:
+    async def open(cls, driver: Driver, path: str, opening: Opening, timeout_seconds: float) -> PeerLink:
         """Connect to the peer at `path`. Raises as `LocalConnection.open`."""
-        connection = await LocalConnection.open(
-            driver,
-            path,
-            Opening(
-                namespace,
-                access,
-                location_table=location_table,
-                hazards=True,
-                trusted_users=trusted_users,
-            ),
-            timeout_seconds,
-        )
+        connection = await LocalConnection.open(driver, path, opening, timeout_seconds)
         try:
             return cls(driver, connection, timeout_seconds)
         except BaseException:

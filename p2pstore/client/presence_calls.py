@@ -14,8 +14,9 @@ from p2pstore.arguments import possible_keys
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import ProtocolError
 from p2pstore.local import local_messages as local
+from p2pstore.local.local_connection import RequestAhead
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.local_requests import Cuts, RequestAhead
+from p2pstore.local.local_requests import Cuts
 from p2pstore.objects import DIGEST_BYTES
 
 FEW_KEYS: Final = 16

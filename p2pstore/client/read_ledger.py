@@ -45,6 +45,11 @@ class _Pulls:
         self.durations = Histogram()
         self.lengths = Histogram()
 
+    def took(self, seconds: float, length_bytes: int) -> None:
+        """One object was read in this time."""
+        self.durations.add_seconds(seconds)
+        self.lengths.add(length_bytes)
+
     def message(self, member: int, transport: str) -> PullCount:
         """For the peer."""
         return PullCount(
@@ -129,35 +134,38 @@ class ReadLedger:
         """One object was read from its holders, or was not."""
         self._stir()
         for failure in report.failures:
-            self._add(failure.member, failure.transport, failures=1)
+            self._counted(failure.member, failure.transport).failures += 1
         for fallback in report.fallbacks:
             self._fell_back(fallback)
         if report.pulled is not None and report.copy is not None:
-            transport, member = report.pulled.transport, report.copy.member
+            transport, member, code = report.pulled.transport, report.copy.member, 0
             if transport == ShmTransport.name:
                 self._unseen_by(member, [digest])
             for share in report.brought():
-                whole = int(share.member == member)
-                self._add(share.member, transport, objects=whole, length_bytes=share.length_bytes)
-            self._took(member, transport, seconds, report.pulled.length)
-            for failure in report.failures:
+                counted = self._counted(share.member, transport)
+                counted.objects += share.member == member
+                counted.bytes += share.length_bytes
+            self._counted(member, transport).took(seconds, report.pulled.length)
+            for (
+                failure
+            ) in report.failures:  # a holder that was left: most of the time was the wait for it
                 if is_silence(failure):
-                    self._was_slow(key, digest, failure, seconds)
-            code = 0
+                    self._was_slow(
+                        key, digest, failure.member, failure.transport, seconds, int(failure.code)
+                    )
         elif report.failures:
             last = report.failures[-1]
             transport, member, code = last.transport, last.member, int(last.code)
         else:
             return
+        self._was_slow(key, digest, member, transport, seconds, code)
+
+    def _was_slow(
+        self, key: str, digest: bytes, member: int, transport: str, seconds: float, code: int = 0
+    ) -> None:
+        """Tell of a read if it was slow, by how long all of it took."""
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
             self._slow.append(SlowRead(digest, member, transport, seconds, code, key))
-
-    def _was_slow(self, key: str, digest: bytes, failure: HolderReport, seconds: float) -> None:
-        """A holder was left for others. The time of the whole read is told: most of it was the wait for that holder."""
-        if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
-            self._slow.append(
-                SlowRead(digest, failure.member, failure.transport, seconds, int(failure.code), key)
-            )
 
     def pulled_only(
         self, key: str, digest: bytes, member: int, transport: str, length_bytes: int, seconds: float
@@ -165,15 +173,13 @@ class ReadLedger:
         """`pulled`, for an object that came from its only holder at once."""
         self._stir()
         counted = self._counts.get((member, transport)) or self._counted(member, transport)
-        if counted is not None:
-            counted.objects += 1
-            counted.bytes += length_bytes
-            counted.durations.add_seconds(seconds)
-            counted.lengths.add(length_bytes)
+        counted.objects += 1
+        counted.bytes += length_bytes
+        counted.took(seconds, length_bytes)
         if transport == ShmTransport.name:
             self._unseen_by(member, [digest])
-        if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
-            self._slow.append(SlowRead(digest, member, transport, seconds, 0, key))
+        if seconds >= SLOW_SECONDS:
+            self._was_slow(key, digest, member, transport, seconds)
 
     def _unseen_by(self, member: int, digests: Sequence[bytes]) -> None:
         """The holder did not see that it was read; its eviction needs to know."""
@@ -206,34 +212,20 @@ class ReadLedger:
         self._stir()
         if unseen:
             self._unseen_by(member, unseen)
-        counted = self._add(
-            member, transport, objects=objects, length_bytes=length_bytes, failures=failures
-        )
-        if counted is not None and objects:
+        counted = self._counted(member, transport)
+        counted.objects += objects
+        counted.bytes += length_bytes
+        counted.failures += failures
+        if objects:
             counted.lengths.add(length_bytes // objects, objects)
 
-    def _add(
-        self, member: int, transport: str, *, objects: int = 0, length_bytes: int = 0, failures: int = 0
-    ) -> _Pulls | None:
-        counted = self._counted(member, transport)
-        if counted is not None:
-            counted.objects += objects
-            counted.bytes += length_bytes
-            counted.failures += failures
-        return counted
-
-    def _took(self, member: int, transport: str, seconds: float, length: int) -> None:
-        """One object was read in this time."""
-        counted = self._counted(member, transport)
-        if counted is not None:
-            counted.durations.add_seconds(seconds)
-            counted.lengths.add(length)
-
-    def _counted(self, member: int, transport: str) -> _Pulls | None:
-        """None where there are too many holders to keep apart."""
+    def _counted(self, member: int, transport: str) -> _Pulls:
+        """The counts of a holder; those of no one where there are too many holders to keep apart."""
         counted = self._counts.get((member, transport))
-        if counted is None and len(self._counts) < MAX_HOLDERS:
-            counted = self._counts[member, transport] = _Pulls()
+        if counted is None:
+            counted = _Pulls()
+            if len(self._counts) < MAX_HOLDERS:
+                self._counts[member, transport] = counted
         return counted
 
     def take(self) -> Report:

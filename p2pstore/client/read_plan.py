@@ -28,11 +28,10 @@ from msgspec.structs import replace
 from p2pstore.client.answers import error_in, name_key
 from p2pstore.errors import P2PStoreError, Unavailable
 from p2pstore.local.local_messages import OWN_COPY, Holder, PlanItem
-from p2pstore.objects import SIZE_UNIT_BYTES, Version
+from p2pstore.objects import SIZE_UNIT_BYTES, Announced, Version
 from p2pstore.transfer.data_messages import Keeps, Ticket
 from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.transport import SLICED_BYTES, PullReport, RemoteCopy
 from p2pstore.wire import Code
 

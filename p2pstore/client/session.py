@@ -16,9 +16,7 @@ from p2pstore.client.answers import plain_error
 from p2pstore.client.batches import fetch_many, fetch_many_new
 from p2pstore.client.destinations import BytesDestination, NewMemoryDestination, TensorDestination
 from p2pstore.client.device_memory import GpuMapping, GpuSource, read_in_place, usable_gpu
-from p2pstore.client.key_calls import AskCalls, ChangeCalls
-from p2pstore.client.leasing import take_many
-from p2pstore.client.open_session import OpenSession
+from p2pstore.client.open_session import AskCalls, ChangeCalls, OpenSession
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.client.writing import put_options
 from p2pstore.errors import GpuCopyFailed, P2PStoreError
@@ -59,16 +57,6 @@ class PutCalls(OpenSession):
         durable: bool = False,
         progress: Progress | None = None,
     ) -> PutResult:
-        """Store a value under a key; a key that exists with other bytes is kept by default (`kept_existing`).
-        `on_conflict` says what to do with such a key: "keep" it, "overwrite" it with a new version, or raise
-        `KeyExists` ("error"). `overwrite=True` is short for "overwrite". Two first puts on two peers at the same moment
-        may both succeed: the higher version stays. Where the key has these bytes (`unchanged`), a `ttl` replaces the
-        object's, and pin and replicas are raised if need be.
-        `ttl` in seconds. With `replicas`, returns when that number of copies exists or no more can be made. On another
-        peer when the local one has no room: the result's `location` says where. Raises `CapacityExceeded` when no peer
-        has room, and `ObjectTooLarge` above 4 GiB, before any byte is copied; `ValueError` for a value that is not
-        contiguous. `progress` is called with the bytes copied so far and the bytes in all; the replicas are made
-        after that."""
         policy = arguments.conflict_policy(overwrite, on_conflict)
         options = put_options(replicas, pin, ttl, policy, durable)
         source = await self._source(key, value)
@@ -99,8 +87,6 @@ class PutCalls(OpenSession):
         on_conflict: OnConflict | None = None,
         durable: bool = False,
     ) -> PutResult:
-        """`put` for a numpy array or torch tensor, with its dtype and shape; a key that exists with another value is
-        kept by default, as `on_conflict` says."""
         dtype, shape = describe_tensor(tensor)
         policy = arguments.conflict_policy(overwrite, on_conflict)
         options = put_options(replicas, pin, ttl, policy, durable)
@@ -119,9 +105,6 @@ class PutCalls(OpenSession):
         on_conflict: OnConflict | None = None,
         durable: bool = False,
     ) -> list[ItemResult[PutResult]]:
-        """Store many values in few requests; keys that exist with other bytes are kept by default, as
-        `on_conflict` says. One result per item, in order. Never raises for one item that fails: its result carries the
-        error, `KeyExists` for a conflict with `on_conflict="error"`."""
         policy = arguments.conflict_policy(overwrite, on_conflict)
         options = put_options(replicas, pin, ttl, policy, durable)
         (keys, values), live = arguments.item_columns(items), self._live
@@ -154,8 +137,6 @@ class GetCalls(OpenSession):
     """Gets of one client."""
 
     async def get(self, key: str, *, wait: float = 0.0) -> bytes:
-        """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
-        `Unavailable` when copies are known and none can be reached, or no peer that would know of any can."""
         destination, digest, fetcher = BytesDestination(), self._digest(key), self._live.fetcher
         await fetcher.fetch_new(key, digest, destination, arguments.seconds("wait", wait))
         return destination.value()
@@ -169,12 +150,6 @@ class GetCalls(OpenSession):
         progress: Progress | None = None,
         trace: FetchTrace | None = None,
     ) -> int:
-        """Write the value to the beginning of `buffer` and return its length in bytes. Raises
-        `BufferTooSmall`, whose `needed` says how long the value is, before any byte is written.
-        After any other error the buffer may hold anything.
-
-        `progress` is called with the bytes done and the bytes in all while they arrive; `trace` is
-        filled with where the value came from and what took how long."""
         device = None if type(buffer) in _PLAIN else device_memory.on_device(buffer)
         wait = arguments.seconds("wait", wait)
         if device is not None:
@@ -208,16 +183,12 @@ class GetCalls(OpenSession):
     async def get_tensor(
         self, key: str, *, wait: float = 0.0, framework: Framework | None = None
     ) -> Any:
-        """The tensor as it was put: numpy or torch, unless `framework` asks for one of them. Raises as
-        `get`, and `P2PStoreError` for what was put by `put`, or cannot be had in that framework."""
         destination = TensorDestination(arguments.framework(framework))
         wait = arguments.seconds("wait", wait)
         await self._live.fetcher.fetch(key, self._digest(key), destination, wait)
         return destination.tensor
 
     async def get_many(self, keys: Sequence[str]) -> list[ItemResult[bytes]]:
-        """`get` for many keys; one result (the value, or the error) per key, in order. Never raises for one
-        key that fails. Where the caller has memory for the values, `get_many_into` is faster."""
         keys = arguments.key_list(keys)
         values = [BytesDestination() for _ in keys]
         outcomes = await fetch_many_new(self._live.fetcher, keys, values, self._digests)
@@ -242,8 +213,6 @@ class GetCalls(OpenSession):
         ]
 
     async def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
-        """`get_into` for many keys; one result (the length, or the error) per item, in order. Never
-        raises for one item that fails."""
         keys, places = arguments.item_columns(items)
         if self._live.gpus is None:
             outcomes = await self._fetch_many_staged(keys, places)
@@ -332,14 +301,9 @@ class ClientSession(PutCalls, GetCalls, AskCalls, ChangeCalls):
     async def take_leases(
         self, keys: Sequence[str], *, here: bool = False
     ) -> list[ItemResult[memoryview]]:
-        """`take_lease` for many keys, with at most one request to each peer that gives some; one result (the view, or
-        the error) per key, in order. Never raises for one key that fails."""
         here = arguments.flag("here", here)
         keys = arguments.key_list(keys)
-        parts = self._live
-        views = await take_many(
-            parts.link, parts.fetcher, parts.neighbours, keys, self._digests, here=here
-        )
+        views = await self._live.leaser.take_many(keys, self._digests, here=here)
         return [
             ItemResult(key, view) if isinstance(view, memoryview) else ItemResult(key, None, view)
             for key, view in zip(keys, views, strict=True)
@@ -349,8 +313,6 @@ class ClientSession(PutCalls, GetCalls, AskCalls, ChangeCalls):
     async def lease(
         self, key: str, *, wait: float = 0.0, here: bool = False
     ) -> AsyncIterator[memoryview]:
-        """`take_lease` as a context manager. A view that is still in use after the block, or
-        anything made from it, keeps its lease."""
         view = await self.take_lease(key, wait=wait, here=here)
         try:
             yield view
@@ -361,9 +323,6 @@ class ClientSession(PutCalls, GetCalls, AskCalls, ChangeCalls):
     async def transfers(
         self, requests: Iterable[TransferRequest] = (), *, limit: int = 8
     ) -> AsyncIterator[TransferBatch]:
-        """A batch of gets and puts that run side by side, `limit` at once (1 to 256), for the length of the block:
-        `submit` more, `status` to poll, `wait` and `results` to await, `cancel`; see `TransferBatch`. The block ends
-        when all of them have ended; when it raises, or is cancelled, they are cancelled."""
         self._link.check()
         async with self._driver.helpers() as start:
             batch = TransferBatch(self, self._driver, start, limit, in_threads=self.in_threads)
@@ -375,19 +334,12 @@ class ClientSession(PutCalls, GetCalls, AskCalls, ChangeCalls):
                 batch.close()
 
     def register(self, buffer: Buffer) -> RegisteredBuffer:
-        """Prepare memory for many puts from it and gets into it; see `RegisteredBuffer`. For memory that
-        was never touched it takes about a second per GiB: do it at the start, or in a thread. Raises
-        `ValueError` for memory that is read-only or not contiguous."""
         self._link.check()
         registered = RegisteredBuffer(destination_view(buffer))
         self._registered.add(registered)
         return registered
 
     async def register_gpu(self) -> None:
-        """Have GPUs copy straight out of the local peer's memory, and into it, from now on: values that are read into
-        tensors on a GPU, or put from them, and is or goes there, is not copied by a processor any more. The memory is
-        page-locked for that, some 0.1 s a GiB in which other work with the GPU may have to wait: do it at the start.
-        Raises `P2PStoreError` where torch knows no GPU, or its driver refuses; then all is as without it."""
         parts = self._live
         async with parts.registering:
             if parts.gpus is None:

@@ -9,24 +9,16 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from p2pstore.arguments import conflict_policy, seconds, whole_number
 from p2pstore.client.answers import plain_error
 from p2pstore.client.device_memory import on_device
+from p2pstore.client.object_store import ObjectStore
 from p2pstore.errors import P2PStoreError, TransferCancelled
 from p2pstore.objects import MIB, encode_key
-from p2pstore.results import (
-    Buffer,
-    ItemResult,
-    OnConflict,
-    PutResult,
-    TransferRequest,
-    TransferState,
-    TransferStatus,
-)
+from p2pstore.results import ItemResult, PutResult, TransferRequest, TransferState, TransferStatus
 from p2pstore.runtime.streams import Driver, Event, HelperTask, StartHelper
-from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.values import destination_view, source_view
 
 MAX_TRANSFERS: Final = 65_536
@@ -37,25 +29,6 @@ WATCHED_BYTES: Final = 4 * MIB
 RECHECK_SECONDS: Final = 60.0
 
 _ENDED: Final = frozenset({"done", "failed", "cancelled"})
-
-
-class Store(Protocol):
-    """The methods of a client that a batch needs."""
-
-    async def get_into(
-        self, key: str, buffer: Buffer, *, wait: float = 0.0, progress: Progress | None = None
-    ) -> int: ...
-
-    async def put(
-        self,
-        key: str,
-        value: Buffer,
-        *,
-        replicas: int = 1,
-        overwrite: bool = False,
-        on_conflict: OnConflict | None = None,
-        progress: Progress | None = None,
-    ) -> PutResult: ...
 
 
 @dataclass(eq=False)
@@ -95,7 +68,7 @@ class TransferBatch:
     """
 
     def __init__(
-        self, store: Store, driver: Driver, start: StartHelper, limit: int, *, in_threads: bool
+        self, store: ObjectStore, driver: Driver, start: StartHelper, limit: int, *, in_threads: bool
     ) -> None:
         self._store = store
         self._driver = driver
@@ -276,14 +249,12 @@ class TransferBatch:
             return await self._store.get_into(
                 request.key, request.buffer, wait=request.wait, progress=progress
             )
-        policy = conflict_policy(request.overwrite, request.on_conflict)
         return await self._store.put(
             request.key,
             request.buffer,
             replicas=request.replicas,
-            overwrite=policy == "overwrite",
+            on_conflict=conflict_policy(request.overwrite, request.on_conflict),
             progress=progress,
-            **({"on_conflict": policy} if policy == "error" else {}),
         )
 
     def _settle(self, transfer: _Transfer, state: TransferState) -> None:

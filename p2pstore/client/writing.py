@@ -1,53 +1,29 @@
-"""Putting objects: reserve, copy into the mapped segment, commit; elsewhere what has no room here."""
+"""Putting objects: reserve, copy into the mapped segment, commit; in batches by windows of some MiB, of which the peer
+publishes one while the next is written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Final
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 from p2pstore import arguments
 from p2pstore.client import answers
 from p2pstore.client.fetcher import deadline_ms
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.presence_calls import PrefixChains
-from p2pstore.client.put_batches import PutBatch, PutRow
-from p2pstore.client.puts import WINDOW_BYTES, WINDOW_SHARE, fill, fill_many, trailer_bound
-from p2pstore.errors import (
-    AuthenticationFailed,
-    CapacityExceeded,
-    DeadlineExceeded,
-    GpuCopyFailed,
-    ObjectTooLarge,
-    P2PStoreError,
-    ProtocolError,
-    ProtocolMismatch,
-    StoreClosed,
-    Unavailable,
-)
+from p2pstore.client.put_elsewhere import ElsewhereWriter
+from p2pstore.client.puts import WINDOW_BYTES, WINDOW_SHARE, fill, fill_many, trailer_bound, windows
+from p2pstore.errors import CapacityExceeded, GpuCopyFailed, ObjectTooLarge, P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
+from p2pstore.local.local_connection import RequestAhead
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.local_requests import RequestAhead
-from p2pstore.objects import (
-    check_object_length,
-    chunk_sums,
-    encode_namespace,
-    format_bytes,
-    key_digest,
-    key_hasher,
-    root_checksum,
-)
+from p2pstore.objects import check_object_length, encode_namespace, key_hasher, root_checksum
 from p2pstore.put_facts import PutFacts
 from p2pstore.results import Buffer, ItemResult, OnConflict, PutResult
-from p2pstore.runtime.side_by_side import PIECE_BYTES
-from p2pstore.runtime.streams import Driver
-from p2pstore.transfer.data_messages import Store, Stored, Ticket
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transfer_trace import Progress
-from p2pstore.transfer.transport import RemotePeer
 from p2pstore.values import Source, value_of
-from p2pstore.wire import Code, Empty
+from p2pstore.wire import Code
 
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A copy on another peer may take this long before a put stops waiting for it."""
@@ -58,23 +34,13 @@ _NO_MEMORY: Final = local.ItemError(
     int(Code.CAPACITY_EXCEEDED), "the local peer offers no memory: it was started with memory 0"
 )
 
+LEAST_AHEAD: Final = 2
+MOST_AHEAD: Final = 4
+"""Windows of small values, which are much work for the peer and little memory: it is not to wait for the next one."""
+NO_ROOM = (Code.CAPACITY_EXCEEDED, Code.OBJECT_TOO_LARGE)
+
 PutOptions = dict[str, Any]
 """Fields of a `PutFacts` that are the caller's choice."""
-
-
-MAX_TRIES: Final = 3
-"""Other peers that may fail or refuse before a put gives up."""
-_NEXT_PEER: Final = (
-    AuthenticationFailed,
-    CapacityExceeded,
-    DeadlineExceeded,
-    ObjectTooLarge,
-    ProtocolError,
-    ProtocolMismatch,
-    StoreClosed,
-    Unavailable,
-)
-"""Errors of one peer, after which the next is asked; any other error ends the put."""
 
 
 def put_options(
@@ -90,32 +56,13 @@ def put_options(
     }
 
 
-class _RowWriter:
-    """Writes the values of one batch, which all have the same options."""
+class PutRow(NamedTuple):
+    """One value of a batch: its place there, and the digest of the block before it."""
 
-    def __init__(self, writer: Writer, options: PutOptions) -> None:
-        self.window_bytes = writer.window_bytes
-        self._writer = writer
-        self._options = options
-
-    async def reserve(self, rows: Sequence[PutRow]) -> list[local.Reservation]:
-        return await self._writer.reserve(self._rooms_for(rows))
-
-    async def fill(
-        self, rows: Sequence[PutRow], rooms: Sequence[local.Reservation]
-    ) -> list[PutFacts | GpuCopyFailed]:
-        return await self._writer.fill_many(rows, rooms, self._options)
-
-    async def commit_ahead(
-        self, items: list[PutFacts], next_rows: Sequence[PutRow]
-    ) -> RequestAhead[local.Committed]:
-        return await self._writer.commit_ahead(items, self._rooms_for(next_rows))
-
-    async def put_alone(self, row: PutRow) -> PutResult:
-        return await self._writer.put(row.key, row.source, self._options, follows=row.follows)
-
-    def _rooms_for(self, rows: Sequence[PutRow]) -> list[local.ReserveItem]:
-        return [self._writer.room_for(row, self._options) for row in rows]
+    place: int
+    key: str
+    source: Source
+    follows: bytes
 
 
 class Writer:
@@ -205,7 +152,7 @@ class Writer:
                 before = self._chains.before(digest)
             rows.append(PutRow(place, key, source, before))
             before = digest
-        batch = PutBatch(self._link, _RowWriter(self, options), rows, results)
+        batch = PutBatch(self._link, self, options, rows, results)
         together = len(rows) > 1 and self._peer_has_memory
         await (batch.put() if together else batch.put_alone())
         return results
@@ -300,6 +247,144 @@ class Writer:
             self._link.abort(self._link.ahead.granted(again[0], reply.again))
 
 
+class _Sent(NamedTuple):
+    """A window that the peer is publishing, and the rows for which it reserves room."""
+
+    rows: list[PutRow]
+    next_rows: Sequence[PutRow]
+    request: RequestAhead[local.Committed]
+
+
+class PutBatch:
+    """One batch, whose values all have the same options. `results` has the keys, and gets the results."""
+
+    def __init__(
+        self,
+        link: PeerLink,
+        writer: Writer,
+        options: PutOptions,
+        rows: Sequence[PutRow],
+        results: list[ItemResult[PutResult]],
+    ) -> None:
+        self._link = link
+        self._writer = writer
+        self._options = options
+        self._results = results
+        sizes = [len(row.source) for row in rows]
+        cuts = windows(sizes, writer.window_bytes)
+        self._windows = [rows[some.start : some.stop] for some in cuts]
+        largest = max((sum(sizes[some.start : some.stop]) for some in cuts), default=0)
+        self._ahead = max(LEAST_AHEAD, min(MOST_AHEAD, writer.window_bytes // max(1, largest)))
+        """Windows that have room before the first one is published."""
+        self._rooms: dict[int, local.Reservation] = {}
+        """Room that was granted, by the row's place, until the peer has said what became of it."""
+        self._alone: list[PutRow] = []
+        """Values that found no room: reservations of this batch may have been in their way."""
+        self._sent: deque[_Sent] = deque()
+
+    async def put(self) -> None:
+        """Store all; raises for none of them, but when the local peer is gone."""
+        try:
+            await self._put_windows()
+        except BaseException:
+            for sent in self._sent:
+                sent.request.abandon()
+            self._link.abort(room.reservation for room in self._rooms.values())
+            raise
+        for row in self._alone:
+            await self._put_alone(row)
+
+    async def _put_windows(self) -> None:
+        """Some windows are being published while another one is written."""
+        first = [row for window in self._windows[: self._ahead] for row in window]
+        self._grant(first, await self._reserve(first))
+        for number, window in enumerate(self._windows):
+            while any(sent.next_rows is window for sent in self._sent):
+                await self._take_answer()
+            rows, items = await self._fill(window)
+            after = self._windows[number + self._ahead :]
+            next_rows = after[0] if after else ()
+            if not items:
+                self._grant(next_rows, await self._reserve(next_rows))
+            else:
+                request = await self._writer.commit_ahead(items, self._rooms_for(next_rows))
+                self._sent.append(_Sent(rows, next_rows, request))
+        while self._sent:
+            await self._take_answer()
+
+    def _rooms_for(self, rows: Sequence[PutRow]) -> list[local.ReserveItem]:
+        return [self._writer.room_for(row, self._options) for row in rows]
+
+    async def _reserve(self, rows: Sequence[PutRow]) -> list[local.Reservation]:
+        return await self._writer.reserve(self._rooms_for(rows))
+
+    def _grant(self, rows: Sequence[PutRow], reserved: Sequence[local.Reservation]) -> None:
+        for row, room in zip(rows, reserved, strict=True):
+            if room.error.code in NO_ROOM:
+                self._alone.append(row)
+            elif room.error.code:
+                self._failed(row, answers.error_in(row.key, room.error))
+            else:
+                self._rooms[row.place] = room
+
+    async def _fill(self, window: Sequence[PutRow]) -> tuple[list[PutRow], list[PutFacts]]:
+        """Write those that have room."""
+        there = [row for row in window if row.place in self._rooms]
+        filled = await self._writer.fill_many(
+            there, [self._rooms[row.place] for row in there], self._options
+        )
+        rows, items = [], []
+        for row, facts in zip(there, filled, strict=True):
+            if isinstance(facts, GpuCopyFailed):
+                self._give_back(row)
+                self._failed(row, answers.plain_error(facts))
+            else:
+                rows.append(row)
+                items.append(facts)
+        return rows, items
+
+    async def _take_answer(self) -> None:
+        """The results of the oldest window, and the rows of a later one that have room."""
+        sent = self._sent[0]
+        reply = await sent.request.receive()
+        self._sent.popleft()
+        if len(reply.items) != len(sent.rows) or len(reply.again) != len(sent.next_rows):
+            raise P2PStoreError("the local peer answered for another number of puts")
+        self._grant(sent.next_rows, reply.again)
+        name = self._link.connection.hello.name
+        for row, outcome in zip(sent.rows, reply.items, strict=True):
+            try:
+                result = answers.put_result(row.key, outcome, name)
+            except (P2PStoreError, ValueError) as error:
+                self._give_back(row)
+                self._failed(row, answers.plain_error(error))
+            else:
+                del self._rooms[row.place]
+                self._results[row.place] = ItemResult(row.key, result)
+
+    async def put_alone(self) -> None:
+        """Store one after the other: each in one round trip, where room was reserved by the put before."""
+        for window in self._windows:
+            for row in window:
+                await self._put_alone(row)
+
+    async def _put_alone(self, row: PutRow) -> None:
+        try:
+            result = await self._writer.put(row.key, row.source, self._options, follows=row.follows)
+        except StoreClosed:  # the local peer is gone: not this value's fault
+            raise
+        except (P2PStoreError, ValueError) as error:
+            self._failed(row, answers.plain_error(error))
+        else:
+            self._results[row.place] = ItemResult(row.key, result)
+
+    def _give_back(self, row: PutRow) -> None:
+        self._link.abort([self._rooms.pop(row.place).reservation])
+
+    def _failed(self, row: PutRow, error: P2PStoreError | ValueError) -> None:
+        self._results[row.place] = ItemResult(row.key, error=error)
+
+
 def _facts(row: PutRow, reservation: local.Reservation, sums: bytes, options: PutOptions) -> PutFacts:
     length = len(row.source)
     root = root_checksum(length, sums)
@@ -319,103 +404,3 @@ def _replication_seconds(length: int, replicas: int) -> float:
 def _numbers(reservations: Iterable[local.Reservation]) -> list[int]:
     """The numbers of those that were granted."""
     return [each.reservation for each in reservations if not each.error.code]
-
-
-class ElsewhereWriter:
-    """Puts on other peers for one client. Nothing of a value moves before its target has room for it."""
-
-    def __init__(self, link: PeerLink, namespace: str) -> None:
-        self._link = link
-        self._namespace = namespace
-        self._pool = DataPool(link.driver, progress_seconds=link.timeout_seconds)
-
-    def close(self) -> None:
-        """Close the connections to other peers."""
-        self._pool.close()
-
-    async def put(
-        self,
-        key: str,
-        source: memoryview,
-        options: dict[str, Any],
-        refusal: P2PStoreError,
-        finish_seconds: float,
-        progress: Progress | None = None,
-    ) -> PutResult:
-        """Store one value at the first peer that takes it. `refusal` is why the local one does not,
-        `finish_seconds` what its replicas may take. Raises `CapacityExceeded` when no peer takes it."""
-        if options["durable"]:
-            raise CapacityExceeded(
-                f"durable: only the local peer's SSD is asked. {refusal}"
-            ) from refusal
-        placed = await self._place(key, len(source), options["pin"], refusal)
-        request = await self._request(key, source, options, placed.clock)
-        reasons: list[str] = []
-        tries = 0
-        for target in placed.targets:
-            try:
-                stored = await self._pool.store(
-                    _remote(target), request, source, finish_seconds, progress
-                )
-            except _NEXT_PEER as error:
-                self._link.check()  # it may be that this client was closed
-                reasons.append(f"{target.name}: {error}")
-                tries += not isinstance(error, ProtocolMismatch) and not self._is_own(target)
-                if tries == MAX_TRIES:
-                    break
-            else:
-                return await self._finish(key, target, stored)
-        raise CapacityExceeded(
-            f"no peer took the {format_bytes(len(source))} of {key!r}. Here: {refusal}. "
-            + ". ".join(reasons)
-        )
-
-    async def _place(self, key: str, length: int, pin: int, refusal: P2PStoreError) -> local.Placed:
-        """Where to try. Raises `CapacityExceeded` when no other peer could hold the value."""
-        digest = key_digest(key, self._namespace)
-        request = local.Place(digest, length, self._namespace, pin)
-        try:
-            placed = await self._link.request(LocalKind.PLACE, request, local.Placed)
-        except ProtocolMismatch:  # a peer of the version before keeps what is put to itself
-            raise refusal from None
-        if placed.error.code:
-            raise CapacityExceeded(f"{refusal}. Elsewhere: {placed.error.text}")
-        return placed
-
-    async def _request(self, key: str, source: memoryview, options: dict[str, Any], clock: int) -> Store:
-        sums = await sum_chunks(self._link.driver, source)
-        root = root_checksum(len(source), sums)
-        travelling = {name: value for name, value in options.items() if name != "durable"}
-        return Store(self._namespace, key, len(source), sums, root, clock, **travelling)
-
-    def _is_own(self, target: local.Target) -> bool:
-        """Whether the target is the local peer: it holds the key, and is asked what that means."""
-        return target.peer_id == self._link.connection.hello.peer_id
-
-    async def _finish(self, key: str, target: local.Target, stored: Stored) -> PutResult:
-        """Tell the local peer, so that its next caller finds the object."""
-        if stored.record:
-            news = local.StoredElsewhere(
-                target.peer_id, stored.incarnation, stored.sequence, stored.record
-            )
-            await self._link.request(LocalKind.STORED, news, Empty)
-        outcome = local.PutOutcome(
-            stored.status, stored.copies, stored.wanted, stored.clock, stored.writer
-        )
-        return answers.put_result(key, outcome, target.name)
-
-
-async def sum_chunks(driver: Driver, source: memoryview) -> bytes:
-    """The chunk sums of a value, packed u64; of a long one in pieces of 4 MiB on a thread."""
-    if len(source) <= PIECE_BYTES:
-        return chunk_sums(source)
-    pieces = []
-    for start in range(0, len(source), PIECE_BYTES):
-        work: Callable[[], bytes] = partial(chunk_sums, source[start : start + PIECE_BYTES])
-        pieces.append(await driver.run_in_thread(work))
-    return b"".join(pieces)
-
-
-def _remote(target: local.Target) -> RemotePeer:
-    ticket = Ticket(target.ticket_claims, target.ticket_signature)
-    return RemotePeer(target.peer_id, tuple(target.data), GrantedTicket(ticket, target.ticket_secret))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.errors import CheckpointRefused, NoSuchKey
 from p2pstore.gossip.checkpoint_records import (
     NO_VERSION,
@@ -38,6 +37,7 @@ from p2pstore.gossip.records import (
     format_peer_id,
     writer_of,
 )
+from p2pstore.objects import check_checkpoint_name
 from p2pstore.wire import Message, encode_body
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ class TrustedPublishers:
 
     @property
     def pins(self) -> list[tuple[str, str, PeerId]]:
-        """Namespace, name and publisher of all names that have one, for the state directory; those used last come
-        last."""
+        """Namespace, name and publisher of all trusted names, for the state directory; last used, last named."""
         return [(*name, publisher) for name, publisher in self._pins.items()]
 
     def load_pins(self, pins: Iterable[tuple[str, str, PeerId]]) -> None:
@@ -97,8 +96,7 @@ class TrustedPublishers:
         return self._pins.get((namespace, name))
 
     def pin(self, namespace: str, name: str, publisher: PeerId) -> None:
-        """Trust this publisher, and no other, for a name. Of more names than there may be, the pin that was not used
-        for longest goes."""
+        """Trust this publisher alone for a name. Of too many names, the pin unused for longest goes."""
         before = self._pins.get((namespace, name))
         self._pins[namespace, name] = publisher
         self._pins.move_to_end((namespace, name))
@@ -179,8 +177,7 @@ class Checkpoints:
             self._publishers.note_ignored(self.heads(head.namespace, head.name))
 
     def publish(self, body: HeadBody, now: float) -> Head:
-        """Say that this version is this peer's newest of the name; `previous` is filled in. Raises `CheckpointRefused`
-        for an impossible name."""
+        """Make this version this peer's newest of the name. Raises `CheckpointRefused` for an impossible name."""
         check_checkpoint_name(body.name)
         if len(body.version) != VERSION_BYTES:
             raise ValueError(f"a version is {VERSION_BYTES} bytes long")
@@ -209,15 +206,13 @@ class Checkpoints:
         return self._own_head(head.digest)
 
     def switch(self, namespace: str, name: str, version: bytes, now: float) -> None:
-        """Have all who follow this peer's name use this version. Raises `NoSuchKey` when this peer does not publish
-        the name."""
+        """Have all followers of this peer's name use this version. Raises `NoSuchKey` for another's name."""
         head = self.own(namespace, name)
         body = SwitchBody(namespace, name, version)
         self._write(ClusterRecordKind.CHECKPOINT_SWITCH, head.digest, body, now)
 
     def check_free(self, namespace: str, name: str) -> None:
-        """Raises `CheckpointRefused` when other peers publish the name and this one does not: who trusts one of them
-        would ignore this peer's."""
+        """Raises `CheckpointRefused` when only other peers publish the name: followers of theirs ignore this one."""
         own = self.head(checkpoint_digest(namespace, name, self._core.peer_id))
         others = [head for head in self.heads(namespace, name) if head.publisher != self._core.peer_id]
         kept = own is None and self._publishers.pinned(namespace, name) == self._core.peer_id
@@ -256,8 +251,7 @@ class Checkpoints:
         return state is not None and state.live
 
     def heads(self, namespace: str | None = None, name: str | None = None) -> list[Head]:
-        """All heads that are published: of a namespace, of a name in it. Sorted, removed and forgotten ones left
-        out."""
+        """All published heads: of a namespace, of a name in it. Sorted, without removed and forgotten ones."""
         if namespace is not None and name is not None:
             records = self._records.heads_of(namespace, name)
         else:
@@ -279,8 +273,7 @@ class Checkpoints:
         return None if record is None else read_head(record)
 
     def switched(self, digest: bytes) -> Switch | None:
-        """What a publisher's followers are to use; None before the first switch, and when the name was removed after
-        it."""
+        """What a publisher's followers are to use; None before the first switch, and after the name's removal."""
         record = self._records.get(ClusterRecordKind.CHECKPOINT_SWITCH, 0, digest)
         switch = None if record is None else read_switch(record)
         return None if switch is None or switch.version == NO_VERSION else switch
@@ -340,8 +333,7 @@ class Checkpoints:
         return found[0]
 
     def trusts(self, head: Head) -> bool:
-        """Whether this peer takes a name from the publisher of this head: as it did before, or would now, nobody else
-        publishing it."""
+        """Whether this peer takes a name from the publisher of this head: it is trusted, or the only publisher."""
         pinned = self._publishers.pinned(head.namespace, head.name)
         if pinned is None:
             return len(self.heads(head.namespace, head.name)) == 1

@@ -12,7 +12,7 @@ from p2pstore.wire import Failure, Message
 
 if TYPE_CHECKING:
     from p2pstore.core.copies.copy_destination import CopiesDestination
-    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.memory.entries import ObjectEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,7 @@ class KnownCopy:
 
     @property
     def announced(self) -> Version:
-        """The version that its holder has to send, or a newer one of its own: any of its own where another one spoke
-        for it, as that may be wrong."""
+        """The version that its holder has to send, or a newer one of its own; after hearsay, any of its own."""
         version = self.record.version
         unsaid = self.hearsay and version.writer == writer_of(self.peer_id)
         return ZERO_VERSION if unsaid else version
@@ -91,8 +90,7 @@ class LoadObject:
 
 @dataclass(frozen=True, slots=True)
 class WriteObject:
-    """Write an object in memory to the SSD; `core.write_back.ended` brings the outcome. Its bytes are held until
-    then."""
+    """Write an object in memory to the SSD, its bytes held until `core.write_back.ended` brings the outcome."""
 
     entry: ObjectEntry
 
@@ -107,8 +105,7 @@ class CheckReturned:
 
 @dataclass(frozen=True, slots=True)
 class CheckObject:
-    """Make the checksums of an object's bytes in memory; `core.checks.ended` brings them. Its bytes are held until
-    then."""
+    """Make the checksums of an object in memory, its bytes held until `core.checks.ended` brings them."""
 
     entry: ObjectEntry
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.core_effects import PullOutcome, Reply
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.read_reports import UNSEEN_TRANSPORTS
-from p2pstore.core.operation import Operation
+from p2pstore.core.gets.reads import UNSEEN_TRANSPORTS
+from p2pstore.core.operation import Operation, Then
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.records import PeerId
 
@@ -42,8 +42,9 @@ class Operations:
         """A live view of the digests that operations await news of."""
         return self._awaited.keys()
 
-    def start(self, operation: Operation, now: float) -> Operation:
-        """Begin an operation; it may be done when this returns."""
+    def start(self, operation: Operation, now: float, then: Then | None = None) -> Operation:
+        """Begin an operation; it may be done when this returns. `then` is called at its end."""
+        operation.on_finish = then
         operation.number = self.next_number
         self.next_number += 1
         self._running[operation.number] = operation
@@ -94,8 +95,7 @@ class Operations:
             machine.cancel(now)
 
     def expect_late(self, operation: Operation, tag: int, peer_id: PeerId) -> None:
-        """The operation ends before this question of it was answered. Whether it ever is says something of that
-        peer."""
+        """The operation ends before this question was answered. Whether it ever is says something of that peer."""
         self._late[operation.number, tag] = peer_id
 
     def pulled(self, operation: int, outcome: PullOutcome, now: float) -> None:
@@ -120,11 +120,11 @@ class Operations:
             heapq.heappop(self._alarms)
         return float("inf")
 
-    def fetch(self, digest: bytes, now: float, **options: Any) -> FetchOperation:
-        """Bring an absent object here; callers that want the same one share one fetch.
-
-        The copy is a firm one as soon as one of them wants it so.
-        """
+    def fetch(
+        self, digest: bytes, now: float, then: Then | None = None, **options: Any
+    ) -> FetchOperation:
+        """Bring an absent object here; callers that want the same one share one fetch. The copy is a firm one as soon
+        as one of them wants it so. `then` is called at the end of a new fetch."""
         running = self._fetches.get(digest)
         if running is not None:
             running.shared_by += 1
@@ -133,7 +133,7 @@ class Operations:
             return running
         operation = FetchOperation(self._core, digest, **options)
         self._fetches[digest] = operation
-        self.start(operation, now)
+        self.start(operation, now, then)
         return operation
 
     @property
@@ -157,7 +157,7 @@ class Operations:
         machine = self._running.get(operation)
         late = self._late.pop((operation, tag), None)
         if machine is not None:
-            machine.answered(tag, reply, now)
+            machine.answered(machine.asked.pop(tag), reply, now)
         elif late is not None and reply is None:
             self._core.holders.peer_failed(late, now)
 

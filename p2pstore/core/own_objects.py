@@ -1,4 +1,4 @@
-"""The objects that this peer holds: published, changed and withdrawn together with their locations. Pure."""
+"""The objects that this peer holds: published, changed and withdrawn with what is announced of them. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.copies.own_copies import are_kept_elsewhere
-from p2pstore.core.puts.describe import location_of
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
-from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.records import LocationRecord, Tier, care_flags, writer_of
+from p2pstore.location_table import LOCATION
 from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
 from p2pstore.memory.references import Loan
-from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES, Pin
+from p2pstore.memory.segment_layout import GRANULE_BYTES, MAX_TRAILER_BYTES, Pin, round_up
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
 from p2pstore.objects import CHUNK_BYTES, Version, chunk_count
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES
+from p2pstore.transfer.peer_messages import KeyInfo
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
+    from p2pstore.ssd_tier.index import ColdEntry
 
 SUM_BYTES: Final = 8
 USUAL_TRAILER_BYTES: Final = 2_048
@@ -67,8 +69,7 @@ class OwnObjects:
                 self.announce_withdrawn(now)
 
     def make_room(self, length: int, namespace: str, now: float) -> Steps[None]:
-        """Evict for a value of about `length` bytes, if there is no room for it yet and enough may be evicted. The room
-        is not reserved."""
+        """Evict for a value of about `length` bytes, if needed and enough may be evicted. The room is not reserved."""
         trailer_length = min(MAX_TRAILER_BYTES, SUM_BYTES * chunk_count(length) + USUAL_TRAILER_BYTES)
         if self._segment.room.has_room(length, trailer_length, namespace=namespace):
             return
@@ -80,10 +81,7 @@ class OwnObjects:
             self._segment.abort(room.number, holder=holder)
 
     def publish(self, written: Written, *, holder: Hashable, soft: bool, now: float) -> ObjectEntry:
-        """Make a filled reservation an object, and announce it.
-
-        Raises `NoSuchKey` when a floor forbids the version (the key was removed meanwhile).
-        """
+        """Make a filled reservation an object, and announce it. Raises `NoSuchKey` when a floor forbids the version."""
         digest, version, trailer = written.digest, written.version, written.trailer
         namespace = self._core.namespace_digest(trailer.namespace)
         if self._gossip.cluster_records.floors.forbids(digest, namespace, version):
@@ -219,3 +217,67 @@ class OwnObjects:
 
     def _are_kept_elsewhere(self, entries: Sequence[ObjectEntry], unix: float) -> list[bool]:
         return are_kept_elsewhere(self._core, entries, unix - self._core.unix_offset_seconds)
+
+
+def location_of(entry: ObjectEntry) -> LocationRecord:
+    """What the peer announces of an object it holds."""
+    return LocationRecord(
+        entry.digest,
+        entry.version,
+        entry.slot,
+        round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES,
+        tier=_tier_of(entry),
+        soft=entry.soft,
+        replicas=entry.replicas,
+        pin=entry.pin,
+    )
+
+
+def packed_locations(entries: Sequence[ObjectEntry]) -> list[bytes]:
+    """`location_of` each, packed: of new objects, which are firm and in memory alone."""
+    pack = LOCATION.pack
+    return [
+        pack(
+            entry.digest,
+            *entry.version,
+            entry.slot,
+            (-(-entry.length // GRANULE_BYTES)).to_bytes(3, "little"),
+            care_flags(entry.replicas, entry.pin),
+        )
+        for entry in entries
+    ]
+
+
+def location_on_ssd(entry: ColdEntry) -> LocationRecord:
+    """What the peer announces of an object that is on its SSD alone."""
+    return LocationRecord(
+        entry.digest,
+        entry.version,
+        0,
+        min(round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
+        tier=Tier.SSD,
+        soft=entry.soft,
+        replicas=entry.replicas,
+        pin=entry.pin,
+    )
+
+
+def key_info(entry: ObjectEntry | ColdEntry) -> KeyInfo:
+    """An object as `ls` shows it."""
+    return KeyInfo(
+        entry.key,
+        entry.length,
+        entry.version.clock,
+        entry.version.writer,
+        int(_tier_of(entry)),
+        entry.pin,
+        entry.soft,
+        entry.expires_unix_ms,
+        isinstance(entry, ObjectEntry) and entry.references > 0,
+    )
+
+
+def _tier_of(entry: ObjectEntry | ColdEntry) -> Tier:
+    if not isinstance(entry, ObjectEntry):
+        return Tier.SSD
+    return Tier.BOTH if entry.on_ssd else Tier.DRAM

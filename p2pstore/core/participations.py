@@ -42,8 +42,7 @@ HAS_ALL: Final = frozenset({TakesPart.VERIFIED, TakesPart.SEEDING, TakesPart.PUB
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A name that this peer follows: whether it has the newest version verified, and uses the version that it is to
-    use."""
+    """A followed name: whether its newest version is verified here, and the version in use is the one to use."""
 
     head: Head
     ready: bool
@@ -107,8 +106,7 @@ class Participations:
         return list(parts.values())[-MAX_PARTICIPATIONS:]
 
     def take_part(self, part: Participation, now: float) -> None:
-        """Have the others know what this peer has of a version: a new state within a second, how far it is when that
-        has changed by a percent."""
+        """Tell the others what this peer has of a version: a new state within a second, progress by percents."""
         part = _shortened(part)
         key = (part.name, part.version)
         if self._parts.get(key) != part:
@@ -177,7 +175,6 @@ class Participations:
         return gone
 
     def tick(self, now: float) -> None:
-        """Tell what is due."""
         for name, version in [key for key, due in self._forget_at.items() if due <= now]:
             del self._forget_at[name, version]
             self.take_no_part(name, version, now)
@@ -185,8 +182,8 @@ class Participations:
             self.told, self._told_at, self._tell_at = self.own, now, math.inf
             self._core.gossip.offer_changed()
 
-    def next_tick(self) -> float:
-        """When `tick` has something to do."""
+    @property
+    def due_at(self) -> float:
         return min(self._tell_at, *self._forget_at.values(), math.inf)
 
     def _set_alarm(self, now: float) -> None:

@@ -14,36 +14,31 @@ from typing import Final
 
 from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
+from p2pstore.core.copies.coldest import Offers, WriteBack
 from p2pstore.core.copies.memory_return import EarlierLife
-from p2pstore.core.copies.offers import Offers
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
-from p2pstore.core.copies.write_back import WriteBack
 from p2pstore.core.core_effects import AskPeer, Effect, Reply
+from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import Prefetching
-from p2pstore.core.gets.hot_objects import HotObjects
-from p2pstore.core.gets.read_reports import ReadReports
-from p2pstore.core.gets.serving import serve
-from p2pstore.core.holders import Holders
-from p2pstore.core.known_copies import KnownCopies
-from p2pstore.core.operation import Operation
+from p2pstore.core.gets.reads import HotObjects, ReadReports
+from p2pstore.core.gets.serving import PushesComing, rivals_of, serve
+from p2pstore.core.known_copies import Holders, KnownCopies
+from p2pstore.core.operation import Operation, Timed
 from p2pstore.core.operations import Operations
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
 from p2pstore.core.puts.comparing import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
-from p2pstore.core.removals.floor_budget import FloorBudget
-from p2pstore.core.removals.floors import Floors
-from p2pstore.core.taking_pushes import PushesComing, message_of, rivals_of
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import Member, PeerId, Signer, Verifier, member_of, writer_of
+from p2pstore.home_messages import Pushed
 from p2pstore.memory.segment import Segment
 from p2pstore.objects import HybridClock, Version, key_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Pushed
 from p2pstore.wire import Message
 
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
@@ -54,6 +49,12 @@ WORK_PER_STEP: Final = 12_000
 """Keys times members: a hash and a look into a table each, of 0.25 us."""
 LOOKED_UP_PER_STEP: Final = 400
 """Keys, whatever the number of members: 5 us each."""
+
+_TIMED: Final = (
+    *("timekeeping", "proofs", "floors", "earlier_life", "write_back"),
+    *("repair", "offers", "read_reports", "prefetching", "participations"),
+)
+"""Parts that act by themselves, in the order of their ticks."""
 
 
 class PeerCore:
@@ -110,6 +111,7 @@ class PeerCore:
         self.publishers = TrustedPublishers()
         self.participations = Participations(self)
         self.checkpoints = Checkpoints(self)
+        self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
         gossip.locations.watch(segment.digests(), self.operations.awaited)
 
     # --- driving -----------------------------------------------------------------------------
@@ -152,17 +154,9 @@ class PeerCore:
         """Do what is due. The shell calls it after everything that has arrived was fed in."""
         for effect in self.gossip.tick(now):
             self._effects.append(effect)
-        self.timekeeping.tick(now)
-        self.proofs.tick(now)
         self.flush_pushes(now)
-        self.floors.tick(now)
-        self.earlier_life.tick(now)
-        self.write_back.tick(now)
-        self.repair.tick(now)
-        self.offers.tick(now)
-        self.read_reports.tick(now)
-        self.prefetching.tick(now)
-        self.participations.tick(now)
+        for part in self._timed:
+            part.tick(now)
         if now >= self._next_expire:
             self.segment.objects.expire(self.unix(now))
             more = self.segment.objects.expires_on(self.unix(now))
@@ -176,35 +170,15 @@ class PeerCore:
         """When `tick`, or `gossip_arrived`, has something to do next."""
         if self.gossip.directory.any_touched:
             return now
-        return min(
-            self.gossip.next_tick(now),
-            self._next_expire,
-            self.operations.next_alarm(),
-            self.floors.next_tick(now),
-            self.earlier_life.next_tick(now),
-            self.write_back.next_tick(),
-            self.repair.next_tick(),
-            self.offers.next_tick(),
-            self.read_reports.next_tick(),
-            self.prefetching.next_tick(),
-            self.participations.next_tick(),
-            self.timekeeping.next_tick(),
-            self.proofs.next_tick(),
-        )
+        due_at = min([part.due_at for part in self._timed])
+        due_at = min(due_at, self.gossip.next_tick(now), self._next_expire, self.operations.next_alarm())
+        return max(now, due_at)
 
     def flush_pushes(self, now: float) -> None:
         """Send this peer's fresh locations to the home peers of their keys, when a batch is due."""
         for push in self.gossip.pushes(now):
-            self.emit(
-                AskPeer(
-                    TO_HOMES,
-                    push.token,
-                    push.peer_id,
-                    DataKind.PUSH,
-                    message_of(push),
-                    push.timeout_seconds,
-                )
-            )
+            to, seconds = push.peer_id, push.timeout_seconds
+            self.emit(AskPeer(TO_HOMES, push.token, to, DataKind.PUSH, push.message, seconds))
 
     @property
     def incarnation(self) -> int:

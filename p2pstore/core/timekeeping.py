@@ -87,8 +87,7 @@ class Timekeeping:
             raise Unavailable(f"nothing can be written through this peer now: {problem}")
 
     def check_key(self, digest: bytes, namespace: bytes, now: float) -> None:
-        """As `check`, for one key: where half of the clocks are ahead of this peer's, a write below what they have
-        would be lost."""
+        """As `check`, for one key: where half of the clocks are ahead, a write below what they have would be lost."""
         self.check(now)
         if not self.view(now).may_be_behind:
             return
@@ -181,8 +180,7 @@ class Timekeeping:
     # --- time --------------------------------------------------------------------------------
 
     def found(self, clock: int) -> None:
-        """A record or object of an earlier life has this stamp. New stamps are above it, whatever the saved clock
-        says."""
+        """A record or object of an earlier life has this stamp: new ones are above it, whatever was saved."""
         self.newest_found = max(self.newest_found, min(clock, MAX_CLOCK))
         self._core.clock.latest = max(self._core.clock.latest, self.newest_found)
 
@@ -223,8 +221,8 @@ class Timekeeping:
         if self._work is not None and now >= self._work_at:
             self._step(now)
 
-    def next_tick(self) -> float:
-        """When a renewal goes on."""
+    @property
+    def due_at(self) -> float:
         return math.inf if self._work is None else self._work_at
 
     def _step(self, now: float) -> None:
@@ -325,8 +323,7 @@ class Timekeeping:
         return max(1, min(clock - by, wall))
 
     def _renew_record(self, record: ClusterRecord, clock: int) -> None:
-        """This peer becomes the floor's writer. A record that only its publisher may write is left to the publisher to
-        renew."""
+        """This peer becomes the floor's writer. A record that only its publisher may write is left to the publisher."""
         core = self._core
         if record.kind == ClusterRecordKind.FLOOR:
             writer = writer_of(core.peer_id)

@@ -89,8 +89,7 @@ class Switch:
 
 
 def checkpoint_digest(namespace: str, name: str, publisher: PeerId) -> bytes:
-    """The 16 bytes by which heads, switches and participations call a publisher's name. Raises `ValueError` for no
-    namespace or no name."""
+    """The 16 bytes by which records call a publisher's name. Raises `ValueError` for no namespace or no name."""
     space, encoded = encode_namespace(namespace), name.encode(errors="surrogatepass")
     if not 1 <= len(encoded) <= MAX_NAME_BYTES:
         raise ValueError(f"a checkpoint's name is 1 to {MAX_NAME_BYTES} bytes long")

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from p2pstore.gossip.floors.floor_set import DEFAULT_KEPT_SECONDS, DEFAULT_LIMIT
-from p2pstore.gossip.homes.directory_mode import DirectorySetting, ModeLimits
-from p2pstore.gossip.homes.partition_homes import PartitionConfig
+from p2pstore.gossip.homes.partition_homes import DirectorySetting, ModeLimits, PartitionConfig
 from p2pstore.gossip.locations.log import DEFAULT_RING_LIMIT
 from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.members.active_view import MAX_NEIGHBOURS, ROTATION_SECONDS
@@ -32,8 +31,7 @@ class GossipConfig:
     exchange_timeout_seconds: float = 5.0
     delta_bytes: int = 160 * 1024
     messages_per_second: float = 108.0
-    """All messages of gossip, in and out and answers too, that exchanges and eager relay may fill up to; probes
-    do not wait for it."""
+    """All gossip messages, in, out and answers, that exchanges and relay may fill up to; probes do not wait."""
     message_burst: float = 40.0
     active_view: int = MAX_NEIGHBOURS
     """How many members exchanges and eager messages go to."""
@@ -50,8 +48,7 @@ class GossipConfig:
     all members are sent each, and check it. So all of them together are some 20 a second, or less."""
     longest_head_seconds: float = 300.0
     partitioned_digest_bytes_per_second: float = 15_000.0
-    """How much of digests a peer in partitioned mode sends of its own accord: of thousands of members they are
-    large."""
+    """Of digests that a peer in partitioned mode sends of its own accord: of thousands of members they are large."""
     behind_seconds: float = 1.0
     """How long a view may stand still behind its owner's head before a snapshot is fetched."""
     snapshot_timeout_seconds: float = 60.0

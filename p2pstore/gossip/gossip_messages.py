@@ -1,4 +1,4 @@
-"""Messages on control streams (libp2p). Bodies of frames as `p2pstore.wire` describes. Pure.
+"""Messages on control streams (libp2p), and what gossip asks of its shell. Frames: `p2pstore.wire`. Pure.
 
 A stream belongs to the side that opened it: it asks, the other answers. It starts with admission:
 
@@ -17,12 +17,14 @@ messages is empty, and was not in earlier versions). A reader, admitted with a r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.gossip.records import SignedRecord
+from p2pstore.gossip.records import Member, PeerId, PeerRecord, SignedRecord
+from p2pstore.home_messages import Push
 from p2pstore.wire import Empty, Message
 
 
@@ -241,3 +243,82 @@ REPLIES: Final[dict[int, type[Message]]] = {
     ControlKind.LEAVE: Empty,
     ControlKind.PING_REQUEST: Ack,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send a request to a peer on its control stream; the outcome goes to `answered`."""
+
+    token: int
+    peer_id: PeerId
+    kind: ControlKind
+    request: Message
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSnapshot:
+    """Fetch the location set of `member` from `peer_id`; the outcome goes to `snapshot_fetched`. One of more than
+    `most_bytes` is not even received."""
+
+    token: int
+    peer_id: PeerId
+    member: Member
+    timeout_seconds: float
+    most_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """Connect to who listens at one of these addresses; then `contacted` or `contact_failed`."""
+
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """Another live process uses this peer's identity and has the better right to it: exit."""
+
+    record: PeerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The reply (`Failure` for an error) to the request that was answered by the `Later` of this token.
+
+    Comes once for each `Later`, unless the peer leaves first.
+    """
+
+    token: int
+    reply: Message
+
+
+Effect = Ask | FetchSnapshot | Contact | Duplicate | Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """What `serve` returns in place of a reply that another peer has yet to be asked for: an `Answer` with
+    this token brings it, at the latest after `timeout_seconds`."""
+
+    token: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class HomePush:
+    """Send a home peer what it should know of this peer's log; the outcome goes to `push_answered`."""
+
+    token: int
+    peer_id: PeerId
+    timeout_seconds: float
+    message: Push
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotHead:
+    """Where a snapshot stands: the set at (`incarnation`, `sequence`) has `set_hash`."""
+
+    incarnation: int
+    sequence: int
+    set_hash: int

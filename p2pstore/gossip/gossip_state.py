@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
+from typing import Final
 
 import msgspec
 
@@ -16,8 +18,8 @@ from p2pstore.gossip.exchange.fresh_news import FreshNews, OperationRate
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import Push, SnapshotHead
-from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate, PushIntake
+from p2pstore.gossip.gossip_messages import HomePush, SnapshotHead
+from p2pstore.gossip.homes.home_updates import CheckedUpdate, PushIntake
 from p2pstore.gossip.homes.partition_homes import rank
 from p2pstore.gossip.homes.partitioned_directory import PartitionedDirectory
 from p2pstore.gossip.locations.directory import Directory
@@ -27,9 +29,8 @@ from p2pstore.gossip.locations.snapshots import Packed
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.members.contacts import AddressBook, Contacts
-from p2pstore.gossip.members.member_table import MemberChange
+from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberChange
 from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.members.own_record import OwnRecord
 from p2pstore.gossip.members.peer_clocks import ClusterTime
 from p2pstore.gossip.members.probing import Probing
 from p2pstore.gossip.records import (
@@ -41,7 +42,9 @@ from p2pstore.gossip.records import (
     Signer,
     Tier,
     Verifier,
+    sign_peer_record,
 )
+from p2pstore.home_messages import Push
 from p2pstore.location_table import LocationTable
 from p2pstore.objects import DIGEST_BYTES, Version, unix_seconds_from_clock
 
@@ -188,7 +191,7 @@ class GossipState:
         self.own_record.changed()
         self.exchanges.hurry()
 
-    def pushes(self, now: float) -> list[Push]:
+    def pushes(self, now: float) -> list[HomePush]:
         """Messages for homes about this peer's log: at once, then at most every 20 ms."""
         return self.partitions.take_pushes(now)
 
@@ -199,9 +202,7 @@ class GossipState:
         that the home knows of keys that were pushed."""
         self.partitions.pushed(token, behind, rivals, now)
 
-    def take_push(
-        self, sender: Member, update: HomeUpdate, now: float
-    ) -> tuple[list[int], list[Location]]:
+    def take_push(self, sender: Member, update: Push, now: float) -> tuple[list[int], list[Location]]:
         """Take in what an owner pushes; what to answer: see `push_answered`. Raises `ProtocolError`, and
         changes nothing, for nonsense. A large one takes tenths of a second: see `intake`."""
         intake = self.intake(sender, update)
@@ -209,9 +210,8 @@ class GossipState:
             pass
         return intake.behind, intake.rivals
 
-    def intake(self, sender: Member, update: HomeUpdate) -> PushIntake:
-        """Take in an owner's push, in steps of a few milliseconds. Raises `ProtocolError`, as its
-        first steps do, for nonsense."""
+    def intake(self, sender: Member, update: Push) -> PushIntake:
+        """Take in an owner's push, in steps of a few milliseconds. Raises `ProtocolError`, as its first steps do."""
         return PushIntake(sender, update, self._take_pushed)
 
     def _take_pushed(
@@ -284,3 +284,100 @@ class GossipState:
         """The ids of these members, without unknown ones."""
         states = (self.membership.resolve(member) for member in members)
         return [state.peer_id for state in states if state is not None]
+
+
+FLOORS_SECONDS: Final = 1.0
+"""Shortest time between two signatures made only to announce which floors this peer has."""
+
+
+class OwnRecord:
+    """`describe` returns what this peer offers now; the rest is filled in here."""
+
+    def __init__(
+        self,
+        signer: Signer,
+        describe: Callable[[], PeerRecord],
+        config: GossipConfig,
+        membership: Membership,
+        log: OwnLog,
+        floors: FloorSync,
+    ) -> None:
+        self.leaving = False
+        self.duplicate: PeerRecord | None = None
+        """A record by which another process uses this peer's identity, for good."""
+        self.describe = describe
+        self._signer = signer
+        self._config = config
+        self._membership = membership
+        self._log = log
+        self._floors = floors
+        self._changed = True
+        self._signed_at = -math.inf
+
+    def changed(self) -> None:
+        """`describe` would say something else now."""
+        self._changed = True
+
+    def leave(self) -> None:
+        """The record says from now on that this peer leaves."""
+        self.leaving = self._changed = True
+
+    def signed(self, now: float) -> SignedRecord:
+        """The record, signed anew when something changed."""
+        own = self._membership.own
+        interval = self._config.head_interval_seconds(len(self._membership.live()))
+        horizon = self._floors.records.floors.horizon_hash
+        moved = own.signed is not None and (
+            own.log_sequence != self._log.sequence
+            or own.floors_horizon != horizon
+            or not self._floors.shows_apart(own.floors_seen)
+        )
+        if (
+            self._changed
+            or (moved and now >= self._signed_at + interval)
+            or (self._floors.crowded and now >= self._signed_at + max(interval, FLOORS_SECONDS))
+        ):
+            end, floors_hash, seen = self._floors.announcement(now, interval)
+            record = msgspec.structs.replace(
+                self.describe(),
+                peer_id=own.peer_id,
+                cluster=self._config.cluster,
+                incarnation=self._log.incarnation,
+                sequence=own.record_sequence + 1,
+                head=self._log.head,
+                leaving=self.leaving,
+                floors_horizon=horizon,
+                floors_end=end,
+                floors_hash=floors_hash,
+                floors_seen=seen,
+            )
+            self._membership.observe_record(record, sign_peer_record(record, self._signer), now)
+            self._changed, self._signed_at = False, now
+        assert own.signed is not None
+        return own.signed
+
+    def seen(self, record: PeerRecord) -> bool:
+        """A record that this peer's key signed but this process did not: its identity is used
+        twice. Whether the log was begun anew for it.
+
+        Records of a past life are lower and never get here. The newer process is to go, but at
+        first it sees lower records only. So the older one makes itself just higher: then the newer
+        one sees that a live peer signs with its key, by so little above its own that it is a defence,
+        and goes. The older one defends itself against each newcomer.
+        """
+        past = (
+            record.leaving
+        )  # of a life that ended, while this machine's clock was ahead of what it is now
+        if not past and record.incarnation < self._log.incarnation + self._config.defence_margin:
+            self.duplicate = record
+            return False
+        if record.incarnation + 1 >= MAX_INCARNATION:
+            return False
+        # Just above the other record, and not above what refutations have raised the claims to: by that
+        # little the other one tells a defence from a third process.
+        self._begin_above(record.incarnation)
+        return True
+
+    def _begin_above(self, incarnation: int) -> None:
+        self._changed = True
+        self._log.restart(incarnation + 1)

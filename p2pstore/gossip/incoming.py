@@ -9,14 +9,16 @@ from p2pstore.gossip.exchange.anti_entropy import News
 from p2pstore.gossip.exchange.asking import Asked
 from p2pstore.gossip.exchange.delta_checks import check_claims
 from p2pstore.gossip.exchange.exchanges import read_reply, read_request
-from p2pstore.gossip.gossip_effects import Ask, Effect, Later
 from p2pstore.gossip.gossip_messages import (
     Ack,
+    Ask,
     Claim,
     ControlKind,
     Delta,
+    Effect,
     Exchange,
     ExchangeReply,
+    Later,
     Leave,
     Ping,
     PingRequest,
@@ -29,13 +31,11 @@ from p2pstore.gossip.records import ClusterRecord, PeerId, SignedRecord
 from p2pstore.wire import Code, Empty, Failure, Message
 
 MANY_ROWS: Final = 1_000
-"""Digest rows made anew in one step, from which on the same step chooses no homes: the two would take 7 ms with 10,000
-members."""
+"""Digest rows made anew in one step, from which on it chooses no homes as well: that would take 7 ms in all."""
 
 
 class Incoming:
-    """Takes in requests of others, and their answers to this peer's. Methods raise `ProtocolError`, and change nothing,
-    for nonsense."""
+    """Takes in others' requests and answers. Methods raise `ProtocolError`, and change nothing, for nonsense."""
 
     def __init__(self, state: GossipState) -> None:
         self._state = state

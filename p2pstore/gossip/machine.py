@@ -1,5 +1,4 @@
-"""Gossip as one state machine: membership, logs, directory and cluster records kept alike
-everywhere. Pure.
+"""Gossip as one state machine: membership, logs, directory and cluster records kept alike everywhere. Pure.
 
 How it is driven: whatever happens is fed in (`serve`, `answered`, `contacted`, `hold`, ...), then
 `tick` does what is due. Feeding in may make something due at once, so ask `next_tick` again after
@@ -10,10 +9,7 @@ and `contacted` or `contact_failed`.
 How news travels. A new operation, member or cluster record goes to four random neighbours at once
 (see `active_view`), and those for whom it is new do the same. What that misses, one exchange with one
 random neighbour brings: every 67 ms while there are differences, once a second when there are none. A reader behind
-all rings fetches a snapshot from the log's owner. A key's home peers are told of its
-locations directly (`pushes`).
-
-What gossip does a few times a second, besides exchanges and probes.
+all rings fetches a snapshot from the log's owner. A key's home peers are told of its locations directly (`pushes`).
 """
 
 from __future__ import annotations
@@ -25,25 +21,33 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import (
+from p2pstore.gossip.gossip_messages import (
     Answer,
     Ask,
     Contact,
+    ControlKind,
     Duplicate,
     Effect,
+    ExchangeReply,
     FetchSnapshot,
     Later,
-    Push,
+    Leave,
+    Ping,
     SnapshotHead,
+    Status,
 )
-from p2pstore.gossip.gossip_messages import ControlKind, ExchangeReply, Leave, Ping, Status
 from p2pstore.gossip.gossip_state import GossipState
-from p2pstore.gossip.homes.directory_mode import Phase
+from p2pstore.gossip.homes.partition_homes import Phase
 from p2pstore.gossip.incoming import Incoming
-from p2pstore.gossip.locations.catch_up import CatchUp
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot, most_snapshot_bytes
+from p2pstore.gossip.locations.snapshots import (
+    CatchUp,
+    CheckedSnapshot,
+    check_snapshot,
+    most_snapshot_bytes,
+)
 from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberChange
 from p2pstore.gossip.records import LOCATION_BYTES, ClusterRecord, Member, PeerId, SignedRecord
+from p2pstore.home_messages import Push
 from p2pstore.wire import Code, Failure, Message
 
 __all__ = [
@@ -248,8 +252,7 @@ class Gossip(GossipState):
         return max(due, now)
 
     def close(self) -> None:
-        """This peer ends: clients can no longer look things up in its table, whose memory is let go. Nothing else may
-        be called after that."""
+        """This peer ends: clients look nothing up any more, as the table's memory goes. Call nothing after it."""
         if self.published is not None:
             self.published.close()
         self.directory.close()

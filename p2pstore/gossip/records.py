@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 import xxhash
@@ -318,8 +318,7 @@ class ClusterRecord(Message, frozen=True):
 
 
 class FloorBody(Message, frozen=True):
-    """What a floor of keys says besides: the digest of their namespace, and with `SCOPE_KEYS` up to 64 digests of keys,
-    16 bytes each."""
+    """What a floor of keys says besides: their namespace's digest, and with `SCOPE_KEYS` up to 64 digests."""
 
     namespace: bytes = b""
     keys: bytes = b""
@@ -356,36 +355,33 @@ def keys_of_floor(record: ClusterRecord) -> tuple[bytes, ...]:
 
 
 class NewerFormat(ProtocolError):
-    """A record of a format that this version does not know. It is left alone: no reason to refuse
-    its sender, nor what came with it."""
+    """A record of a format that this version does not know: left alone, and no reason to refuse what came with it."""
 
 
 def read_peer_record(signed: SignedRecord) -> PeerRecord:
-    """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` when it is too
-    long or malformed."""
-    if len(signed.body) > MAX_RECORD_BYTES:
-        raise ProtocolError(f"a peer record of {len(signed.body):,} bytes")
-    _check_format(signed.body, PEER_RECORD_FORMAT)
-    return decode_body(PeerRecord, signed.body)
+    """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` for a long or malformed one."""
+    return _read(signed, PeerRecord, PEER_RECORD_FORMAT)
 
 
 def read_cluster_record(signed: SignedRecord) -> ClusterRecord:
-    """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` when it is too
-    long or malformed."""
-    if len(signed.body) > MAX_RECORD_BYTES:
-        raise ProtocolError(f"a cluster record of {len(signed.body):,} bytes")
-    _check_format(signed.body, CLUSTER_RECORD_FORMAT)
-    return decode_body(ClusterRecord, signed.body)
+    """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` for a long or malformed one."""
+    return _read(signed, ClusterRecord, CLUSTER_RECORD_FORMAT)
+
+
+_Record = TypeVar("_Record", PeerRecord, ClusterRecord)
 
 
 class _FormatOnly(Message, frozen=True):
     format: int
 
 
-def _check_format(body: bytes, known: int) -> None:
-    number = decode_body(_FormatOnly, body).format
-    if number > known:
-        raise NewerFormat(f"a record of format {number}; this version knows up to {known}")
+def _read(signed: SignedRecord, kind: type[_Record], known_format: int) -> _Record:
+    if len(signed.body) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"a record of {len(signed.body):,} bytes")
+    number = decode_body(_FormatOnly, signed.body).format
+    if number > known_format:
+        raise NewerFormat(f"a record of format {number}; this version knows up to {known_format}")
+    return decode_body(kind, signed.body)
 
 
 def sign_peer_record(record: PeerRecord, signer: Signer) -> SignedRecord:

@@ -16,8 +16,7 @@ from typing import Final
 import trio
 
 from p2pstore.errors import ConfigError
-from p2pstore.local.local_clients import LocalBackend, RequestObserver
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import LocalBackend, LocalKind, RequestObserver
 from p2pstore.local.server import _Connection, logger
 from p2pstore.local.socket_paths import answers, check_socket_path, not_a_socket
 from p2pstore.runtime.linux import lock_owner

@@ -14,7 +14,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from p2pstore.errors import ClientForked, DeadlineExceeded, ProtocolError, StoreClosed
 from p2pstore.local.local_greeting import Greeting, Opening, connect_to_peer, greet, hangs, user_at
@@ -23,7 +23,6 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import (
     Frame,
     LateFrame,
-    RequestAhead,
     Silence,
     Waiter,
     Waiters,
@@ -431,6 +430,53 @@ def _is_so(stream: ByteStream, event: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(0))
+
+
+class RequestAhead(Generic[M]):
+    """A request that was sent; its reply is still to be received, or to be given up."""
+
+    def __init__(
+        self,
+        connection: LocalConnection,
+        waiter: Waiter,
+        kind: LocalKind,
+        message: Message,
+        reply_type: type[M],
+        progress_seconds: float,
+        on_late_reply: Callable[[M], None] | None,
+    ) -> None:
+        self._connection = connection
+        self._waiter = waiter
+        self._kind = kind
+        self._message = message
+        self._reply_type = reply_type
+        self._progress_seconds = progress_seconds
+        self._on_late_reply = on_late_reply
+        self._on_late_frame = late_frame(on_late_reply, kind, reply_type)
+        self._is_open = True
+
+    async def receive(self) -> M:
+        """Wait for the reply, once. Raises as `LocalConnection.request`, which asks again where the peer was
+        too busy."""
+        self._is_open = False
+        frame = await self._connection.reply_to(
+            self._waiter, self._progress_seconds, self._on_late_frame
+        )
+        if frame[0].flags & ERROR and decode_body(Failure, frame[1]).code == Code.BUSY:
+            return await self._connection.request(
+                self._kind,
+                self._message,
+                self._reply_type,
+                progress_seconds=self._progress_seconds,
+                on_late_reply=self._on_late_reply,
+            )
+        return reply_in(frame, self._kind, self._reply_type)
+
+    def abandon(self) -> None:
+        """Give the reply up. Does nothing after `receive`."""
+        if self._is_open:
+            self._is_open = False
+            self._connection.give_up(self._waiter, self._on_late_frame)
 
 
 def _let_go_of_inherited_sockets() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import os
 import socket
-import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
@@ -17,10 +16,9 @@ from p2pstore.local.local_protocol import Access, Hello, HelloReply, LocalKind, 
 from p2pstore.local.local_requests import reply_in
 from p2pstore.local.socket_paths import CHOICES, not_a_socket
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
-from p2pstore.memory.mapped.joined_memory import map_joined
-from p2pstore.memory.mapped.mapped_memory import map_read_only, map_table, map_writable
-from p2pstore.runtime import memory_barrier
-from p2pstore.runtime.linux import is_shortage, shortage
+from p2pstore.memory.mapped.mapped_memory import map_joined, map_read_only, map_table, map_writable
+from p2pstore.runtime import linux
+from p2pstore.runtime.linux import connected_user, is_shortage, shortage
 from p2pstore.runtime.streams import MAX_PASSED_DESCRIPTORS, ByteStream, Driver
 from p2pstore.wire import (
     LOCAL_LIMITS,
@@ -33,8 +31,6 @@ from p2pstore.wire import (
 )
 
 RECEIVE_BYTES: Final = 64 * 1024
-_CREDENTIALS: Final = struct.Struct("3i")
-"""Process, user and group at the other end of a Unix socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class Opening:
             location_table=self.location_table,
             directory=self.directory >= 0,
             checkpoint=self.checkpoint,
-            hazards=self.hazards and memory_barrier.take_part(),
+            hazards=self.hazards and linux.join_barriers(),
         )
 
 
@@ -113,9 +109,7 @@ def hangs(path: str) -> DeadlineExceeded:
 def user_at(stream: ByteStream) -> int:
     """The user whose process is at the other end, as the kernel has it."""
     with socket.socket(fileno=os.dup(stream.fileno())) as sock:
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(credentials)[1]
-    return user
+        return connected_user(sock)
 
 
 async def greet(stream: ByteStream, path: str, opening: Opening) -> Greeting:

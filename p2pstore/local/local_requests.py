@@ -1,7 +1,6 @@
 """Requests on their way to the local peer: which caller waits for which reply. No I/O of its own.
 
-`LocalConnection` sends and receives; here is what it remembers of each request, and the handle that is given to
-who wants the reply later.
+`LocalConnection` sends and receives; here is what it remembers of each request.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from p2pstore.errors import AnswerTooLarge, ProtocolError
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Event
+from p2pstore.runtime.streams import Event
 from p2pstore.wire import (
     ERROR,
     LOCAL_LIMITS,
     REPLY,
-    Code,
     Failure,
     FrameHeader,
     Message,
@@ -174,73 +172,6 @@ class Silence:
         if self.is_probed and now - max(asked_at, self._probed_at) >= self.patience_seconds:
             self.hangs = True
         return self.hangs
-
-
-class Asking(Protocol):
-    """What a request that was sent needs of its connection."""
-
-    async def request(
-        self,
-        kind: LocalKind,
-        message: Message,
-        reply_type: type[M],
-        *,
-        progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
-        on_late_reply: Callable[[M], None] | None = None,
-    ) -> M: ...
-
-    async def reply_to(
-        self, waiter: Waiter, progress_seconds: float, on_late_frame: LateFrame | None
-    ) -> Frame: ...
-
-    def give_up(self, waiter: Waiter, on_late_frame: LateFrame | None = None) -> None: ...
-
-
-class RequestAhead(Generic[M]):
-    """A request that was sent; its reply is still to be received, or to be given up."""
-
-    def __init__(
-        self,
-        connection: Asking,
-        waiter: Waiter,
-        kind: LocalKind,
-        message: Message,
-        reply_type: type[M],
-        progress_seconds: float,
-        on_late_reply: Callable[[M], None] | None,
-    ) -> None:
-        self._connection = connection
-        self._waiter = waiter
-        self._kind = kind
-        self._message = message
-        self._reply_type = reply_type
-        self._progress_seconds = progress_seconds
-        self._on_late_reply = on_late_reply
-        self._on_late_frame = late_frame(on_late_reply, kind, reply_type)
-        self._is_open = True
-
-    async def receive(self) -> M:
-        """Wait for the reply, once. Raises as `LocalConnection.request`, which asks again where the peer was
-        too busy."""
-        self._is_open = False
-        frame = await self._connection.reply_to(
-            self._waiter, self._progress_seconds, self._on_late_frame
-        )
-        if frame[0].flags & ERROR and decode_body(Failure, frame[1]).code == Code.BUSY:
-            return await self._connection.request(
-                self._kind,
-                self._message,
-                self._reply_type,
-                progress_seconds=self._progress_seconds,
-                on_late_reply=self._on_late_reply,
-            )
-        return reply_in(frame, self._kind, self._reply_type)
-
-    def abandon(self) -> None:
-        """Give the reply up. Does nothing after `receive`."""
-        if self._is_open:
-            self._is_open = False
-            self._connection.give_up(self._waiter, self._on_late_frame)
 
 
 def late_frame(

@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Awaitable
@@ -30,10 +29,16 @@ from p2pstore.errors import (
     ProtocolMismatch,
     StoreClosed,
 )
-from p2pstore.local.local_clients import LocalBackend, LocalClient, RequestObserver
-from p2pstore.local.local_protocol import Access, Hello, LocalKind
+from p2pstore.local.local_protocol import (
+    Access,
+    Hello,
+    LocalBackend,
+    LocalClient,
+    LocalKind,
+    RequestObserver,
+)
 from p2pstore.objects import encode_namespace
-from p2pstore.runtime.linux import is_shortage, shortage
+from p2pstore.runtime.linux import connected_user, is_shortage, shortage
 from p2pstore.runtime.streams import ANCILLARY_BYTES, check_descriptors
 from p2pstore.runtime.trio_streams import TrioStream
 from p2pstore.wire import (
@@ -70,13 +75,6 @@ MAX_PASSED: Final = 1
 MAX_OUTGOING_BYTES: Final = 16 * 1024 * 1024
 
 
-def _user_of(sock: socket.socket) -> int:
-    """The user of the process that connected, as the kernel has it."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(credentials)[1]
-    return user
-
-
 WRITING: Final = frozenset(
     {
         *(LocalKind.RESERVE, LocalKind.COMMIT, LocalKind.ABORT, LocalKind.PLACE, LocalKind.STORED),
@@ -86,8 +84,6 @@ WRITING: Final = frozenset(
     }
 )
 """What a client that connected only to read may not ask for."""
-_CREDENTIALS: Final = struct.Struct("3i")
-"""Process, user and group at the other end of a Unix socket."""
 _HELLO: Final = int(LocalKind.HELLO)
 _KINDS: Final = {int(kind): kind for kind in LocalKind}
 _holders = itertools.count(1)
@@ -103,7 +99,7 @@ class _Connection:
         others_read_only: bool,
         sock: socket.socket,
     ) -> None:
-        self._limited = others_read_only and _user_of(sock) not in (os.geteuid(), 0)
+        self._limited = others_read_only and connected_user(sock) not in (os.geteuid(), 0)
         """Whether this client's user may only read."""
         self._observer = observer
         self._sock = sock

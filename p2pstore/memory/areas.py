@@ -20,7 +20,8 @@ from p2pstore.memory.extent_allocator import ExtentAllocator
 MAX_QUOTAS: Final = 16
 """Each is looked at whenever room has to be made."""
 
-NO_CAPS: Final[Mapping[str, int]] = MappingProxyType({})
+NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
+"""And no caps."""
 
 EVERYBODYS: Final = 0
 """The group of what lies in the part that all share."""
@@ -79,7 +80,11 @@ class Areas:
     """
 
     def __init__(
-        self, data_bytes: int, granule: int, quotas: Mapping[str, int], caps: Mapping[str, int] = NO_CAPS
+        self,
+        data_bytes: int,
+        granule: int,
+        quotas: Mapping[str, int],
+        caps: Mapping[str, int] = NO_QUOTAS,
     ) -> None:
         sizes = {name: -(-size // granule) * granule for name, size in quotas.items()}
         shared = data_bytes - sum(sizes.values())

@@ -7,6 +7,7 @@ all, and may write anywhere. What they spoil is written anew (`restore_header` a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence, Set
 from itertools import islice
 
@@ -15,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2pstore.memory.entries import ObjectEntry, Reservation
-from p2pstore.memory.key_index import KeyIndex, decode_index_entry
 from p2pstore.memory.segment_layout import (
     FREE_SLOT,
     INDEX_ENTRY_BYTES,
+    INDEX_USED,
     MAX_TRAILER_BYTES,
     SEGMENT_STATE_OFFSET,
     SLOT_BYTES,
@@ -32,10 +33,13 @@ from p2pstore.memory.segment_layout import (
     Slot,
     SlotState,
     TrailerBody,
+    decode_index_entry,
     decode_trailer,
+    encode_index_entry,
     encode_segment_header,
     encode_slot,
     encode_trailer,
+    pack_index_entry_into,
     pack_slot,
     trailer_offset,
 )
@@ -285,3 +289,72 @@ class ObjectTable:
 
     def _write(self, offset: int, data: bytes) -> None:
         self._buffer[offset : offset + len(data)] = data
+
+
+_UNUSED = bytes(INDEX_ENTRY_BYTES)
+
+
+class KeyIndex:
+    """Writes the published key index into `section`, which begins zeroed. `entries` is a power of two.
+
+    Open addressing with linear probing. The owner keeps its own copy and never reads the shared one back, so nothing
+    that another process scribbles there confuses it. Readers may miss a key for the moment in which it is moved.
+    """
+
+    def __init__(self, section: memoryview, entries: int) -> None:
+        self._section = section
+        self._entries = entries
+        self._digests: list[bytes | None] = [None] * entries
+        self._slots = array("I", bytes(4 * entries))
+
+    def set_all(self, found: Iterable[tuple[bytes, int]]) -> None:
+        """Publish in which slot each digest is, in place of an earlier slot of the same digest."""
+        digests, slots, section = self._digests, self._slots, self._section
+        mask = self._entries - 1
+        for digest, slot in found:
+            position = int.from_bytes(digest[:8], "little") & mask  # `index_home`, without its call
+            while (there := digests[position]) is not None and there != digest:
+                position = (position + 1) & mask
+            digests[position] = digest
+            slots[position] = slot
+            pack_index_entry_into(section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)
+
+    def remove(self, *gone: bytes) -> None:
+        """Take digests out and move later entries of their runs back: no tombstones remain."""
+        digests, slots, mask = self._digests, self._slots, self._entries - 1
+        for digest in gone:
+            hole = int.from_bytes(digest[:8], "little") & mask  # `index_home`, without its call
+            while (there := digests[hole]) != digest:
+                if there is None:
+                    raise KeyError(digest)
+                hole = (hole + 1) & mask
+            position = hole
+            while (moving := digests[position := (position + 1) & mask]) is not None:
+                home = int.from_bytes(moving[:8], "little")
+                if (position - home) & mask >= (position - hole) & mask:
+                    self._write(hole, moving, slots[position])
+                    hole = position
+            digests[hole] = None
+            start = hole * INDEX_ENTRY_BYTES
+            self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
+
+    def restore(self, first: int, count: int) -> int:
+        """Write entries anew that another process changed; how many there were."""
+        restored = 0
+        for position in range(first, min(first + count, self._entries)):
+            digest = self._digests[position]
+            start = position * INDEX_ENTRY_BYTES
+            expected = _UNUSED if digest is None else encode_index_entry(digest, self._slots[position])
+            if self._section[start : start + INDEX_ENTRY_BYTES] != expected:
+                self._section[start : start + INDEX_ENTRY_BYTES] = expected
+                restored += 1
+        return restored
+
+    def detach(self) -> None:
+        """Let go of the memory."""
+        self._section = memoryview(b"")
+
+    def _write(self, position: int, digest: bytes, slot: int) -> None:
+        self._digests[position] = digest
+        self._slots[position] = slot
+        pack_index_entry_into(self._section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import groupby
-from types import MappingProxyType
-from typing import Final
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
-from p2pstore.memory.areas import NO_CAPS, Areas
+from p2pstore.memory.areas import NO_QUOTAS, Areas
 from p2pstore.memory.entries import (
     MAX_RESERVATIONS_PER_HOLDER,
     ObjectEntry,
@@ -23,12 +21,11 @@ from p2pstore.memory.entries import (
     Written,
 )
 from p2pstore.memory.eviction import EvictionOrder
-from p2pstore.memory.eviction_policies import make_policy
-from p2pstore.memory.kept_memory import Kept
+from p2pstore.memory.kept_memory import Kept, ReturnedObjects
 from p2pstore.memory.object_table import ObjectTable, slot_of
+from p2pstore.memory.policies import make_policy
 from p2pstore.memory.policies.interface import EvictionPolicy
 from p2pstore.memory.references import References
-from p2pstore.memory.returned_objects import ReturnedObjects
 from p2pstore.memory.room import Room
 from p2pstore.memory.segment_layout import (
     EXPIRY_BYTES,
@@ -48,18 +45,6 @@ from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, Filled, SegmentObj
 from p2pstore.memory.views import DROPPED_PER_STEP, Views
 from p2pstore.objects import MAX_OBJECT_BYTES, are_sums_of
 from p2pstore.runtime.stepping import Steps, run_through
-
-__all__ = [
-    "MAX_RESERVATIONS_PER_HOLDER",
-    "NO_QUOTAS",
-    "SOFT_PIN_SECONDS",
-    "ObjectEntry",
-    "Reservation",
-    "Restoring",
-    "Segment",
-]
-
-NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Segment:
@@ -88,7 +73,7 @@ class Segment:
         geometry: Geometry,
         policy: EvictionPolicy | None = None,
         quotas: Mapping[str, int] = NO_QUOTAS,
-        caps: Mapping[str, int] = NO_CAPS,
+        caps: Mapping[str, int] = NO_QUOTAS,
         marks: memoryview | None = None,
         kept: Kept | None = None,
         now: float = 0.0,

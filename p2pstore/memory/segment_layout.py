@@ -1,7 +1,7 @@
 """How a memory segment is laid out: header, key index, object slots, trailers. Pure codecs.
 
     0                 header, one page
-    index_offset      key index: 32 bytes an entry (`key_index`)
+    index_offset      key index: 32 bytes an entry (`KeyIndex` writes them)
     slots_offset      object table: 64 bytes a slot
     data_offset       extents of whole granules (4 KiB): payload, padding to 8, trailer
 
@@ -42,7 +42,7 @@ SEGMENT_ID_BYTES: Final = 16
 # magic, format, state, segment id, total bytes, index offset, index entries, slots offset, slots,
 # data offset, data bytes, owner's incarnation, checksum of all before it
 _HEADER: Final = struct.Struct("<8sII16sQQQQQQQQQ")
-_HEADER_STATE_OFFSET: Final = 12
+SEGMENT_STATE_OFFSET: Final = 12
 
 
 class SegmentState(IntEnum):
@@ -127,7 +127,7 @@ def encode_segment_header(header: SegmentHeader) -> bytes:
 
 
 def _header_checksum(packed: bytes) -> int:
-    stateless = packed[:_HEADER_STATE_OFFSET] + b"\0\0\0\0" + packed[_HEADER_STATE_OFFSET + 4 : -8]
+    stateless = packed[:SEGMENT_STATE_OFFSET] + b"\0\0\0\0" + packed[SEGMENT_STATE_OFFSET + 4 : -8]
     return xxhash.xxh3_64_intdigest(stateless)
 
 
@@ -158,7 +158,6 @@ def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
 
 
 SEGMENT_HEADER_BYTES: Final = _HEADER.size
-SEGMENT_STATE_OFFSET: Final = _HEADER_STATE_OFFSET
 
 # --- object slot -----------------------------------------------------------------------------
 
@@ -300,29 +299,16 @@ class SlotRows:
 
     def __getitem__(self, number: int) -> bytes:
         """One slot, packed."""
-        packed: bytes = self._rows[number].tobytes()
-        return packed
+        return bytes(self._rows[number].tobytes())
 
     def only(self, wanted: NDArray[np.bool_]) -> SlotRows:
         """The rows for which `wanted` is true."""
         return SlotRows(self._rows[wanted])
 
-    @property
-    def lengths(self) -> list[int]:
-        """What they say that the values' lengths are, in bytes; nothing is checked yet."""
-        listed: list[int] = self._rows["length"].tolist()
-        return listed
-
-    @property
-    def offsets(self) -> list[int]:
-        """Where they say that the values begin, in bytes from the segment's start; nothing is checked yet."""
-        listed: list[int] = self._rows["offset"].tolist()
-        return listed
-
-    @property
-    def roots(self) -> list[int]:
-        """The values' root checksums."""
-        listed: list[int] = self._rows["root"].tolist()
+    def column(self, name: str) -> list[int]:
+        """What they say of each value, unchecked: its `length` in bytes, its `root`, or where it begins, as `offset` in
+        bytes from the segment's start."""
+        listed: list[int] = self._rows[name].tolist()
         return listed
 
     def need_trailers(self) -> NDArray[np.bool_]:
@@ -479,3 +465,36 @@ def needs_trailer(slot: Slot) -> bool:
 def trailer_matches(trailer: TrailerBody, slot: Slot) -> bool:
     """Whether the chunk sums are those that the slot's root was made from."""
     return are_sums_of(trailer.sums, slot.length, slot.version.root)
+
+
+# --- key index -------------------------------------------------------------------------------
+
+_INDEX_ENTRY: Final = struct.Struct("<16sII8x")
+INDEX_USED: Final = 1
+pack_index_entry_into: Final = _INDEX_ENTRY.pack_into
+"""(buffer, offset, digest, slot number, `INDEX_USED`): `encode_index_entry` in place."""
+
+
+def index_home(digest: bytes, index_entries: int) -> int:
+    """The entry number where the search for `digest` begins (index_entries is a power of two)."""
+    return int.from_bytes(digest[:8], "little") & (index_entries - 1)
+
+
+def index_entry_at_home(
+    data: bytes | memoryview, index_offset: int, index_entries: int, digest: bytes
+) -> tuple[bytes, int, bool]:
+    """`decode_index_entry` where the search for `digest` begins."""
+    home = int.from_bytes(digest[:8], "little") & (index_entries - 1)
+    found, slot, used = _INDEX_ENTRY.unpack_from(data, index_offset + home * INDEX_ENTRY_BYTES)
+    return found, slot, used == INDEX_USED
+
+
+def encode_index_entry(digest: bytes, slot: int) -> bytes:
+    """An entry in use; an unused one is all zero."""
+    return _INDEX_ENTRY.pack(digest, slot, INDEX_USED)
+
+
+def decode_index_entry(data: bytes | memoryview, offset: int = 0) -> tuple[bytes, int, bool]:
+    """(digest, slot number, whether in use) of the entry at `offset`."""
+    digest, slot, used = _INDEX_ENTRY.unpack_from(data, offset)
+    return digest, slot, used == INDEX_USED

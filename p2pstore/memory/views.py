@@ -112,11 +112,6 @@ class Views:
             if place % DROPPED_PER_STEP == 0:
                 yield
 
-    @property
-    def has_loans(self) -> bool:
-        """Whether a loan is under way, or its end is not counted yet."""
-        return self._loans.any_known
-
     def lend(self, digest: bytes, now: float) -> tuple[Loan, ObjectEntry] | None:
         """The live entry under `digest`, whose bytes stay until `end_loan`. For any thread of the process."""
         entry = self._entries.get(digest)

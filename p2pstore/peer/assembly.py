@@ -20,12 +20,12 @@ import p2pstore
 from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
-from p2pstore.core.copies.offers import coldest_use
+from p2pstore.core.copies.coldest import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.gossip_config import preset
-from p2pstore.gossip.homes.directory_mode import ModeLimits
+from p2pstore.gossip.homes.partition_homes import ModeLimits
 from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip, GossipConfig
@@ -42,9 +42,9 @@ from p2pstore.local.listener import serve_local
 from p2pstore.local.socket_paths import answers as somebody_answers
 from p2pstore.local.socket_paths import default_socket_path
 from p2pstore.location_table import LocationTable, block_count, format_table, table_bytes
-from p2pstore.memory.eviction_policies import make_policy
 from p2pstore.memory.mapped.kept_file import KeptMemory
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_table_memory
+from p2pstore.memory.policies import make_policy
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, parse_bytes
@@ -68,17 +68,16 @@ from p2pstore.peer.segment_memory import (
     watch_earlier_clients,
 )
 from p2pstore.peer.ssd_opening import open_ssd
-from p2pstore.runtime import memory_barrier
+from p2pstore.runtime import linux
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.state.key_files import ephemeral, load_token_file
+from p2pstore.state.folder import ephemeral, load_token_file
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.topology.sysfs import host_identity
-from p2pstore.transfer.data_addresses import over_tls
-from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
-from p2pstore.transfer.rdma.rdma_opening import PeerRdma, open_rdma
+from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION, over_tls
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
+from p2pstore.transfer.rdma.rdma_serving import PeerRdma, open_rdma
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
@@ -193,7 +192,7 @@ class Assembly:
             marks=self.memory.marks if isinstance(self.memory, KeptMemory) else None,
             kept=self.memory.kept if isinstance(self.memory, KeptMemory) else None,
             now=time.time(),
-            barrier=memory_barrier.pass_through_all,
+            barrier=linux.memory_barrier,
         )
         self.stack.callback(segment.detach)
         self.stack.callback(segment.close)

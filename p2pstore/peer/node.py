@@ -19,6 +19,7 @@ from p2pstore.core.core_effects import (
     CheckObject,
     CheckReturned,
     ColdSorted,
+    Effect,
     LoadObject,
     OperationFinished,
     PullObject,
@@ -29,8 +30,8 @@ from p2pstore.core.core_effects import (
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import P2PStoreError, StoreClosed
-from p2pstore.gossip.gossip_effects import Answer, Ask, Contact, Duplicate, FetchSnapshot
-from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.gossip_messages import Answer, Ask, Contact, Duplicate, FetchSnapshot, Status
+from p2pstore.gossip.gossip_messages import Effect as GossipEffect
 from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.members.membership import STALL_SECONDS
@@ -56,7 +57,7 @@ from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, U
 if TYPE_CHECKING:
     from p2pstore.memory.mapped.kept_file import KeptMemory
     from p2pstore.peer.peer_ssd import PeerSsd
-    from p2pstore.transfer.rdma.rdma_opening import PeerRdma
+    from p2pstore.transfer.rdma.rdma_serving import PeerRdma
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -115,6 +116,7 @@ class Node:
         self.copy_checks = CopyChecks(self)
         self.guard = MemoryGuard(self)
         self.leaving = Leaving(self)
+        self._tasks = self._by_task()
         self._nursery: trio.Nursery
         self._waiting: dict[int, trio.Event] = {}
         self._nap = trio.CancelScope()
@@ -293,42 +295,42 @@ class Node:
             extra={"event": "wrong_operations", "peer_id": format_peer_id(sender)},
         )
 
-    def _execute(self, effect: object) -> None:
-        if isinstance(effect, OperationFinished):
-            event = self._waiting.pop(effect.operation, None)
-            if event is not None:
-                event.set()
-        elif isinstance(effect, AskPeer):
-            self._start(self.requests.ask, effect)
-        elif isinstance(effect, Ask):
-            self._start(self.control.ask, effect)
-        elif isinstance(effect, Answer):
-            self.control.later_replies.give(effect)
-        elif isinstance(effect, PullObject):
-            self._start(self.requests.pull, effect)
-        elif isinstance(effect, PullTogether):
-            self._start(self.requests.copies.take, effect)
-        elif isinstance(effect, FetchSnapshot):
-            self._start(self.requests.fetch_snapshot, effect)
-        elif isinstance(effect, Contact):
-            self._start(self.control.contact, effect)
-        elif isinstance(effect, LoadObject | WriteObject | ColdSorted):
-            assert self.ssd is not None, "the core knows of no SSD, so it asks for nothing there"
-            self._start(self.ssd.carry_out, effect)
-        elif isinstance(effect, CheckObject):
-            self.copy_checks.add(effect.entry)
-        elif isinstance(effect, CheckReturned):
-            self._nursery.start_soon(self.guard.check_returned, effect)
-        elif isinstance(effect, SaveClusterRecord):
-            if self.saver is not None:
-                self.saver.add(effect.signed)
-        elif isinstance(effect, Duplicate):
-            self.fail(duplicate_identity(""))
-        else:
-            raise TypeError(f"unknown effect {effect!r}")
+    def _by_task(self) -> dict[type, Callable[[Any], Awaitable[None]]]:
+        """The effects that a task carries out each."""
+        return {
+            AskPeer: self.requests.ask,
+            PullObject: self.requests.pull,
+            PullTogether: self.requests.copies.take,
+            FetchSnapshot: self.requests.fetch_snapshot,
+            Ask: self.control.ask,
+            Contact: self.control.contact,
+        }
 
-    def _start(self, run: Callable[[Any], Awaitable[None]], effect: Any) -> None:
-        self._nursery.start_soon(self._carry_out, run, effect)
+    def _execute(self, effect: Effect | GossipEffect) -> None:
+        run = self._tasks.get(type(effect))
+        if run is not None:
+            self._nursery.start_soon(self._carry_out, run, effect)
+            return
+        match effect:
+            case OperationFinished():
+                if (event := self._waiting.pop(effect.operation, None)) is not None:
+                    event.set()
+            case Answer():
+                self.control.later_replies.give(effect)
+            case LoadObject() | WriteObject() | ColdSorted():
+                assert self.ssd is not None, "the core knows of no SSD, so it asks for nothing there"
+                self._nursery.start_soon(self._carry_out, self.ssd.carry_out, effect)
+            case CheckObject():
+                self.copy_checks.add(effect.entry)
+            case CheckReturned():
+                self._nursery.start_soon(self.guard.check_returned, effect)
+            case SaveClusterRecord():
+                if self.saver is not None:
+                    self.saver.add(effect.signed)
+            case Duplicate():
+                self.fail(duplicate_identity(""))
+            case _:
+                raise TypeError(f"unknown effect {effect!r}")
 
     async def _carry_out(self, run: Callable[[Any], Awaitable[None]], effect: Any) -> None:
         """An error of this program in one effect ends its operation, not the peer with all it holds."""
@@ -346,7 +348,10 @@ class Node:
             self.on_failure()
 
     async def complete(self, operation: Operation) -> Any:
-        """Wait for an operation and return its result, or raise it. Cancellation cancels the operation."""
+        """Start an operation, unless that was done, wait for it, and return its result, or raise it. Cancellation
+        cancels the operation."""
+        if not operation.number:
+            self.core.operations.start(operation, self.now)
         self.process()
         if not operation.done:
             event = self._waiting.setdefault(operation.number, trio.Event())

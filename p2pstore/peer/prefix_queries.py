@@ -8,16 +8,16 @@ each), of which a holder must have all. Where this peer does not know all locati
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from http import HTTPStatus
 from itertools import product
 from typing import Any, Final
 
 import msgspec
 
+from p2pstore.core.gets.key_pages import PrefixMatch, match_copies, match_here
 from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.gets.prefixes import PrefixMatch, match_copies, match_here
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE, batch_key_hasher, format_peer_id, namespace_digest
 from p2pstore.peer.node import Node
@@ -51,7 +51,7 @@ class PrefixQueries:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._core = node.core
-        self._hashers: OrderedDict[str, Callable[[Sequence[str]], list[bytes]]] = OrderedDict()
+        self._hasher = lru_cache(MAX_NAMESPACES)(batch_key_hasher)
 
     def by_path(self) -> Queries:
         """The queries, by their paths."""
@@ -83,21 +83,12 @@ class PrefixQueries:
         async def asked() -> Answer:
             operation = LookupOperation(self._core, digests, namespace=space)
             try:
-                self._core.operations.start(operation, self._node.now)
                 copies = await self._node.complete(operation)
             except P2PStoreError as error:
                 return text_answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
             return _json(document(request, match_copies(copies, pieces)))
 
         return asked()
-
-    def _hasher(self, namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
-        hasher = self._hashers.get(namespace)
-        if hasher is None:
-            hasher = self._hashers[namespace] = batch_key_hasher(namespace)
-            if len(self._hashers) > MAX_NAMESPACES:
-                self._hashers.popitem(last=False)
-        return hasher
 
     def _prefix_document(self, request: PrefixRequest, match: PrefixMatch) -> dict[str, Any]:
         core = self._core

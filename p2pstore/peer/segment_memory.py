@@ -1,7 +1,4 @@
-"""Where a peer's memory is, as its settings say: in files, on huge pages, on NUMA nodes. Shell.
-
-Checks of this peer's own memory, beside the event loop: checksums of objects, and what clients overwrote.
-"""
+"""A peer's own memory: where it is, as the settings say, and its checks beside the event loop. Shell."""
 
 from __future__ import annotations
 
@@ -23,9 +20,15 @@ from p2pstore.core.core_effects import CheckReturned
 from p2pstore.errors import ConfigError
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.kept_memory import Expected, Kept, checksum_of, checksum_of_quotas
-from p2pstore.memory.mapped.joined_memory import PIECE_BYTES, JoinedMemory
 from p2pstore.memory.mapped.kept_file import KeptMemory, boot_id, create_file_memory, open_kept_memory
-from p2pstore.memory.mapped.mapped_memory import SharedMemory, advise_huge_pages, create_memory, prefault
+from p2pstore.memory.mapped.mapped_memory import (
+    PIECE_BYTES,
+    JoinedMemory,
+    SharedMemory,
+    advise_huge_pages,
+    create_memory,
+    prefault,
+)
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import plan_geometry, round_up
 from p2pstore.objects import chunk_sums, format_bytes, root_checksum
@@ -33,6 +36,8 @@ from p2pstore.runtime.side_by_side import PIECE_BYTES as HASHED_AT_ONCE
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
+
+logger = logging.getLogger("p2pstore.peer")
 
 SegmentMemory = SharedMemory | JoinedMemory
 
@@ -126,8 +131,6 @@ async def provide_pages(memory: SegmentMemory, config: PeerConfig) -> None:
         nursery.cancel_scope.cancel()
 
 
-logger = logging.getLogger("p2pstore.peer")
-
 LOOK_SECONDS: Final = 1.0
 
 
@@ -178,8 +181,6 @@ async def watch_earlier_clients(segment: Segment, memory: KeptMemory) -> None:
             return
         await trio.sleep(LOOK_SECONDS)
 
-
-logger = logging.getLogger("p2pstore.peer")
 
 RESTORE_SECONDS: Final = 1.0
 RESTORE_COUNT: Final = 256

@@ -21,7 +21,7 @@ from p2pstore.access.crowding import Holder, crowd
 from p2pstore.access.keyring import rights_of
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.directory_mode import kept_name
+from p2pstore.gossip.homes.partition_homes import kept_name
 from p2pstore.gossip.links.host import MAX_ADMITTED
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id
@@ -88,8 +88,7 @@ class Statistics:
         }
 
     def document(self, *, private: bool = True) -> dict[str, Any]:
-        """Content and activity of this peer. `private` adds keys and addresses: for clients of this machine, not for
-        other peers."""
+        """Content and activity of this peer. `private` adds keys and addresses, for clients of this machine only."""
         node, core = self._node, self.core
         document = {
             "name": node.config.name,

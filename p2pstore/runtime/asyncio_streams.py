@@ -227,8 +227,7 @@ class _AsyncioHelper:
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel tasks and return when they have ended, through any cancellation, which is raised then. Raises what one
-    of them raised."""
+    """Cancel tasks and wait for their ends, through any cancellation, which is raised then; else what one raised."""
     for task in tasks:
         task.cancel()
     cancelled: asyncio.CancelledError | None = None

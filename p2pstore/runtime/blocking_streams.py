@@ -125,8 +125,7 @@ class BlockingStream:
             raise _said(error, self._receive_limit) from None
 
     async def receive_all(self, views: Sequence[memoryview]) -> int:
-        """`receive_into` up to 512 views, none empty; the kernel waits for all of them to be full, as long as a wait
-        for some bytes may take."""
+        """`receive_into` up to 512 views, none empty; the kernel waits until all are full, within the limit."""
         try:
             return self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
         except OSError as error:
@@ -158,8 +157,7 @@ def _differs(seconds: float, limit: float) -> bool:
 
 
 def _said(error: OSError, seconds: float) -> BaseException:
-    """What a blocking call on a socket raised: the kernel's timeout, or what a signal handler raised meanwhile, or
-    itself."""
+    """What a blocking call on a socket raised: the kernel's timeout, or what a signal handler raised, or itself."""
     raised = as_raised(error)
     return stalled(seconds) if isinstance(raised, BlockingIOError) else raised
 
@@ -175,8 +173,7 @@ _entered = _Entered()
 
 
 class _BlockingLock:
-    """Ctrl-C may strike when the lock is taken and not noted yet, or before it is released;
-    `release_interrupted` finds out."""
+    """Ctrl-C may strike between taking or releasing the lock and noting that; `release_interrupted` finds out."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # it knows its owner
@@ -284,8 +281,7 @@ class _HelperThread:
 
 
 def _join_all(threads: list[_HelperThread]) -> None:
-    """Wait for the end of all, through whatever a signal raises here, such as Ctrl-C: that is raised then. Raises what
-    one of them raised."""
+    """Wait for all to end, through what a signal raises here, such as Ctrl-C: raised then; else what one raised."""
     interrupt: BaseException | None = None
     while alive := [each for each in threads if each.is_alive]:  # some may start others meanwhile
         try:

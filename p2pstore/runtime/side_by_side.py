@@ -98,8 +98,7 @@ class _Work(Generic[T, R]):
                 self.waiting.clear()
 
     def help(self, others: threading.Semaphore) -> None:
-        """`do`, in a thread of those that may be at once, as counted by `others`. One that begins late finds nothing
-        to do."""
+        """`do` in a thread of those that may run, as counted by `others`. One that begins late finds nothing to do."""
         ended = threading.Event()
         try:
             self._helping.append(ended)  # before it takes a piece: `end` clears these first
@@ -109,8 +108,7 @@ class _Work(Generic[T, R]):
             ended.set()
 
     def end(self) -> None:
-        """Have each thread end what it does, and wait for that; not for threads that have not begun: where the cores
-        are taken, that may be long."""
+        """Have each thread end and wait for it, but not for those not begun, which may take long."""
         self.waiting.clear()
         for ended in list(self._helping):
             ended.wait()

@@ -115,8 +115,7 @@ class HelperTask(Protocol):
     """A coroutine that runs side by side with the one that started it."""
 
     def cancel(self) -> None:
-        """End it where it waits. A thread only while it connects: to end it elsewhere, close the
-        connection that it uses."""
+        """End it where it waits. A thread only while it connects: elsewhere, close the connection that it uses."""
         ...
 
     def connected(self) -> None:

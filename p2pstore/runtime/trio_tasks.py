@@ -1,5 +1,4 @@
-"""Background nurseries, work in steps (`stepping`) that gives other tasks their turn, and waits for room of an account.
-Under trio."""
+"""Background nurseries, work in steps (`stepping`) that gives others their turn, waits for an account's room. Trio."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ _turns: Final[trio.lowlevel.RunVar[trio.StrictFIFOLock]] = trio.lowlevel.RunVar(
 
 
 def in_turns(steps: Steps[Result]) -> Result | Awaitable[Result]:
-    """The result, when it takes no longer than a turn; else the rest of the work to await, under trio. Cancellation and
-    errors close the steps."""
+    """The result, if it takes no longer than a turn, else the rest to await. Errors close the steps."""
     ended, result = _turn(steps, FIRST_TURN_SECONDS)
     return result if ended else _go_on(steps)  # type: ignore[return-value]  # None until it ended
 

@@ -130,13 +130,11 @@ class FileDisk:
 
     @property
     def size_bytes(self) -> int:
-        """As `Disk` has it."""
         return self._size_bytes
 
     async def read_into(
         self, position: int, buffers: Sequence[memoryview], check: Check | None = None
     ) -> None:
-        """As `Disk` has it."""
         refuse_closed(self._closed)
         length = self._checked_bytes(position, buffers, reading=True)
         if not length:
@@ -158,7 +156,6 @@ class FileDisk:
         )
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
-        """As `Disk` has it."""
         refuse_closed(self._closed)
         if not self._checked_bytes(position, buffers, reading=False):
             await trio.lowlevel.checkpoint()
@@ -179,7 +176,6 @@ class FileDisk:
                 _transfer(os.pwritev, self._descriptor, position, parts)
 
     async def sync(self) -> None:
-        """As `Disk` has it."""
         refuse_closed(self._closed)
         told = self._told_of_failed_syncs
         try:
@@ -202,7 +198,6 @@ class FileDisk:
 
     @property
     def waits(self) -> Waits:
-        """As `Disk` has it."""
         begun, ended = self._threads.oldest_begin, self._threads.last_end
         if self._small_reads:
             begun = min(begun, self._small_reads.oldest_begin)
@@ -214,11 +209,10 @@ class FileDisk:
 
     @property
     def misplaced(self) -> str:
-        """As `Disk` has it."""
         return self._misplaced
 
     async def inspect(self) -> None:
-        """As `Disk` has it. In a thread: a path may hang."""
+        """In a thread: a path may hang."""
         await trio.to_thread.run_sync(
             self._inspect_now, abandon_on_cancel=True, limiter=self._inspecting
         )
@@ -233,7 +227,7 @@ class FileDisk:
         return checked_bytes(position, buffers, self._size_bytes, reading=reading, address=fast_address)
 
     def close(self) -> None:
-        """As `Disk` has it. Waits at most a second for work under way: until that has ended the file stays open,
+        """Waits at most a second for work under way: until that has ended the file stays open,
         and locked."""
         self._closed = True
         self._write_gate.open_for_good()

@@ -8,7 +8,7 @@ Invariants:
    come back once its marks are durable, whatever is reclaimed, fails or crashes afterwards.
 3. A segment is written anew only when nothing in it is in the index, the marks that say so are durable, no read uses
    it, and its new generation is durable (`upkeep`). So an old record can never be taken for a new one.
-4. After a failed sync nothing that was written before it is relied on: its segments are retired (`group_commit`).
+4. After a failed sync nothing that was written before it is relied on: its segments are retired (`cold_log`).
 5. Every queue is bounded: a refused object stays in memory.
 """
 

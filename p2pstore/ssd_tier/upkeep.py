@@ -13,9 +13,8 @@ from typing import Final
 import trio
 
 from p2pstore.errors import CapacityExceeded
-from p2pstore.ssd_tier.cold_log import ColdLog
+from p2pstore.ssd_tier.cold_log import ColdLog, Signal
 from p2pstore.ssd_tier.footer import encode_footer
-from p2pstore.ssd_tier.group_commit import Signal
 from p2pstore.ssd_tier.health import PATIENCE_SECONDS, TierOff
 from p2pstore.ssd_tier.index import ColdRecord, with_care
 from p2pstore.ssd_tier.log_layout import PAGE_BYTES, DamagedRecord, DeadMarks, encode_segment_start

@@ -4,7 +4,7 @@ Shell.
 Every access goes by the directory's descriptor, and a link is never followed: another user who can write to the
 directory could point it at a file of this process's user. Opening never waits, as it would for a named pipe.
 
-Access to the files of a state directory: whole files in JSON, and damage that is found in them. Shell.
+Also the files in a state directory: whole files in JSON, damage that is found in them, identities and cluster keys.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ import logging
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Final, NoReturn, TypeVar
 
 import msgspec
 
+from p2pstore.access.keyring import KeyRing, parse_cluster_keys, reader_keys
 from p2pstore.errors import ConfigError
+from p2pstore.gossip.records import format_peer_id
 from p2pstore.runtime.linux import is_shortage, shortage, user_name
+
+if TYPE_CHECKING:
+    from p2pstore.gossip.links.identity import Identity
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -153,8 +159,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def refuse_folder_of_another(folder: Folder, setting: str) -> None:
-    """Raise `ConfigError` when the directory belongs to another user than this process's, or root: that user could
-    exchange what is in it."""
+    """Raise `ConfigError` when a user other than this process's and root owns it, and could change it."""
     _refuse_owner(folder.status().st_uid, folder.path, "could exchange what is in it", setting)
 
 
@@ -174,8 +179,7 @@ def _refuse_owner(owner: int, path: Path, what: str, setting: str) -> None:
 
 
 SAFELY: Final = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""Flags for everything that is opened by a path: a named pipe would wait for its other end, and a terminal would become
-this process's."""
+"""For everything opened by a path: a named pipe would wait, and a terminal would become this process's."""
 
 
 def open_regular_file(path: Path) -> BinaryIO:
@@ -328,3 +332,105 @@ def check_format(path: Path, version: int) -> None:
         )
     if version < 1:
         raise ConfigError(f"{path} has format {version}, which never existed: move it away")
+
+
+IDENTITY_HEADER: Final = "p2pstore identity "
+_MAX_KEY_FILE_BYTES: Final = 64 * 1024
+
+
+def ephemeral() -> Identity:
+    """A new identity that is kept nowhere: for a peer without a state directory."""
+    from p2pstore.gossip.links.identity import (  # late: it needs the peer's libraries
+        SEED_BYTES,
+        Identity,
+    )
+
+    return Identity(secrets.token_bytes(SEED_BYTES))
+
+
+def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
+    """The cluster's keys: one in hexadecimal a line, the first one proves, `#` comments.
+
+    Raises `ConfigError` when the file cannot be read, may be read by others, or holds something else.
+    """
+    where = Path(path)
+    try:
+        text = read_private(where, "is the cluster's key")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the cluster key file {where} does not exist; `mooncake-p2p keygen {where}` makes one"
+        ) from None
+    return parse_cluster_keys(text, str(where))
+
+
+def load_token_file(path: str | os.PathLike[str]) -> str:
+    """The token in a file of its own. Raises `ConfigError` when the file cannot be read, may be read by others, or
+    holds no line of 16 to 1,024 printable characters."""
+    where = Path(path)
+    try:
+        token = read_private(where, "holds a token").strip()
+    except FileNotFoundError:
+        raise ConfigError(f"the token file {where} does not exist") from None
+    if not 16 <= len(token) <= 1024 or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"{where}: one line of 16 to 1,024 printable ASCII characters is wanted")
+    return token
+
+
+def readers_key_file(path: str | os.PathLike[str], namespaces: Sequence[str] = ()) -> str:
+    """The text of the key file for readers, or for writers of `namespaces`, that goes with a cluster key file. Raises
+    as `load_cluster_key_file` and `reader_keys`."""
+    from p2pstore.gossip.links.identity import Identity
+
+    ring = load_cluster_key_file(path)
+    return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id), namespaces)
+
+
+def parse_private_keys(folder: Folder, name: str, what: str) -> KeyRing:
+    """The keys of a file in `folder`, which is `what`. Raises as `load_cluster_key_file`, and `OSError`."""
+    path = folder.path / name
+    return parse_cluster_keys(read_private(path, what, folder), str(path))
+
+
+def read_private(path: Path, what: str, folder: Folder | None = None) -> str:
+    """The text of a file with a secret in it, which lies in that folder or where a user said. Raises
+    `FileNotFoundError`, and `ConfigError` for the rest."""
+    try:
+        with (
+            open_regular_file(path)
+            if folder is None
+            else os.fdopen(folder.open(path.name, os.O_RDONLY), "rb")
+        ) as file:
+            status = os.fstat(file.fileno())
+            if status.st_mode & 0o077:
+                raise ConfigError(
+                    f"{path} {what}, but others may read it (mode {stat.S_IMODE(status.st_mode):04o}): "
+                    f"run `chmod 600 {path}`; if it was exposed, make a new one"
+                )
+            data = file.read(_MAX_KEY_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > _MAX_KEY_FILE_BYTES:
+        raise ConfigError(f"{path} is too long to be a key file")
+    try:
+        return data.decode("ascii")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file") from None
+
+
+def parse_identity(path: Path, text: str) -> bytes:
+    from p2pstore.gossip.links.identity import SEED_BYTES
+
+    header, _, rest = text.partition("\n")
+    version = header.removeprefix(IDENTITY_HEADER)
+    if header.startswith(IDENTITY_HEADER) and version.isdigit():
+        check_format(path, int(version))
+        with contextlib.suppress(ValueError):
+            seed = bytes.fromhex(rest.strip())
+            if len(seed) == SEED_BYTES:
+                return seed
+    raise ConfigError(
+        f'{path} is not an identity ("{IDENTITY_HEADER}{FORMAT}" and 64 hexadecimal digits): restore '
+        "it from a backup, or move it away and this peer starts as a new one"
+    )

@@ -24,8 +24,7 @@ from p2pstore.config import USER_KEY_NAME, name_or_host
 from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolMismatch
 from p2pstore.local.socket_paths import distrust, live_sockets, own_directory
 from p2pstore.settings import Settings
-from p2pstore.state.folder import Folder, refuse_folder_of_another
-from p2pstore.state.key_files import parse_private_keys
+from p2pstore.state.folder import Folder, parse_private_keys, refuse_folder_of_another
 from p2pstore.state.state_directory import StateDirectory, is_in_use, kept_cluster_key, kept_invite
 
 STATE_DIRECTORY_NAME: Final = "mooncake-p2p"
@@ -156,10 +155,7 @@ _HEADER: Final = "# Peers of this user that have no cluster key admit each other
 
 
 def user_ring() -> KeyRing:
-    """The ring with this user's key, which is made at the first call.
-
-    Raises `ConfigError` when the key cannot be read, or no place can hold one.
-    """
+    """The ring with this user's key, made at the first call. Raises `ConfigError` when it cannot be read or placed."""
     found = find_user_ring()
     if found is not None:
         return found

@@ -43,18 +43,19 @@ from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.links.identity import SEED_BYTES, Identity
 from p2pstore.gossip.records import PeerId, format_peer_id
-from p2pstore.state.floors_file import FloorsFile
 from p2pstore.state.folder import (
     FORMAT,
+    IDENTITY_HEADER,
     SAFELY,
     Folder,
     StateFiles,
     fail,
+    parse_identity,
+    read_private,
     refuse_files_of_others,
     refuse_folder_of_another,
 )
-from p2pstore.state.key_files import IDENTITY_HEADER, parse_identity, read_private
-from p2pstore.state.state_record import StateRecord
+from p2pstore.state.state_files import FloorsFile, StateRecord
 
 MAX_ADDRESSES: Final = 1024
 

@@ -1,23 +1,41 @@
-"""Problems of a peer, and of its cluster as it sees it: found once, for the status page, `stats` and `doctor`."""
+"""Problems of a peer, and of its cluster as it sees it: found once, for the status page, `stats` and `doctor`. And how
+all members are in figures, and which of them are shown: those that something is wrong with, then others.
+
+A cluster may have thousands. So all are looked at by what stands in their `MemberState`, and only of those that are
+shown is the record read.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
 from itertools import islice, pairwise
 from typing import Any, Final, NamedTuple, Protocol
 
 import trio
 
+from p2pstore.checkpoint.content.manifest import format_version
+from p2pstore.core.participations import HAS_ALL
 from p2pstore.core.peer_core import PeerCore
+from p2pstore.gossip.checkpoint_records import Head, short_version
+from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.member_table import MemberState
+from p2pstore.gossip.records import Participation, PeerId, TakesPart, format_peer_id
+from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.status.doctor.finding import Finding, shown
 from p2pstore.status.doctor.network_rules import ssd_reading
 from p2pstore.status.operation_watch import PeerWatch
-from p2pstore.status.problems import MAX_PROBLEMS, Facts, TakenPlaces, problem_document, problems
-from p2pstore.status.survey import Progress, Survey, failures, name_of, progress, survey, versions_of
+from p2pstore.status.problems import (
+    MAX_PROBLEMS,
+    Facts,
+    FailedCheckpoint,
+    TakenPlaces,
+    problem_document,
+    problems,
+)
 
 MAX_NAMES_LOOKED_AT: Final = 1000
 """Living members compared by name with the dead ones, which they may replace."""
@@ -202,8 +220,7 @@ def _facts(
 
 
 def _without_replaced(members: Survey, live: Sequence[MemberState]) -> list[MemberState]:
-    """The dead, but for those whose name another member has by now: a peer without a state directory comes back as
-    a new identity."""
+    """The dead whose name no other member has by now: without a state directory a peer comes back as a new identity."""
     dead = members.by_state["dead"]
     if not dead:
         return []
@@ -227,3 +244,193 @@ def _taken_places(what: str, document: Mapping[str, Any], refused: int) -> Taken
 
 def _share(used: int, capacity: int) -> float:
     return used / capacity if capacity else 0.0
+
+
+MAX_SHOWN: Final = 100
+MAX_WRONG: Final = 60
+"""Of each state."""
+STATES: Final = ("dead", "suspect", "leaving", "alive")
+"""In this order; members that left on purpose are counted alone."""
+
+
+@dataclass(slots=True)
+class Survey:
+    """Of all members. `by_state` has those to be shown, the latest in their state first. Bytes, over the living."""
+
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*STATES, "left"), 0))
+    by_state: dict[str, list[MemberState]] = field(default_factory=dict)
+    memory_capacity: int = 0
+    memory_used: int = 0
+    ssd_capacity: int = 0
+    ssd_used: int = 0
+    copies: int = 0
+
+    @property
+    def live(self) -> int:
+        """How many are members now."""
+        return self.counts["alive"] + self.counts["suspect"] + self.counts["leaving"]
+
+    @property
+    def shown(self) -> list[tuple[str, MemberState]]:
+        """With their states, in the order to show them; at most `MAX_SHOWN`."""
+        chosen = [(state, each) for state in STATES for each in self.by_state.get(state, ())]
+        return chosen[:MAX_SHOWN]
+
+
+def state_of(member: MemberState) -> str:
+    """The word for how it is."""
+    if member.status is Status.DEAD:
+        return "dead"
+    if member.status is Status.LEFT:
+        return "left"
+    if member.leaving:
+        return "leaving"
+    return "suspect" if member.status is Status.SUSPECT else "alive"
+
+
+def survey(members: Iterable[MemberState], me: PeerId) -> Survey:
+    """Look at all members, this one included. Of whom nothing is known but claims of others does not count."""
+    found = Survey()
+    by_state: dict[str, list[MemberState]] = {state: [] for state in STATES}
+    for member in members:
+        if member.signed is None:
+            continue
+        state = state_of(member)
+        found.counts[state] += 1
+        if state in by_state:
+            by_state[state].append(member)
+        if member.alive:
+            found.memory_capacity += member.memory_capacity
+            found.memory_used += member.memory_used
+            found.ssd_capacity += member.ssd_capacity
+            found.ssd_used += member.ssd_used
+            found.copies += member.location_count
+    for state in ("dead", "suspect", "leaving"):
+        found.by_state[state] = nlargest(
+            MAX_WRONG, by_state[state], key=lambda member: (member.status_since, member.peer_id)
+        )
+    own = [member for member in by_state["alive"] if member.peer_id == me]
+    others = [member for member in by_state["alive"][: MAX_SHOWN + 1] if member.peer_id != me]
+    found.by_state["alive"] = [*own, *sorted(others[: MAX_SHOWN - len(own)], key=name_of)]
+    return found
+
+
+def name_of(member: MemberState) -> str:
+    """As it calls itself, fit to be shown."""
+    record = member.record
+    return shown(record.name) if record is not None else f"{member.member:016x}"
+
+
+def member_document(
+    member: MemberState, state: str, now: float, round_trip_seconds: float | None
+) -> dict[str, Any]:
+    """One member as the page shows it. Addresses are private. `now` is monotonic."""
+    record = member.record
+    assert record is not None, "a member without a record is not shown"
+    return {
+        "name": shown(record.name),
+        "id": format_peer_id(member.peer_id)[-8:],
+        "state": state,
+        "state_seconds": _ago(member.status_since, now),
+        "memory_capacity_bytes": record.memory_capacity,
+        "memory_used_bytes": record.memory_used,
+        "ssd_capacity_bytes": record.ssd_capacity,
+        "ssd_used_bytes": record.ssd_used,
+        "objects": record.head.count,
+        "load_permille": record.load_permille,
+        "round_trip_seconds": round_trip_seconds and round(round_trip_seconds, 6),
+        "software": shown(record.software, 40),
+    }
+
+
+def versions_of(members: Sequence[MemberState]) -> list[str]:
+    """Their software versions."""
+    records = [record for member in members if (record := member.record) is not None]
+    return sorted({shown(record.software, 40) for record in records if record.software})
+
+
+def _ago(then: float, now: float) -> float | None:
+    """None for minus infinity: as long as this peer knows."""
+    return None if then == float("-inf") else round(max(0.0, now - then), 1)
+
+
+MAX_CHECKPOINTS: Final = 20
+MAX_HEADS: Final = 1000
+"""Of more, those of the first names are looked at."""
+MAX_FAILED: Final = 100
+
+
+@dataclass(slots=True)
+class Progress:
+    """Of a publisher's newest version of a name. `fetching_permille` has one figure for each member that fetches it.
+    `followers` follow the name; `switched` of them use the newest version."""
+
+    head: Head
+    complete: int = 0
+    fetching_permille: list[int] = field(default_factory=list)
+    failed: list[tuple[MemberState, str]] = field(default_factory=list)
+    followers: int = 0
+    switched: int = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a member fetches it, or failed to."""
+        return bool(self.fetching_permille or self.failed)
+
+    def count(self, member: MemberState, part: Participation) -> None:
+        """A member's part in the name."""
+        newest = short_version(self.head.version)
+        if part.follows:
+            self.followers += 1
+            self.switched += part.current == newest
+        if part.version != newest:
+            return
+        if part.state in HAS_ALL:
+            self.complete += 1
+        elif part.state == TakesPart.FETCHING:
+            self.fetching_permille.append(min(max(part.done_permille, 0), 1000))
+        elif part.state == TakesPart.FAILED and len(self.failed) < MAX_FAILED:
+            self.failed.append((member, part.why))
+
+
+def progress(heads: Sequence[Head], members: Iterable[MemberState]) -> list[Progress]:
+    """Of all names; those under way first, and among equals the newest."""
+    by_digest = {head.digest: Progress(head) for head in heads[:MAX_HEADS]}
+    for member in members:
+        for part in member.checkpoints:
+            found = by_digest.get(part.name)
+            if found is not None:
+                found.count(member, part)
+    return sorted(by_digest.values(), key=lambda each: (not each.under_way, -each.head.clock))
+
+
+def progress_document(each: Progress, publisher: str, *, is_switched_to: bool) -> dict[str, Any]:
+    """One name as the page shows it."""
+    fetching = each.fetching_permille
+    return {
+        "namespace": shown(each.head.namespace),
+        "name": shown(each.head.name),
+        "version": format_version(each.head.version)[:12],
+        "publisher": publisher,
+        "published_unix": round(unix_seconds_from_clock(each.head.clock)),
+        "total_bytes": each.head.body.total_bytes,
+        "complete": each.complete,
+        "fetching": len(fetching),
+        "done_permille": sum(fetching) // len(fetching) if fetching else None,
+        "slowest_permille": min(fetching, default=None),
+        "failed": len(each.failed),
+        "followers": each.followers,
+        "switched": each.switched,
+        "is_switched_to": is_switched_to,
+    }
+
+
+def failures(
+    all_of_them: Sequence[Progress], name_of: Callable[[MemberState], str]
+) -> list[FailedCheckpoint]:
+    """Members that could not fetch a checkpoint, and why."""
+    return [
+        FailedCheckpoint(shown(each.head.name), name_of(member), shown(why, 120))
+        for each in all_of_them
+        for member, why in each.failed
+    ][:MAX_FAILED]

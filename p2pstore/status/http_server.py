@@ -136,21 +136,15 @@ async def _accept(
     listener: trio.SocketListener, site: Site, guests: Strangers[trio.CancelScope], nursery: trio.Nursery
 ) -> None:
     async with listener:
-        await _accept_at(listener.socket.fileno(), site, guests, nursery)
-
-
-async def _accept_at(
-    descriptor: int, site: Site, guests: Strangers[trio.CancelScope], nursery: trio.Nursery
-) -> None:
-    with (
-        closing(Accepting(logger, "readers of the status page", _turn_away)) as accepting,
-        socket.socket(fileno=os.dup(descriptor)) as waiting,
-    ):
-        waiting.setblocking(False)
-        while True:
-            sock, _ = await accepting.accept(waiting)
-            stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
-            nursery.start_soon(_serve, site, guests, stream)
+        with (
+            closing(Accepting(logger, "readers of the status page", _turn_away)) as accepting,
+            socket.socket(fileno=os.dup(listener.socket.fileno())) as waiting,
+        ):
+            waiting.setblocking(False)
+            while True:
+                sock, _ = await accepting.accept(waiting)
+                stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+                nursery.start_soon(_serve, site, guests, stream)
 
 
 def _turn_away(sock: socket.socket, reason: str) -> None:
@@ -205,8 +199,7 @@ async def serve_requests(site: Site, stream: trio.abc.Stream, *, at_loopback: bo
 async def _answer_one(
     site: Site, stream: trio.abc.Stream, received: bytes, at_loopback: bool
 ) -> bytes | None:
-    """Answer the next request, of which some bytes may have been received. Returns those behind it; None: the
-    connection has ended."""
+    """Answer the next request, perhaps received in part. Returns the bytes behind it; None: the connection ended."""
     while b"\r\n\r\n" not in received:
         more = await stream.receive_some(MAX_REQUEST_BYTES)
         received += bytes(more)
@@ -312,8 +305,7 @@ LOCALHOST: Final = "localhost"
 
 
 def is_own_name(host: str, own_names: Collection[str]) -> bool:
-    """Whether a request whose `Host` is this may be answered at a loopback address. `own_names`: of this machine, in
-    lower case."""
+    """Whether a request with this `Host` may be answered at a loopback address. `own_names` are in lower case."""
     name = _without_port(host.strip()).lower().rstrip(".")
     if name in own_names or name == LOCALHOST or name.endswith(f".{LOCALHOST}"):
         return True

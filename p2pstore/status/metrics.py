@@ -6,10 +6,10 @@ other peers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
@@ -19,20 +19,65 @@ from p2pstore.runtime.histograms import Histogram
 from p2pstore.runtime.stepping import Steps
 from p2pstore.ssd_tier.write_admission import Refusal
 from p2pstore.status.measures import MAX_NAMESPACES, OTHERS, Measures
-from p2pstore.status.metric_families import (
-    COARSE_SECONDS,
-    FINE_SECONDS,
-    MICROSECONDS,
-    SIZES,
-    counter,
-    counters,
-    gauge,
-    gauges,
-    histogram,
-    histograms,
-)
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+FINE_SECONDS: Final = tuple(range(6, 25))
+"""Exponents of the buckets of durations, in microseconds: 64 us to 16.8 s, each twice the one before."""
+COARSE_SECONDS: Final = FINE_SECONDS[::2]
+"""Where there are many labels."""
+SIZES: Final = tuple(range(12, 31, 2))
+"""Of sizes, in bytes: 4 KiB to 1 GiB, each four times the one before."""
+MICROSECONDS: Final = 1e-6
+
+
+PREFIX: Final = "p2pstore_"
+
+
+Labelled = Iterable[tuple[Sequence[str], float]]
+"""Values of labels, and the value that they have."""
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    """One value."""
+    return GaugeMetricFamily(PREFIX + name, text, value)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    """One value that only grows."""
+    return CounterMetricFamily(PREFIX + name, text, value)
+
+
+def gauges(name: str, text: str, labels: Sequence[str], values: Labelled) -> Metric:
+    """A value for each combination of labels."""
+    return _filled(GaugeMetricFamily(PREFIX + name, text, labels=labels), values)
+
+
+def counters(name: str, text: str, labels: Sequence[str], values: Labelled) -> Metric:
+    """As `gauges`, of values that only grow."""
+    return _filled(CounterMetricFamily(PREFIX + name, text, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Labelled) -> Metric:
+    for labels, value in values:
+        family.add_metric(list(labels), value)
+    return family
+
+
+def histograms(
+    name: str, text: str, label: str, values: Mapping[str, Histogram], buckets: Sequence[int]
+) -> Metric:
+    """A histogram for each value of a label; without a label, the one of "". `buckets` are exponents of two. What is
+    told in seconds is counted in microseconds."""
+    family = HistogramMetricFamily(PREFIX + name, text, labels=[label] if label else [])
+    unit = MICROSECONDS if name.endswith("_seconds") else 1
+    ends = [str(round((1 << exponent) * unit, 6)) for exponent in buckets]
+    for value, histogram in sorted(values.items()):
+        sums = map(float, histogram.cumulative(buckets))
+        counted = list(zip([*ends, "+Inf"], sums, strict=True))
+        family.add_metric([value] if label else [], counted, round(histogram.total * unit, 6))
+    return family
+
 
 Document = Mapping[str, Any]
 _SINGLE: Final = {
@@ -78,16 +123,12 @@ _PLACES: Final = (
     (gauges, "connection_places", "Places for other members' connections.", "limit"),
     (gauges, "connection_places_largest", "Of the member that has most.", "largest.places"),
     (
-        counters,
-        "connections_yielded",
-        "Connections closed for a wanted one when all places were taken.",
-        "yielded",
+        *(counters, "connections_yielded"),
+        *("Connections closed for a wanted one when all places were taken.", "yielded"),
     ),
     (
-        counters,
-        "connections_refused",
-        "Members' connections refused because all places were in use.",
-        "refused",
+        *(counters, "connections_refused"),
+        *("Members' connections refused because all places were in use.", "refused"),
     ),
 )
 """By kind: the path of each value below `places.control` and `places.data`."""
@@ -151,12 +192,8 @@ class _One(Collector):
 
 
 def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metric]:
-    yield gauges(
-        "build_info",
-        "This peer.",
-        ["name", "cluster", "software"],
-        [((peer["name"], cluster, peer["software"]), 1)],
-    )
+    labels = (peer["name"], cluster, peer["software"])
+    yield gauges("build_info", "This peer.", ["name", "cluster", "software"], [(labels, 1)])
     for name, text in _SINGLE.items():
         kind = counter if name in _ONLY_GROW else gauge
         yield kind(name, text, _at(peer, _ELSEWHERE.get(name, name)))
@@ -199,33 +236,19 @@ def _labelled(peer: Document) -> Iterator[Metric]:
 def _clients(counted: Document) -> Iterator[Metric]:
     for field, text in _CLIENTS:
         yield counter(field, text, counted.get(field, 0))
-    yield counters(
-        "client_gets",
-        "Gets of this machine's clients, by where the value was.",
-        ["answer"],
-        [
-            ((answer,), sum(counted.get(field, 0) for field in fields))
-            for answer, fields in ANSWERS.items()
-        ],
-    )
-    yield counters(
-        "objects_gone",
-        "Objects that this peer gave up, by why, and what that costs.",
-        ["reason"],
-        [((why.value,), counted.get(_GONE + why, 0)) for why in Gone],
-    )
+    text = "Gets of this machine's clients, by where the value was."
+    gets = [
+        ((answer,), sum(counted.get(each, 0) for each in fields)) for answer, fields in ANSWERS.items()
+    ]
+    yield counters("client_gets", text, ["answer"], gets)
+    text = "Objects that this peer gave up, by why, and what that costs."
+    gone = [((why.value,), counted.get(_GONE + why, 0)) for why in Gone]
+    yield counters("objects_gone", text, ["reason"], gone)
     known = {field for field, _ in _CLIENTS}.union(*ANSWERS.values())
     known |= {f"kept_{unit}_{fate}" for unit in ("objects", "bytes") for fate in FATES}
-    yield counters(
-        "events",
-        "Other counters, by name.",
-        ["event"],
-        [
-            ((name,), count)
-            for name, count in counted.items()
-            if name not in known and not name.startswith(_GONE)
-        ],
-    )
+    others = [((name,), count) for name, count in counted.items() if name not in known]
+    others = [each for each in others if not each[0][0].startswith(_GONE)]
+    yield counters("events", "Other counters, by name.", ["event"], others)
 
 
 def _kept(peer: Document) -> Iterator[Metric]:
@@ -240,57 +263,41 @@ def _kept(peer: Document) -> Iterator[Metric]:
         )
 
 
-def _latencies(measures: Measures) -> Iterator[Metric]:
-    yield histograms(
-        "client_request_seconds",
+_HISTOGRAMS: Final[Sequence[tuple[str, str, str, Sequence[int], str]]] = (
+    (
+        *("client_request_seconds", "request", "requests", COARSE_SECONDS),
         "How long requests of this machine's clients took the peer. Reads in place send no request.",
-        "request",
-        measures.requests,
-        buckets=COARSE_SECONDS,
-        unit=MICROSECONDS,
-    )
-    yield histograms(
-        "read_seconds",
+    ),
+    (
+        *("read_seconds", "transport", "reads", FINE_SECONDS),
         "How long it took to bring an object, by what brought it: by the peer or by a client itself, not in a batch.",
-        "transport",
-        measures.reads,
-        buckets=FINE_SECONDS,
-        unit=MICROSECONDS,
-    )
-    yield histograms(
-        "read_size_bytes",
+    ),
+    (
+        *("read_size_bytes", "transport", "read_bytes", SIZES),
         "How long the objects were that were read; those of a batch count as its mean.",
-        "transport",
-        measures.read_bytes,
-        buckets=SIZES,
-    )
-    yield histogram(
-        "put_size_bytes", "How long the objects were that were put.", measures.put_bytes, buckets=SIZES
-    )
-    yield histograms(
-        "peer_request_seconds",
+    ),
+    ("put_size_bytes", "", "put_bytes", SIZES, "How long the objects were that were put."),
+    (
+        *("peer_request_seconds", "request", "asked", COARSE_SECONDS),
         "How long other peers took to answer requests that are no reads.",
-        "request",
-        measures.asked,
-        buckets=COARSE_SECONDS,
-        unit=MICROSECONDS,
-    )
-    yield counters(
-        "peer_request_failures",
-        "Requests to other peers that were refused, or not answered in time.",
-        ["request"],
-        [
-            ((what,), measures.asked_in_vain[what])
-            for what in sorted({*measures.asked, *measures.asked_in_vain})
-        ],
-    )
-    yield histogram(
-        "event_loop_lag_seconds",
+    ),
+    (
+        *("event_loop_lag_seconds", "", "loop_lag", FINE_SECONDS),
         "How much too late the event loop woke up a task, looked at 20 times a second.",
-        measures.loop_lag,
-        buckets=FINE_SECONDS,
-        unit=MICROSECONDS,
-    )
+    ),
+    ("gossip_ping_seconds", "", "pings", FINE_SECONDS, "Duration of pings of other members."),
+)
+"""Name, label if any, field of `Measures`, buckets and text."""
+
+
+def _latencies(measures: Measures) -> Iterator[Metric]:
+    for name, label, field, buckets, text in _HISTOGRAMS:
+        value = getattr(measures, field)
+        yield histograms(name, text, label, value if label else {"": value}, buckets)
+    text = "Requests to other peers that were refused, or not answered in time."
+    what = sorted({*measures.asked, *measures.asked_in_vain})
+    failures = [((each,), measures.asked_in_vain[each]) for each in what]
+    yield counters("peer_request_failures", text, ["request"], failures)
 
 
 def _namespaces(measures: Measures) -> Iterator[Metric]:
@@ -304,12 +311,8 @@ def _namespaces(measures: Measures) -> Iterator[Metric]:
         ("read_bytes", "Bytes that they got"),
         ("misses", "Gets that found nothing"),
     ):
-        yield counters(
-            f"namespace_{field}",
-            text + which,
-            ["namespace"],
-            [((name,), getattr(use, field)) for name, use in uses.items()],
-        )
+        values = [((name,), getattr(use, field)) for name, use in uses.items()]
+        yield counters(f"namespace_{field}", text + which, ["namespace"], values)
 
 
 def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
@@ -321,31 +324,18 @@ def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
         ("ssd_bytes", "What it has on the SSD."),
         ("cap_bytes", "The most that it may have in memory and on the SSD, where there is a cap."),
     ):
-        yield gauges(
-            f"namespace_{field}",
-            text,
-            ["namespace"],
-            [((name,), use[field]) for name, use in quotas.items() if use[field] is not None],
-        )
+        values = [((name,), use[field]) for name, use in quotas.items() if use[field] is not None]
+        yield gauges(f"namespace_{field}", text, ["namespace"], values)
 
 
 def _transfers(peer: Document) -> Iterator[Metric]:
-    ways = (
-        ("served", "sent to other peers and their clients", ("objects", "bytes", "busy")),
-        (
-            "received",
-            "that came from other peers, for this one and its clients",
-            ("objects", "bytes", "failures"),
-        ),
-    )
-    for way, text, what in ways:
-        for each in what:
-            yield counters(
-                f"{way}_{each}",
-                f"{each.capitalize()} {text}.",
-                ["transport"],
-                [((transport,), use[each]) for transport, use in peer[way].items()],
-            )
+    for way, text, last in (
+        ("served", "sent to other peers and their clients", "busy"),
+        ("received", "that came from other peers, for this one and its clients", "failures"),
+    ):
+        for each in ("objects", "bytes", last):
+            values = [((transport,), use[each]) for transport, use in peer[way].items()]
+            yield counters(f"{way}_{each}", f"{each.capitalize()} {text}.", ["transport"], values)
 
 
 def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
@@ -360,13 +350,6 @@ def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
     sent = sorted({kind for kind, _ in measures.messages})
     failures = [((kind,), measures.message_failures[kind]) for kind in sent]
     yield counters("gossip_message_failures", text, ["kind"], failures)
-    yield histogram(
-        "gossip_ping_seconds",
-        "Duration of pings of other members.",
-        measures.pings,
-        buckets=FINE_SECONDS,
-        unit=MICROSECONDS,
-    )
     for name, text in (
         ("strangers_refused", "Control connections dropped for wrong keys, or garbage."),
         ("refused_by_members", "Answers of members that do not admit this one."),
@@ -400,12 +383,8 @@ def _follows(follows: list[Document]) -> Iterator[Metric]:
         ("current", "Whether it uses the version that followers are to use."),
         ("behind_seconds", "For how long they have been to use another version than it does."),
     ):
-        yield gauges(
-            f"checkpoint_follower_{field}",
-            text,
-            ["namespace", "checkpoint"],
-            [((each["namespace"], each["name"]), float(each[field])) for each in follows],
-        )
+        values = [((each["namespace"], each["name"]), float(each[field])) for each in follows]
+        yield gauges(f"checkpoint_follower_{field}", text, ["namespace", "checkpoint"], values)
 
 
 _SSD_GAUGES: Final = (
@@ -439,42 +418,18 @@ _SSD_NAMES: Final = {"bytes_read": "read_bytes", "bytes_written": "written_bytes
 
 def ssd_families(ssd: Mapping[str, Any]) -> Iterator[Metric]:
     """All of one SSD."""
-    yield gauges(
-        "ssd_state",
-        "1 for the state it is in.",
-        ["state"],
-        [((state,), ssd["state"] == state) for state in SSD_STATES],
-    )
+    states = [((state,), ssd["state"] == state) for state in SSD_STATES]
+    yield gauges("ssd_state", "1 for the state it is in.", ["state"], states)
     for field, text in _SSD_GAUGES:
         yield gauge(f"ssd_{field}", text, ssd[field])
     for field, text in _SSD_COUNTERS:
         yield counter(f"ssd_{_SSD_NAMES.get(field, field)}", text, ssd[field])
-    yield gauges(
-        "ssd_segments",
-        "Segments by state.",
-        ["state"],
-        [((state,), count) for state, count in ssd["segments"].items()],
-    )
-    yield counters(
-        "ssd_errors",
-        "Failures of the device.",
-        ["operation"],
-        [((each,), ssd[f"{each}_errors"]) for each in ("read", "write", "sync", "discard")],
-    )
-    yield counters(
-        "ssd_refused",
-        "Objects not written.",
-        ["reason"],
-        [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in Refusal],
-    )
-    durations = {
-        operation: Histogram(**ssd[f"{operation}_durations"]) for operation in ("read", "write")
-    }
-    yield histograms(
-        "ssd_operation_seconds",
-        "How long it took to read and to write objects.",
-        "operation",
-        durations,
-        buckets=FINE_SECONDS,
-        unit=MICROSECONDS,
-    )
+    segments = [((state,), count) for state, count in ssd["segments"].items()]
+    yield gauges("ssd_segments", "Segments by state.", ["state"], segments)
+    failed = [((each,), ssd[f"{each}_errors"]) for each in ("read", "write", "sync", "discard")]
+    yield counters("ssd_errors", "Failures of the device.", ["operation"], failed)
+    refused = [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in Refusal]
+    yield counters("ssd_refused", "Objects not written.", ["reason"], refused)
+    durations = {each: Histogram(**ssd[f"{each}_durations"]) for each in ("read", "write")}
+    text = "How long it took to read and to write objects."
+    yield histograms("ssd_operation_seconds", text, "operation", durations, FINE_SECONDS)

@@ -15,19 +15,22 @@ from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import Member, PeerId, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import LocalClient, LocalKind
 from p2pstore.memory.segment_layout import digests_in_slots
 from p2pstore.objects import DIGEST_BYTES, key_digest
 from p2pstore.put_facts import PutStatus
-from p2pstore.status.measures import IN_PLACE, ON_SSD, Fallbacks, Measures, Traffic
-from p2pstore.status.slow_operations import (
+from p2pstore.status.measures import (
+    IN_PLACE,
     MAX_DIGESTS,
+    ON_SSD,
+    Came,
+    Measures,
     Request,
     SlowOperation,
     SlowOperations,
     Stage,
+    Traffic,
     Watched,
     describe,
 )
@@ -50,6 +53,7 @@ TRANSPORTS: Final = frozenset(get_args(TransportName)) | {""}
 logger = logging.getLogger("p2pstore.peer")
 
 MAX_OUTCOME_LETTERS: Final = 120
+MAX_REMEMBERED: Final = 4096
 MAX_REPORTED: Final = 1024
 """Entries of one client's report that are looked at."""
 
@@ -66,13 +70,14 @@ _REQUEST_NAMES: Final = {kind: kind.name.lower() for kind in LocalKind}
 
 
 class PeerWatch:
-    """Satisfies `p2pstore.local.local_clients.RequestObserver`; the node tells it what other peers did."""
+    """Satisfies `p2pstore.local.local_protocol.RequestObserver`; the node tells it what other peers did."""
 
     def __init__(self, core: PeerCore, threshold_seconds: float) -> None:
         self.slow = SlowOperations(threshold_seconds)
         self.traffic = Traffic()
         self.measures = Measures()
-        self._fallbacks = Fallbacks()
+        self._fell: set[tuple[Member, str]] = set()
+        """Transports that gave way to another one, which was said; until they work again."""
         self._core = core
         self._counters = core.counters
         self._count: dict[LocalKind, Callable[[LocalClient, Any, Any], None]] = {
@@ -108,9 +113,8 @@ class PeerWatch:
         if kind not in TAKE_THEIR_TIME and not getattr(message, "wait_ms", 0):
             self.measures.requested(_REQUEST_NAMES[kind], seconds)
         if isinstance(began, Watched):
-            self._note(
-                self.slow.end(began, self._request(client, kind, message, answer), time.monotonic())
-            )
+            request = self._request(client, kind, message, answer)
+            self._note(self.slow.end(began, request, time.monotonic()))
         elif 0 < self.slow.threshold_seconds <= seconds:
             request = self._request(client, kind, message, answer)
             self._note(self.slow.add(SlowOperation(request, seconds, waiting_seconds=0.0)))
@@ -195,8 +199,7 @@ class PeerWatch:
             self.measures.missed(client.namespace, misses)
 
     def _take_report(self, client: LocalClient, message: Message) -> None:
-        """Count the client's own reads from other peers. A read counts when it has ended: it may ask for several
-        plans, or for none."""
+        """Count the client's own reads from other peers. A read counts when it has ended, whatever its plans."""
         assert isinstance(message, local.Report)
         self._counters["client_misses"] += max(0, message.misses)
         self.measures.missed(client.namespace, max(0, message.misses))
@@ -206,43 +209,26 @@ class PeerWatch:
             transport, text = _transport(fallback.transport), fallback.text[:MAX_OUTCOME_LETTERS]
             self._fell_back(fallback.member, transport, text, count=max(0, fallback.count))
         for pulls in message.pulls[:MAX_REPORTED]:
-            objects, length_bytes = max(0, pulls.objects), max(0, pulls.bytes)
-            transport = _transport(pulls.transport)
-            self._counters["client_reads_elsewhere"] += objects
-            self._came(
-                pulls.member,
-                transport,
-                objects=objects,
-                length_bytes=length_bytes,
-                failures=max(0, pulls.failures),
-                durations=pulls.durations,
-                microseconds=pulls.microseconds,
+            objects, length_bytes, failures = (
+                max(0, each) for each in (pulls.objects, pulls.bytes, pulls.failures)
             )
+            came = Came(objects, length_bytes, failures, pulls.durations, pulls.microseconds)
+            transport = _transport(pulls.transport)
+            self._counters["client_reads_elsewhere"] += came.objects
+            self._came(pulls.member, transport, came)
             self.measures.client_pulled(transport, pulls)
-            self.measures.read_of(client.namespace, objects, length_bytes)
+            self.measures.read_of(client.namespace, came.objects, came.length_bytes)
         for read in message.slow[:MAX_REPORTED]:
             self._take_slow_read(client, read)
 
     def _take_slow_read(self, client: LocalClient, read: local.SlowRead) -> None:
         outcome = "ok" if not read.code else _code_name(read.code)
         name, transport = self._name_of_member(read.member), _transport(read.transport)
-        self._note(
-            self.slow.add(
-                SlowOperation(
-                    Request(
-                        what="get",
-                        key=self._key_text(read.digest, read.key, client.namespace),
-                        keys=1,
-                        client=client.name or str(client.process_id),
-                        unix=time.time(),
-                        outcome=outcome,
-                    ),
-                    seconds=read.seconds,
-                    waiting_seconds=0.0,
-                    stages=(Stage("pull", read.seconds, name, transport, outcome),),
-                )
-            )
-        )
+        key = self._key_text(read.digest, read.key, client.namespace)
+        reader = client.name or str(client.process_id)
+        request = Request("get", key, 1, reader, time.time(), outcome)
+        stage = Stage("pull", read.seconds, name, transport, outcome)
+        self._note(self.slow.add(SlowOperation(request, read.seconds, 0.0, (stage,))))
 
     # --- what other peers did ----------------------------------------------------------------
 
@@ -277,13 +263,13 @@ class PeerWatch:
             for fallback in report.fallbacks:
                 self._fell_back(fallback.member, fallback.transport, fallback.text)
             for failure in report.failures:
-                self._came(failure.member, failure.transport, failures=1)
+                self._came(failure.member, failure.transport, Came(failures=1))
             text = "; ".join(f"{each.transport}: {each.text}" for each in report.failures)
             if report.pulled is not None and report.copy is not None:
                 transport, member = report.pulled.transport, report.copy.member
                 for share in report.brought():
                     whole = int(share.member == member)
-                    self._came(share.member, transport, objects=whole, length_bytes=share.length_bytes)
+                    self._came(share.member, transport, Came(whole, share.length_bytes))
                 self.traffic.took(member, transport, seconds)
                 self.measures.pulled(transport, seconds, report.pulled.length)
                 outcome = f"ok after {text}" if text else "ok"
@@ -300,7 +286,7 @@ class PeerWatch:
     ) -> None:
         """Copies came from their writer in one pull; `failures` did not."""
         member, total = member_of(holder), sum(lengths)
-        self._came(member, "tcp", objects=len(lengths), length_bytes=total, failures=failures)
+        self._came(member, "tcp", Came(len(lengths), total, failures))
         for length in lengths:
             self.measures.pulled("tcp", seconds / len(lengths), length)
         self._counters["pulls_delivered"] += len(lengths)
@@ -314,33 +300,17 @@ class PeerWatch:
         stage = Stage("load", seconds, transport="ssd", outcome=outcome)
         self.slow.stage([effect.digest], stage, time.monotonic())
 
-    def _came(
-        self,
-        member: Member,
-        transport: str,
-        *,
-        objects: int = 0,
-        length_bytes: int = 0,
-        failures: int = 0,
-        durations: Sequence[int] = (),
-        microseconds: int = 0,
-    ) -> None:
-        """Objects came from a member, or attempts to get them failed."""
-        self.traffic.came(
-            member,
-            transport,
-            objects=objects,
-            length_bytes=length_bytes,
-            failures=failures,
-            durations=durations,
-            microseconds=microseconds,
-        )
-        if objects:
-            self._fallbacks.worked(member, transport)
+    def _came(self, member: Member, transport: str, came: Came) -> None:
+        self.traffic.came(member, transport, came)
+        if came.objects:
+            self._fell.discard((member, transport))
 
     def _fell_back(self, member: Member, transport: str, text: str, count: int = 1) -> None:
         self._counters["transport_fallbacks"] += count
-        if self._fallbacks.failed(member, transport):
+        if (member, transport) not in self._fell:
+            if len(self._fell) >= MAX_REMEMBERED:
+                self._fell.clear()
+            self._fell.add((member, transport))
             logger.warning(
                 "%s to %s did not work (%s): falling back to another transport",
                 transport,
@@ -401,11 +371,8 @@ def _asked_about(request: Message) -> Sequence[bytes]:
 
 
 def _split(packed: bytes, limit: int = 1 << 20) -> list[bytes]:
-    whole = len(packed) // DIGEST_BYTES
-    return [
-        packed[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        for number in range(min(whole, limit))
-    ]
+    whole = min(len(packed) // DIGEST_BYTES, limit)
+    return [packed[at : at + DIGEST_BYTES] for at in range(0, whole * DIGEST_BYTES, DIGEST_BYTES)]
 
 
 def _digests_of(kind: LocalKind, message: Message) -> list[bytes]:
@@ -448,8 +415,7 @@ def _outcome(answer: Message | Exception | None) -> str:
 
 
 def _transport(name: str) -> str:
-    """A transport as a client names it. All unknown names count as one, so that a client cannot add names without
-    limit."""
+    """A transport as a client names it. All unknown names count as one, so that clients cannot add names."""
     return name if name in TRANSPORTS else "other"
 
 

@@ -67,8 +67,7 @@ class TakenPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts to judge. `lately` are counters of this peer over the last `seconds`; `live` counts this peer too. Names
-    are fit to be shown."""
+    """Facts to judge. `lately`: counters over the last `seconds`; `live` counts this peer too. Names may be shown."""
 
     seconds: float = 0.0
     leaving: bool = False

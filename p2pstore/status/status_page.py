@@ -16,11 +16,17 @@ from typing import Any, Final
 
 from p2pstore.runtime.stepping import Steps
 from p2pstore.runtime.trio_tasks import in_turns
-from p2pstore.status.checkup import ObservedPeer
+from p2pstore.status.checkup import (
+    MAX_CHECKPOINTS,
+    ObservedPeer,
+    Progress,
+    Survey,
+    member_document,
+    progress_document,
+)
 from p2pstore.status.doctor.finding import MAX_KEY_LETTERS, shown
 from p2pstore.status.http_server import Answer, Pages, text_answer
-from p2pstore.status.slow_operations import SlowOperation, SlowOperations
-from p2pstore.status.survey import MAX_CHECKPOINTS, Progress, Survey, member_document, progress_document
+from p2pstore.status.measures import SlowOperation, SlowOperations, Stage
 
 FORMAT: Final = 1
 """Of the document. It only grows."""
@@ -114,13 +120,12 @@ class StatusSource:
 
 
 def _cluster(name: str, members: Survey) -> dict[str, Any]:
+    left_out = sum(members.counts.values()) - members.counts["left"] - len(members.shown)
     return {
         "name": name,
         "live": members.live,
         "counts": members.counts,
-        "members_left_out": max(
-            0, sum(members.counts.values()) - members.counts["left"] - len(members.shown)
-        ),
+        "members_left_out": max(0, left_out),
         "memory_capacity_bytes": members.memory_capacity,
         "memory_used_bytes": members.memory_used,
         "ssd_capacity_bytes": members.ssd_capacity,
@@ -173,8 +178,7 @@ def page_bytes() -> bytes:
 
 @cache
 def page_headers() -> tuple[tuple[str, str], ...]:
-    """For that page alone. No other script or style runs, even if some text of others became part of the page; and it
-    sends what it shows nowhere."""
+    """For that page alone: no script or style of others runs, even in its text, and it sends nothing anywhere."""
     policy = (
         "default-src 'none'",
         f"script-src {_hash(_source('page.js'))}",
@@ -216,16 +220,13 @@ def _operation(operation: SlowOperation, *, with_keys: bool) -> dict[str, Any]:
         "seconds": round(operation.seconds, 4),
         "waiting_seconds": round(operation.waiting_seconds, 4),
         "failed": operation.request.outcome != "ok",
-        "stages": [
-            {
-                "what": stage.what,
-                "seconds": round(stage.seconds, 4),
-                "peer": shown(stage.peer),
-                "transport": stage.transport,
-            }
-            for stage in longest
-        ],
+        "stages": [_stage(each) for each in longest],
     }
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    where = {"peer": shown(stage.peer), "transport": stage.transport}
+    return {"what": stage.what, "seconds": round(stage.seconds, 4), **where}
 
 
 DATA_HEADERS: Final = (("Cross-Origin-Resource-Policy", "same-origin"),)

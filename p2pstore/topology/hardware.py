@@ -109,8 +109,7 @@ _EXAMPLE: Final = '{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}'
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Network cards for one memory location: all `preferred` ones are used, the `fallback` ones, best first, when
-    those fail."""
+    """Cards for one memory location: all `preferred` ones are used; then the `fallback` ones, best first."""
 
     preferred: tuple[str, ...]
     fallback: tuple[str, ...] = ()

@@ -1,4 +1,5 @@
-"""Replaying a trace on many peers: all know each block's holders at once, and nothing takes time. Pure.
+"""Replaying a trace on many peers: all know each block's holders at once, and nothing takes time. Beside the pool: what
+it is compared with, caches that know nothing of each other, and one with all memory. Pure.
 
 A request goes to one peer. The blocks of its prefix that are anywhere in the pool are read there; the rest is computed
 by that peer and put into its memory. Blocks evicted from memory go to the peer's SSD. The order of eviction is that of
@@ -7,29 +8,42 @@ the real segments, with their ranks; the SSD keeps blocks by the rule of the rea
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import islice
+from itertools import count, islice
 from math import inf
 from random import Random
 from typing import Final, Literal
 
-from p2pstore.core.copies.offers import READY_PART, ROOMS_SECONDS, Room, Rooms, choose_offers
-from p2pstore.core.copies.write_back import WRITTEN_SHARE
+from p2pstore.core.copies.coldest import (
+    READY_PART,
+    ROOMS_SECONDS,
+    WRITTEN_SHARE,
+    Room,
+    Rooms,
+    choose_offers,
+)
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
+from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.segment_layout import GRANULE_BYTES
 from p2pstore.objects import Version
-from p2pstore.trace.block_cache import OFFERED, OWN, BlockCache, ColdBlocks, block_of
-from p2pstore.trace.trace_requests import LLAMA3_70B, HitCounts, Model, Request, leading_hits
+from p2pstore.trace.one_cache import (
+    LLAMA3_70B,
+    OFFERED,
+    OWN,
+    BlockCache,
+    ColdBlocks,
+    HitCounts,
+    Model,
+    Request,
+    block_of,
+    leading_hits,
+)
 
 DEFAULT_LOAD_BOUND: Final = 1.05
-"""With a looser bound those that had the first block first get as many new conversations as it lets them, and the
-memory of the others is not used."""
-
+"""With a looser bound the first holders get most new conversations, and the memory of others is not used."""
 
 UNEQUAL_TENTHS: Final = 7
 """Of the requests, with unequal load, that the first peer serves."""
@@ -132,7 +146,7 @@ class Pool:
 
     def _serve(self, request: Request) -> None:
         blocks, now = request.hash_ids, request.seconds
-        chosen = self._router.choose(self._local_blocks(blocks))
+        chosen = self._router(self._local_blocks(blocks))
         reader = next_up(chosen, [peer.up for peer in self._peers])
         hits = leading_hits(blocks, lambda block: self._is_found(block, reader))
         self.outcome.counts.count(request, hits, self._model)
@@ -323,8 +337,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class PeerChange:
-    """A peer was killed (`up` is false) or came back, just before the request of this number (from 0 on), or while it
-    was served."""
+    """A peer was killed (`up` is false) or came back, before the request of this number (from 0), or during it."""
 
     request: int
     peer: int
@@ -332,8 +345,7 @@ class PeerChange:
 
 
 def next_up(chosen: int, up: Sequence[bool]) -> int:
-    """The peer that takes what `chosen` would get: itself, or the next one that is up. Raises `ValueError` when none
-    is."""
+    """The peer that takes what `chosen` would: itself, or the next one up. Raises `ValueError` when none is."""
     for step in range(len(up)):
         peer = (chosen + step) % len(up)
         if up[peer]:
@@ -343,51 +355,16 @@ def next_up(chosen: int, up: Sequence[bool]) -> int:
 
 RoutingName = Literal["round-robin", "random", "affine", "unequal"]
 
-
-class Router(ABC):
-    """Chooses among peers by number."""
-
-    @abstractmethod
-    def choose(self, local: Sequence[int]) -> int:
-        """The peer for a request, of whose prefix each peer n has `local[n]` blocks in its own memory."""
+Router = Callable[[Sequence[int]], int]
+"""The peer for a request, by its number, of whose prefix each peer n has `local[n]` blocks in its own memory."""
 
 
-class RoundRobin(Router):
-    """One after the other."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def choose(self, local: Sequence[int]) -> int:
-        chosen = self._next % len(local)
-        self._next = chosen + 1
-        return chosen
-
-
-class AtRandom(Router):
-    """Any, each time."""
-
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
-
-    def choose(self, local: Sequence[int]) -> int:
-        return self._rng.randrange(len(local))
-
-
-class Unequal(Router):
+def _unequal(turn: int, peers: int) -> int:
     """The first peer in 70 of 100 cases, else the others in turns."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def choose(self, local: Sequence[int]) -> int:
-        self._count += 1
-        if self._count % 10 < UNEQUAL_TENTHS or len(local) == 1:
-            return 0
-        return 1 + self._count % (len(local) - 1)
+    return 0 if turn % 10 < UNEQUAL_TENTHS or peers == 1 else 1 + turn % (peers - 1)
 
 
-class PrefixAffine(Router):
+class PrefixAffine:
     """The peer that has most of the prefix, among those that were sent less than `load_bound` times the mean of all
     requests so far, this one among them. Without a bound one peer would get all, since all share their first block."""
 
@@ -409,5 +386,69 @@ class PrefixAffine(Router):
 def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
     """A new router."""
     if name == "affine":
-        return PrefixAffine(load_bound)
-    return RoundRobin() if name == "round-robin" else Unequal() if name == "unequal" else AtRandom(rng)
+        return PrefixAffine(load_bound).choose
+    if name == "random":
+        return lambda local: rng.randrange(len(local))
+    turns = count()
+    if name == "unequal":
+        return lambda local: _unequal(next(turns) + 1, len(local))
+    return lambda local: next(turns) % len(local)
+
+
+PRIVATE: Final = "each peer alone"
+ONE_CACHE: Final = "one cache of all memory"
+ENDLESS: Final = "one cache without end"
+SCALES: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Of the memory that was asked for, in `by_memory`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One replay."""
+
+    name: str
+    settings: PoolSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The result of a case."""
+
+    case: Case
+    outcome: PoolOutcome
+
+
+def cases(settings: PoolSettings, blocks: int) -> list[Case]:
+    """The cases to replay for a pool with these settings, the baseline first; `blocks` is the number in the trace."""
+    memory = replace(settings, ssd_blocks=0)
+    one = replace(memory, peers=1, shared=True)
+    found = [
+        Case(PRIVATE, replace(memory, shared=False)),
+        Case("pool", memory),
+        Case(ONE_CACHE, replace(one, memory_blocks=settings.peers * settings.memory_blocks)),
+        Case(ENDLESS, replace(one, memory_blocks=max(1, blocks))),
+    ]
+    if settings.ssd_blocks:
+        alone = Case(f"{PRIVATE}, with SSDs", replace(settings, shared=False))
+        found[2:2] = [alone, Case("pool with SSDs", settings)]
+    return found
+
+
+def compare(requests: Sequence[Request], compared: Iterable[Case], model: Model) -> Iterator[Replayed]:
+    """Replay each case."""
+    for case in compared:
+        yield Replayed(case, Pool(case.settings, model).replay(requests))
+
+
+def by_memory(
+    requests: Sequence[Request], settings: PoolSettings, model: Model
+) -> dict[str, list[tuple[float, float]]]:
+    """For a picture: (blocks, hit rate) over the memory of each peer, scaled up and down, by name of the curve."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for scale in SCALES:
+        memory = max(1, round(settings.memory_blocks * scale))
+        scaled = replace(settings, memory_blocks=memory)
+        for name, shared in ((PRIVATE, False), ("pool", True)):
+            outcome = Pool(replace(scaled, shared=shared), model).replay(requests)
+            curves.setdefault(name, []).append((memory, outcome.counts.ratio))
+    return curves

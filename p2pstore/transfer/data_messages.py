@@ -26,11 +26,14 @@ frames of `p2pstore.checkpoint.swarm.swarm_messages`, one-way, at any time. Piec
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Final
 
 from msgspec import Meta
 
+from p2pstore.addresses import split_address
+from p2pstore.home_messages import Push, Pushed
 from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES
 from p2pstore.transfer import peer_messages as peer
 from p2pstore.wire import Code, Message, encode_failure
@@ -366,7 +369,7 @@ MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
     DataKind.GET: (Get, Objects),
     DataKind.GET_SMALL: (GetSmall, SmallObjects),
     DataKind.LOOKUP: (peer.Lookup, peer.Locations),
-    DataKind.PUSH: (peer.Push, peer.Pushed),
+    DataKind.PUSH: (Push, Pushed),
     DataKind.REPLICATE: (peer.Replicate, peer.Replicated),
     DataKind.REPLICATE_MANY: (peer.ReplicateMany, peer.ReplicatedMany),
     DataKind.SNAPSHOT: (peer.Snapshot, peer.SnapshotReply),
@@ -409,3 +412,29 @@ READER_KINDS: Final = READ_KINDS | {DataKind.SNAPSHOT, DataKind.RDMA_CONNECT, Da
 WRITE_KINDS: Final = frozenset({DataKind.STORE, DataKind.STORE_PART, DataKind.REMOVE, DataKind.FLUSH})
 """What a ticket of scope WRITE allows; the rest needs scope PEER. One made with a writer's key allows no more than
 these and `READER_KINDS`."""
+
+TLS_SCHEME: Final = "tls://"
+
+
+@dataclass(frozen=True, slots=True)
+class DataAddress:
+    """Where to connect to, and whether TLS is spoken there: `HOST:PORT` (`[v6]:PORT`) is a peer that takes plain
+    connections, `tls://HOST:PORT` one that takes TLS alone. A version that does not know a form takes it for an address
+    that cannot be reached, and tries the next.
+    """
+
+    host: str
+    port: int
+    tls: bool = False
+
+
+def over_tls(address: str) -> str:
+    """The data address of a `HOST:PORT` where TLS is spoken."""
+    return TLS_SCHEME + address
+
+
+def split_data_address(address: str) -> DataAddress:
+    """Raises `ConfigError` for a form that this version does not know."""
+    tls = address.startswith(TLS_SCHEME)
+    host, port = split_address(address.removeprefix(TLS_SCHEME), "data address")
+    return DataAddress(host, port, tls)

@@ -15,21 +15,10 @@ from p2pstore.errors import NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
-    from p2pstore.transfer.transport import RemoteCopy
+    from p2pstore.transfer.transport import RemoteCopy, Transport
 
 MAX_ATTEMPTS: Final = 16
 """Holders that are asked for one object before the caller hears of it."""
-
-
-class TransportLike(Protocol):
-    """The part of a transport that decisions need."""
-
-    @property
-    def name(self) -> str: ...
-
-    def offers(self, copy: RemoteCopy) -> bool: ...
-
-    def cost(self, copy: RemoteCopy) -> float: ...
 
 
 class PullFailed(P2PStoreError):
@@ -177,7 +166,7 @@ class PullAttempts:
     was read, for what they have now, and those that were too slow: then only each other's speed counts.
     """
 
-    def __init__(self, copies: Sequence[RemoteCopy], transports: Sequence[TransportLike]) -> None:
+    def __init__(self, copies: Sequence[RemoteCopy], transports: Sequence[Transport]) -> None:
         self._copies = list(copies[:MAX_ATTEMPTS])
         self._transports = transports
         self._ways: list[Attempt] = []
@@ -226,17 +215,7 @@ class PullAttempts:
         attempt = self._current
         assert attempt is not None, "failed() without an attempt"
         self._current = None
-        report = HolderReport(
-            attempt.copy.member,
-            failure.code,
-            failure.text,
-            self._transports[attempt.transport].name,
-            failure.incarnation,
-            failure.sequence,
-            attempt.hurried,
-            failure.keep,
-            failure.others,
-        )
+        report = self._report_of(attempt.copy, attempt.transport, failure, attempt.hurried)
         if failure.retriable and self._ways:
             self.fallbacks.append(report)  # the holder itself is not to blame yet
             return
@@ -246,6 +225,21 @@ class PullAttempts:
             self._again.append(attempt.copy)
             return
         self._report(attempt.copy, report, failure)
+
+    def _report_of(
+        self, copy: RemoteCopy, transport: int, failure: PullFailed, hurried: bool
+    ) -> HolderReport:
+        return HolderReport(
+            copy.member,
+            failure.code,
+            failure.text,
+            self._transports[transport].name,
+            failure.incarnation,
+            failure.sequence,
+            hurried,
+            failure.keep,
+            failure.others,
+        )
 
     def _report(self, copy: RemoteCopy, report: HolderReport, failure: PullFailed) -> None:
         """Tell of a holder, the last time that it failed. One that was too slow may do when no other delivers."""
@@ -285,16 +279,7 @@ class PullAttempts:
         if failure.code is Code.BUSY or isinstance(failure, AnotherVersion):
             self._again.append(copy)
             return
-        report = HolderReport(
-            copy.member,
-            failure.code,
-            failure.text,
-            self._transports[transport].name,
-            failure.incarnation,
-            failure.sequence,
-            hurried=True,
-        )
-        self._report(copy, report, failure)
+        self._report(copy, self._report_of(copy, transport, failure, hurried=True), failure)
 
     def error(self) -> NoSuchKey | Unavailable:
         """The error for the caller after `next` returned None."""

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from p2pstore.home_messages import Holding
 from p2pstore.wire import Message
 
 
@@ -13,15 +14,6 @@ class Lookup(Message, frozen=True):
     """Ask for the holders of these keys. `digests` are packed, 16 bytes each."""
 
     digests: bytes
-
-
-class Holding(Message, frozen=True):
-    """One holder: its short name, its log's (incarnation, sequence) at that time, a location record."""
-
-    member: int
-    incarnation: int
-    sequence: int
-    record: bytes
 
 
 MAX_LOOKUP_DIGESTS: Final = 4_096
@@ -35,49 +27,8 @@ class Locations(Message, frozen=True):
     unsure: Annotated[list[int], Meta(max_length=MAX_LOOKUP_DIGESTS)] = []
 
 
-MAX_PUSHED_OPERATIONS: Final = 32_768
 MAX_PUSHED_RECORDS: Final = 256
 """Each costs the receiver a signature check."""
-
-MAX_PUSHED_SETS: Final = 1_024
-MAX_RIVALS: Final = 64
-
-
-class PartitionSet(Message, frozen=True):
-    """All that the sender holds of a partition after its operation `number`: packed location records."""
-
-    partition: int
-    number: int
-    set_hash: int
-    records: bytes
-
-
-class Push(Message, frozen=True):
-    """What the receiver should know, as a home of some partitions, of the sender's log.
-
-    Fresh operations: sequences in the log and records. For peers in partitioned mode also `numbers`, packed
-    u32, one an operation, in the log of its partition (0: the receiver is no home of it); whole partitions;
-    and now and then an `audit`: `u16 partition | u32 number | u64 set hash` of each that the receiver should
-    have, the next of which comes within `audit_seconds`. `sequence` is where the log is, when there are sets
-    or an audit.
-    """
-
-    incarnation: int
-    sequences: Annotated[list[int], Meta(max_length=MAX_PUSHED_OPERATIONS)]
-    operations: bytes
-    numbers: bytes = b""
-    sequence: int = 0
-    sets: Annotated[list[PartitionSet], Meta(max_length=MAX_PUSHED_SETS)] = []
-    audit: bytes = b""
-    audit_seconds: int = 0
-
-
-class Pushed(Message, frozen=True):
-    """Partitions that the receiver has not, and wants whole; and other versions, at others, of keys that were
-    pushed."""
-
-    behind: Annotated[list[int], Meta(max_length=MAX_PUSHED_SETS)] = []
-    rivals: Annotated[list[Holding], Meta(max_length=MAX_RIVALS)] = []
 
 
 class Replicate(Message, frozen=True):

@@ -18,49 +18,13 @@ from p2pstore.memory.segment_layout import (
     decode_trailer,
     trailer_matches,
 )
-from p2pstore.objects import MIB, ZERO_VERSION, Version, format_bytes
+from p2pstore.objects import MIB, ZERO_VERSION, Announced, Version, format_bytes
 from p2pstore.transfer.data_messages import Keeps
 from p2pstore.transfer.failover import Attempt, HolderReport, PullAttempts, PullFailed
 from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import (
-    ONLY_READER,
-    Announced,
-    Arriving,
-    Destination,
-    ResumableDestination,
-    checked_view,
-    resumable,
-    resume,
-    unpack_sums,
-    verify_chunk,
-    watch_of,
-)
+from p2pstore.transfer.reading.arriving import ONLY_READER, Destination, ResumableDestination, resumable
 from p2pstore.transfer.transfer_trace import ReadWatch, TransportTry
 from p2pstore.wire import Code
-
-__all__ = [
-    "Arriving",
-    "BufferDestination",
-    "Destination",
-    "PullFailed",
-    "PullReport",
-    "Pulled",
-    "RemoteCopy",
-    "RemotePeer",
-    "ResumableDestination",
-    "Transport",
-    "check_object",
-    "checked_view",
-    "failed_report",
-    "hurried",
-    "pull_with_failover",
-    "resumable",
-    "resume",
-    "unpack_sums",
-    "verify_chunk",
-    "watch_of",
-]
-
 
 SLICED_BYTES: Final = 64 * MIB
 """Least length of an object that is read from several holders at once. Below, joining costs too much."""
@@ -71,7 +35,7 @@ HURRIED_ANSWER_SECONDS: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class RemotePeer:
-    """A peer to connect to: `data` are its data addresses (see `data_addresses`), best first.
+    """A peer to connect to: `data` are its data addresses (`DataAddress`), best first.
 
     Without `ticket` the connection pool asks its ticket source.
     """
@@ -142,24 +106,6 @@ class Transport(Protocol):
 
         After return, error or cancellation nothing writes to the destination.
         """
-        ...
-
-
-class Helpers(Protocol):
-    """Other holders that may bring parts of a large object. Not for several threads at once."""
-
-    @property
-    def left(self) -> bool:
-        """Whether `next` returns one."""
-        ...
-
-    def next(self) -> RemoteCopy | None:
-        """One that begins to help now."""
-        ...
-
-    def ended(self, copy: RemoteCopy, failure: PullFailed | None, brought_bytes: int) -> None:
-        """A holder brought this many verified bytes, and failed, or did not. Also for the holder that was to be helped,
-        unless the read failed with it."""
         ...
 
 
@@ -267,7 +213,7 @@ async def pull_with_failover(
             # Several bring it together: none of them sends the reader on to others.
             attempt = replace(attempt, copy=replace(attempt.copy, keeps=Keeps.NO))
         if attempt.copy.length_bytes >= SLICED_BYTES:
-            helpers = _HelpingHolders(attempts, attempt, transport.name, watch)
+            helpers = Helpers(attempts, attempt, transport.name, watch)
         destination.announced = attempt.copy.announced
         try:
             pulled = await _pull(attempt, transport, helpers, digest, destination)
@@ -296,7 +242,7 @@ async def pull_with_failover(
 async def _pull(
     attempt: Attempt,
     transport: Transport,
-    helpers: _HelpingHolders | None,
+    helpers: Helpers | None,
     digest: bytes,
     destination: ResumableDestination,
 ) -> Pulled:
@@ -317,8 +263,8 @@ def _brought_first(destination: ResumableDestination) -> int | None:
     return None if arriving is None else arriving.brought_bytes[ONLY_READER]
 
 
-class _HelpingHolders:
-    """`Helpers` of one attempt."""
+class Helpers:
+    """Other holders that may bring parts of the large object of one attempt. Not for several threads at once."""
 
     def __init__(
         self, attempts: PullAttempts, attempt: Attempt, name: str, watch: ReadWatch | None
@@ -333,9 +279,11 @@ class _HelpingHolders:
 
     @property
     def left(self) -> bool:
+        """Whether `next` returns one."""
         return self._attempts.has_helper
 
     def next(self) -> RemoteCopy | None:
+        """One that begins to help now."""
         copy = self._attempts.next_helper()
         if copy is not None:
             self._copies[copy.member] = copy
@@ -344,6 +292,8 @@ class _HelpingHolders:
         return copy
 
     def ended(self, copy: RemoteCopy, failure: PullFailed | None, brought_bytes: int) -> None:
+        """A holder brought this many verified bytes, and failed, or did not. Also for the holder that was to be helped,
+        unless the read failed with it."""
         member = copy.member
         self._brought[member] += brought_bytes
         if failure is not None:

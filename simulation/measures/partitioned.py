@@ -17,7 +17,6 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import PartitionSet, Push
 from p2pstore.gossip.homes.partition_homes import (
     PARTITION_COUNT,
     PartitionConfig,
@@ -25,6 +24,7 @@ from p2pstore.gossip.homes.partition_homes import (
     table_of,
 )
 from p2pstore.gossip.records import LocationRecord, Member
+from p2pstore.home_messages import PartitionSet, Push
 from p2pstore.objects import Version
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
@@ -145,9 +145,6 @@ class _Work:
                 # As by an audit, of which one in a round is enough.
                 seconds = math.ceil(self._sample.round_seconds)
                 push = Push(
-                    0,
-                    home.peer_id,
-                    0.5,
                     gossip.incarnation,
                     [],
                     b"",

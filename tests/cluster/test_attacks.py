@@ -25,6 +25,7 @@ from p2pstore.access.keyring import KeyRing
 from p2pstore.client.trio_client import Client
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import LocationRecord, SignedRecord
+from p2pstore.home_messages import Holding, Push
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
@@ -32,17 +33,15 @@ from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.state.floors_file import FloorsFile
 from p2pstore.state.state_directory import StateDirectory
+from p2pstore.state.state_files import FloorsFile
 from p2pstore.transfer.data_messages import DataKind, ObjectReply, Objects, Ping
 from p2pstore.transfer.peer_messages import (
     ClusterRecords,
-    Holding,
     ListKeys,
     Locations,
     Lookup,
     PinItem,
-    Push,
     Replicate,
     SetPins,
     Snapshot,

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mooncake_p2p.exit_errors import ExitCode
 from mooncake_p2p.main import run
+from mooncake_p2p.output import ExitCode
 from tests.unit.trace_requests import conversations
 
 

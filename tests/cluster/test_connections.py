@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import trio
 
+from p2pstore.access.crowding import ConnectionLimits
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, PingRequest
-from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost, HostSettings
 from p2pstore.gossip.records import PeerId
@@ -167,7 +167,7 @@ async def test_requests_that_cross_a_farewell_are_sent_again() -> None:
 
 
 async def test_over_the_limit_the_longest_unused_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pstore.gossip.links.connection_limits.SPARE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.access.crowding.SPARE_AFTER_SECONDS", 0.0)
     async with party(12, FEW, ConnectionLimits()) as many:
         hub = many.hosts[0]
         hub.keeper.keep([many.id(1)])

@@ -18,7 +18,7 @@ import trio
 import p2pstore
 from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing
-from p2pstore.client import writing as elsewhere
+from p2pstore.client import put_elsewhere as elsewhere
 from p2pstore.client.read_plan import remote_copy
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.local import local_messages as local

@@ -39,7 +39,7 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.objects import clock_from_unix_seconds, namespace_digest
 from p2pstore.peer.api import Peer, open_peer
-from p2pstore.state.key_files import readers_key_file
+from p2pstore.state.folder import readers_key_file
 from p2pstore.transfer.data_messages import READER_KINDS, REQUESTS, DataKind, Ticket
 from p2pstore.transfer.peer_messages import ClusterRecords, Flush, Remove, Removed
 from p2pstore.transfer.read_tickets import (

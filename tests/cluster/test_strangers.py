@@ -60,6 +60,7 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
     sign_peer_record,
 )
+from p2pstore.home_messages import MAX_PUSHED_OPERATIONS, Push
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local import server as local_server
@@ -71,11 +72,11 @@ from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import data_messages as data
 from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.read_tickets import GrantedTicket, Scope, issue_ticket
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.serving.serving_limits import ServerLimits
-from p2pstore.transfer.transport import PullFailed
 from p2pstore.wire import (
     CONTROL_LIMITS,
     HEADER,
@@ -449,7 +450,7 @@ async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
                 raise AssertionError(f"a ticket {name} was taken")
         reader = await open_data(victim, good)
         for kind, message in (
-            (DataKind.PUSH, peer_messages.Push(1, [1], bytes(42))),
+            (DataKind.PUSH, Push(1, [1], bytes(42))),
             (DataKind.REPLICATE, peer_messages.Replicate(key_digest("k"), 1, 1, 5)),
             (DataKind.CLUSTER_RECORDS, peer_messages.ClusterRecords([], [])),
             (DataKind.SNAPSHOT, peer_messages.Snapshot(victim.node.core.member)),
@@ -672,8 +673,8 @@ def too_long() -> Iterator[tuple[str, str, int, Message]]:
     yield "control", "logs", ControlKind.DELTA, Delta([], chunks, [], [])
     items = [data.GetItem(digest)] * (data.MAX_GET_ITEMS + 1)
     yield "data", "items", DataKind.GET, data.Get(items)
-    count = peer_messages.MAX_PUSHED_OPERATIONS + 1
-    yield "data", "operations", DataKind.PUSH, peer_messages.Push(1, [1] * count, b"")
+    count = MAX_PUSHED_OPERATIONS + 1
+    yield "data", "operations", DataKind.PUSH, Push(1, [1] * count, b"")
     yield "data", "digests", DataKind.LOOKUP, peer_messages.Lookup(digest * 4097)
     many = [b""] * (peer_messages.MAX_PUSHED_RECORDS + 1)
     yield "data", "records", DataKind.CLUSTER_RECORDS, peer_messages.ClusterRecords(many, many)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from tests.contract.sides import DRIVERS, Side
 from tests.contract.small_peer import SmallPeer, small_peer
 from tests.contract.worlds import WORLDS, Cluster, Store, open_cluster
@@ -21,6 +22,20 @@ def side(request: pytest.FixtureRequest) -> Side:
 def peer(tmp_path: Path) -> Iterator[SmallPeer]:
     with small_peer(tmp_path / "peer.sock") as running:
         yield running
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[SwarmRun]:
+    """All runs of swarms that the test begins."""
+    found: list[SwarmRun] = []
+    init = SwarmRun.__init__
+
+    def noted(self: SwarmRun, *arguments: object, **more: object) -> None:
+        found.append(self)
+        init(self, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SwarmRun, "__init__", noted)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-Case = Callable[["Calls"], Any]
+Case = Callable[["Calls", Any], Any]
 CASES: dict[str, Case] = {}
 DIFFERENT: dict[tuple[str, int], tuple[Any, str]] = {
     ("put_other_buffers", 5): (-600, "not contiguous: Mooncake stores the wrong bytes"),
@@ -109,8 +109,7 @@ def plain(value: Any) -> Any:
 
 
 @case
-def put_get(c: Calls) -> Any:
-    s = c.store
+def put_get(c: Calls, s: Any) -> Any:
     return [
         s.put("put_get", b"first"),
         s.get("put_get"),
@@ -127,8 +126,7 @@ def put_get(c: Calls) -> Any:
 
 
 @case
-def put_other_buffers(c: Calls) -> Any:
-    s = c.store
+def put_other_buffers(c: Calls, s: Any) -> Any:
     return [
         outcome(lambda: s.put("put_other_buffers 1", bytearray(b"bytearray"))),
         outcome(lambda: s.put("put_other_buffers 2", memoryview(b"memoryview"))),
@@ -141,8 +139,7 @@ def put_other_buffers(c: Calls) -> Any:
 
 
 @case
-def put_nothing(c: Calls) -> Any:
-    s = c.store
+def put_nothing(c: Calls, s: Any) -> Any:
     address, _ = c.memory(b"x")
     return [
         s.put("put_nothing", b""),
@@ -162,28 +159,24 @@ def put_nothing(c: Calls) -> Any:
 
 
 @case
-def no_key(c: Calls) -> Any:
-    s = c.store
+def no_key(c: Calls, s: Any) -> Any:
     return [s.put("", b"value"), s.get(""), s.is_exist(""), s.get_size(""), s.remove("")]
 
 
 @case
-def long_key(c: Calls) -> Any:
-    s = c.store
+def long_key(c: Calls, s: Any) -> Any:
     key = "long_key " + "k" * 900
     return [s.put(key, b"value"), s.get(key), s.remove(key, True)]
 
 
 @case
-def odd_keys(c: Calls) -> Any:
-    s = c.store
+def odd_keys(c: Calls, s: Any) -> Any:
     keys = ["odd_keys/@:%\x01", "odd_keys é中", "odd_keys \\ .. /"]
     return [s.put_batch(keys, [b"1", b"2", b"3"]), s.get_batch(keys), s.batch_is_exist(keys)]
 
 
 @case
-def parts(c: Calls) -> Any:
-    s = c.store
+def parts(c: Calls, s: Any) -> Any:
     return [
         s.put_parts("parts", b"ab", bytearray(b"cd"), memoryview(b"ef")),
         s.get("parts"),
@@ -197,8 +190,7 @@ def parts(c: Calls) -> Any:
 
 
 @case
-def batches(c: Calls) -> Any:
-    s = c.store
+def batches(c: Calls, s: Any) -> Any:
     return [
         s.put_batch(["batches 1", "batches 2"], [b"1", b"22"]),
         s.get_batch(["batches 1", "batches nobody", "batches 2"]),
@@ -215,15 +207,13 @@ def batches(c: Calls) -> Any:
 
 
 @case
-def same_key_twice_in_a_batch(c: Calls) -> Any:
-    s = c.store
+def same_key_twice_in_a_batch(c: Calls, s: Any) -> Any:
     key = "same_key_twice_in_a_batch"
     return [s.put_batch([key, key], [b"one", b"two"]), len(s.get(key)), s.get_batch([key, key])]
 
 
 @case
-def upsert(c: Calls) -> Any:
-    s = c.store
+def upsert(c: Calls, s: Any) -> Any:
     address, _ = c.memory(b"from memory")
     return [
         s.upsert("upsert", b"first"),
@@ -238,8 +228,7 @@ def upsert(c: Calls) -> Any:
 
 
 @case
-def buffers(c: Calls) -> Any:
-    s = c.store
+def buffers(c: Calls, s: Any) -> Any:
     s.put("buffers", b"abcdef")
     handle = s.get_buffer("buffers")
     view = memoryview(handle)
@@ -267,8 +256,7 @@ def buffers(c: Calls) -> Any:
 
 
 @case
-def registering(c: Calls) -> Any:
-    s = c.store
+def registering(c: Calls, s: Any) -> Any:
     address, array = c.memory(8192, registered=False)
     return [
         s.register_buffer(address, 8192),
@@ -286,8 +274,7 @@ def registering(c: Calls) -> Any:
 
 
 @case
-def from_and_into(c: Calls) -> Any:
-    s = c.store
+def from_and_into(c: Calls, s: Any) -> Any:
     source, _ = c.memory(bytes(range(256)) * 16)
     room, target = c.memory(8192)
     return [
@@ -306,8 +293,7 @@ def from_and_into(c: Calls) -> Any:
 
 
 @case
-def unregistered_memory(c: Calls) -> Any:
-    s = c.store
+def unregistered_memory(c: Calls, s: Any) -> Any:
     source, _ = c.memory(b"not registered", registered=False)
     room, target = c.memory(14, registered=False)
     return [
@@ -322,8 +308,7 @@ def unregistered_memory(c: Calls) -> Any:
 
 
 @case
-def batches_from_and_into(c: Calls) -> Any:
-    s = c.store
+def batches_from_and_into(c: Calls, s: Any) -> Any:
     source, _ = c.memory(bytes(range(200)))
     room, target = c.memory(400)
     keys = ["batches_from_and_into 1", "batches_from_and_into 2"]
@@ -347,8 +332,7 @@ def batches_from_and_into(c: Calls) -> Any:
 
 
 @case
-def several_buffers_an_object(c: Calls) -> Any:
-    s = c.store
+def several_buffers_an_object(c: Calls, s: Any) -> Any:
     source, _ = c.memory(bytes(range(200)))
     room, target = c.memory(400)
     keys = ["several_buffers_an_object 1", "several_buffers_an_object 2"]
@@ -380,8 +364,7 @@ def several_buffers_an_object(c: Calls) -> Any:
 
 
 @case
-def with_metadata(c: Calls) -> Any:
-    s = c.store
+def with_metadata(c: Calls, s: Any) -> Any:
     source, _ = c.memory(b"value of it")
     about, _ = c.memory(b"about it")
     return [
@@ -396,8 +379,7 @@ def with_metadata(c: Calls) -> Any:
 
 
 @case
-def ranges(c: Calls) -> Any:
-    s = c.store
+def ranges(c: Calls, s: Any) -> Any:
     s.put("ranges", bytes(range(100)))
     s.put("ranges 2", bytes(range(100, 200)))
     room, target = c.memory(200)
@@ -427,8 +409,7 @@ def ranges(c: Calls) -> Any:
 
 
 @case
-def large(c: Calls) -> Any:
-    s = c.store
+def large(c: Calls, s: Any) -> Any:
     size = 40 * 1024 * 1024 + 12345
     content = np.resize(np.arange(251, dtype=np.uint8), size)
     source, _ = c.memory(content.tobytes())
@@ -444,8 +425,7 @@ def large(c: Calls) -> Any:
 
 
 @case
-def too_large(c: Calls) -> Any:
-    s = c.store
+def too_large(c: Calls, s: Any) -> Any:
     size = SEGMENT_BYTES + 64 * 1024 * 1024
     source, _ = c.memory(size)
     value = bytes(size)
@@ -458,8 +438,7 @@ def too_large(c: Calls) -> Any:
 
 
 @case
-def remove(c: Calls) -> Any:
-    s = c.store
+def remove(c: Calls, s: Any) -> Any:
     s.put_batch([f"remove {number}" for number in range(6)], [b"value"] * 6)
     return [
         s.remove("remove 0"),
@@ -478,16 +457,14 @@ def remove(c: Calls) -> Any:
 
 
 @case
-def remove_after_reading(c: Calls) -> Any:
-    s = c.store
+def remove_after_reading(c: Calls, s: Any) -> Any:
     s.put("remove_after_reading", b"value")
     s.get("remove_after_reading")
     return [s.remove("remove_after_reading"), s.remove("remove_after_reading", True)]
 
 
 @case
-def remove_by_regex(c: Calls) -> Any:
-    s = c.store
+def remove_by_regex(c: Calls, s: Any) -> Any:
     s.put_batch([f"remove_by_regex {n}" for n in ("a1", "a2", "b1", "c")], [b"value"] * 4)
     return [
         s.remove_by_regex("^remove_by_regex a"),
@@ -503,8 +480,8 @@ def remove_by_regex(c: Calls) -> Any:
 
 
 @case
-def configs(c: Calls) -> Any:
-    s, m = c.store, c.module
+def configs(c: Calls, s: Any) -> Any:
+    m = c.module
     new = m.ReplicateConfig()
     fields = {
         name: plain(getattr(new, name))
@@ -554,7 +531,7 @@ def configs(c: Calls) -> Any:
 
 
 @case
-def enums(c: Calls) -> Any:
+def enums(c: Calls, s: Any) -> Any:
     m = c.module
     return [
         {
@@ -565,8 +542,8 @@ def enums(c: Calls) -> Any:
 
 
 @case
-def replicas(c: Calls) -> Any:
-    s, m = c.store, c.module
+def replicas(c: Calls, s: Any) -> Any:
+    m = c.module
     s.put("replicas", b"x" * 5000)
     (described,) = s.get_replica_desc("replicas")
     memory = described.get_memory_descriptor().buffer_descriptor
@@ -587,8 +564,7 @@ def replicas(c: Calls) -> Any:
 
 
 @case
-def clear_replicas(c: Calls) -> Any:
-    s = c.store
+def clear_replicas(c: Calls, s: Any) -> Any:
     keys = ["clear_replicas 1", "clear_replicas 2"]
     s.put_batch(keys, [b"value"] * 2)
     return [
@@ -602,8 +578,7 @@ def clear_replicas(c: Calls) -> Any:
 
 
 @case
-def tasks(c: Calls) -> Any:
-    s = c.store
+def tasks(c: Calls, s: Any) -> Any:
     s.put("tasks", b"value")
     own = s.get_hostname()
     return [
@@ -619,8 +594,7 @@ def tasks(c: Calls) -> Any:
 
 
 @case
-def sessions(c: Calls) -> Any:
-    s = c.store
+def sessions(c: Calls, s: Any) -> Any:
     s.put("sessions", bytes(range(100)))
     room, target = c.memory(200)
     source, _ = c.memory(bytes(range(100, 200)))
@@ -653,8 +627,7 @@ def sessions(c: Calls) -> Any:
 
 
 @case
-def segments(c: Calls) -> Any:
-    s = c.store
+def segments(c: Calls, s: Any) -> Any:
     mounted = s.allocate_and_mount_segment(16 * 1024 * 1024)
     ids = mounted.get("segment_ids", [])
     return [
@@ -675,8 +648,8 @@ def segments(c: Calls) -> Any:
 
 
 @case
-def buffer_pools(c: Calls) -> Any:
-    s, module = c.store, c.module
+def buffer_pools(c: Calls, s: Any) -> Any:
+    module = c.module
 
     def refusal(action: Callable[[], Any]) -> Any:
         try:
@@ -741,8 +714,8 @@ def shape(tensor: Any) -> Any:
 
 
 @case
-def tensors(c: Calls) -> Any:
-    s, torch = c.store, _torch()
+def tensors(c: Calls, s: Any) -> Any:
+    torch = _torch()
     tensor = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
     kinds = [
         *(torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16),
@@ -787,8 +760,8 @@ def tensors(c: Calls) -> Any:
 
 
 @case
-def tensors_published(c: Calls) -> Any:
-    s, torch = c.store, _torch()
+def tensors_published(c: Calls, s: Any) -> Any:
+    torch = _torch()
     tensor = torch.arange(6)
     return [
         s.pub_tensor("tensors_published", tensor, c.config(replica_num=1)),
@@ -810,8 +783,8 @@ def tensors_published(c: Calls) -> Any:
 
 
 @case
-def tensors_in_memory(c: Calls) -> Any:
-    s, torch = c.store, _torch()
+def tensors_in_memory(c: Calls, s: Any) -> Any:
+    torch = _torch()
     tensor = torch.arange(24, dtype=torch.int16).reshape(4, 6)
     room, target = c.memory(4096)
     s.put_tensor("tensors_in_memory", tensor)
@@ -848,8 +821,8 @@ def tensors_in_memory(c: Calls) -> Any:
 
 
 @case
-def tensor_headers(c: Calls) -> Any:
-    s, torch = c.store, _torch()
+def tensor_headers(c: Calls, s: Any) -> Any:
+    torch = _torch()
     room, target = c.memory(4096)
     headers = []
     for number, kind in enumerate(
@@ -875,8 +848,8 @@ def tensor_headers(c: Calls) -> Any:
 
 
 @case
-def tensors_in_parallel(c: Calls) -> Any:
-    s, torch = c.store, _torch()
+def tensors_in_parallel(c: Calls, s: Any) -> Any:
+    torch = _torch()
     tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
     key = "tensors_in_parallel"
     halves = torch.chunk(tensor, 2, 0)
@@ -955,9 +928,9 @@ def read(c: Calls, key: str, *wanted: Any) -> Any:
 
 
 @case
-def tensors_spread(c: Calls) -> Any:
+def tensors_spread(c: Calls, s: Any) -> Any:
     """Shards of one axis: each rank puts its own."""
-    s, torch = c.store, _torch()
+    torch = _torch()
     tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
     rows = torch.chunk(tensor, 2, 0)
     columns = torch.chunk(tensor, 3, 1)
@@ -1003,8 +976,8 @@ def tensors_spread(c: Calls) -> Any:
 
 
 @case
-def tensors_spread_wrongly(c: Calls) -> Any:
-    s, torch = c.store, _torch()
+def tensors_spread_wrongly(c: Calls, s: Any) -> Any:
+    torch = _torch()
     tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
 
     def put(*axes: Any, value: Any = tensor) -> Any:
@@ -1030,8 +1003,8 @@ def tensors_spread_wrongly(c: Calls) -> Any:
 
 
 @case
-def tensors_spread_along_several_axes(c: Calls) -> Any:
-    s, torch = c.store, _torch()
+def tensors_spread_along_several_axes(c: Calls, s: Any) -> Any:
+    torch = _torch()
     tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
     key = "tensors_spread_along_several_axes"
 
@@ -1058,8 +1031,8 @@ def tensors_spread_along_several_axes(c: Calls) -> Any:
 
 
 @case
-def tensors_of_writers(c: Calls) -> Any:
-    s, torch = c.store, _torch()
+def tensors_of_writers(c: Calls, s: Any) -> Any:
+    torch = _torch()
     tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
     key = "tensors_of_writers"
 
@@ -1088,8 +1061,8 @@ def tensors_of_writers(c: Calls) -> Any:
 
 
 @case
-def tensors_spread_in_batches(c: Calls) -> Any:
-    s, torch = c.store, _torch()
+def tensors_spread_in_batches(c: Calls, s: Any) -> Any:
+    torch = _torch()
     tensor = torch.arange(48, dtype=torch.float32).reshape(8, 6)
     key = "tensors_spread_in_batches"
     keys = [f"{key} {number}" for number in range(4)]
@@ -1161,8 +1134,8 @@ def tensors_spread_in_batches(c: Calls) -> Any:
 
 
 @case
-def safetensors(c: Calls) -> Any:
-    s, torch = c.store, _torch()
+def safetensors(c: Calls, s: Any) -> Any:
+    torch = _torch()
     tensor = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
     s.put_tensor("safetensors", tensor)
     with tempfile.TemporaryDirectory() as folder:
@@ -1193,12 +1166,12 @@ def safetensors(c: Calls) -> Any:
 
 
 @case
-def several_stores(c: Calls) -> Any:
+def several_stores(c: Calls, s: Any) -> Any:
     other = c.module.MooncakeDistributedStore()
     done = c.setup(other)
     return [
         done,
-        c.store.put("several_stores", b"value"),
+        s.put("several_stores", b"value"),
         other.get("several_stores"),
         other.close(),
         other.close(),
@@ -1208,17 +1181,17 @@ def several_stores(c: Calls) -> Any:
 
 
 @case
-def health(c: Calls) -> Any:
-    return [c.store.health_check(), c.module.MooncakeDistributedStore().health_check()]
+def health(c: Calls, s: Any) -> Any:
+    return [s.health_check(), c.module.MooncakeDistributedStore().health_check()]
 
 
 @case
-def hostnames(c: Calls) -> Any:
-    return bool(re.fullmatch(r"[\w.\-]+:\d+", c.store.get_hostname()))
+def hostnames(c: Calls, s: Any) -> Any:
+    return bool(re.fullmatch(r"[\w.\-]+:\d+", s.get_hostname()))
 
 
 @case
-def closed(c: Calls) -> Any:
+def closed(c: Calls, s: Any) -> Any:
     """Only what does not end Mooncake's process."""
     store = c.module.MooncakeDistributedStore()
     assert c.setup(store) == 0
@@ -1236,9 +1209,8 @@ def closed(c: Calls) -> Any:
 
 
 @case
-def zz_remove_all(c: Calls) -> Any:
+def zz_remove_all(c: Calls, s: Any) -> Any:
     """Last: nothing of the others is left."""
-    s = c.store
     s.remove_all(True)
     s.put_batch(["zz 1", "zz 2", "zz 3"], [b"1", b"2", b"3"])
     return [s.remove_all(True), s.remove_all(), s.batch_is_exist(["zz 1", "zz 2"])]
@@ -1251,7 +1223,7 @@ def run(module: Any, setup: Callable[[Any], int], names: list[str] | None = None
     calls = Calls(module, store, setup)
     try:
         return {
-            name: outcome(lambda: CASES[name](calls))  # noqa: B023 - called at once
+            name: outcome(lambda: CASES[name](calls, calls.store))  # noqa: B023 - called at once
             for name in (names or CASES)
         }
     finally:

@@ -25,8 +25,7 @@ from p2pstore.errors import CapacityExceeded, LeaseLimitExceeded, NoSuchKey, P2P
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.listener import serve_local
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import LocalClient, LocalKind
 from p2pstore.memory.entries import Written
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, create_page
@@ -34,7 +33,7 @@ from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin, TrailerBody, plan_geometry
 from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
 from p2pstore.put_facts import KeyEntry, PutFacts, PutStatus
-from p2pstore.runtime import memory_barrier
+from p2pstore.runtime import linux
 from p2pstore.wire import Code, Empty, Message, code_of
 from simulation.segment_checks import check_segment
 
@@ -61,7 +60,7 @@ class SmallBackend:
             segment_id=os.urandom(16),
             incarnation=1,
             geometry=geometry,
-            barrier=memory_barrier.pass_through_all,
+            barrier=linux.memory_barrier,
         )
         self.max_leased_bytes = max_leased_bytes
         self.gives_pages = gives_pages

@@ -28,8 +28,14 @@ from p2pstore.gossip.records import member_of
 from p2pstore.memory.entries import SmallObjectsLent
 from p2pstore.runtime.streams import BytesLike
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_addresses import over_tls
-from p2pstore.transfer.data_messages import DataKind, GetItem, GetManifest, GetSmall, ObjectReply
+from p2pstore.transfer.data_messages import (
+    DataKind,
+    GetItem,
+    GetManifest,
+    GetSmall,
+    ObjectReply,
+    over_tls,
+)
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving.data_server import DataServer, listener_address, open_data_listeners

@@ -11,11 +11,11 @@ import trio
 
 from p2pstore.objects import MIB, key_digest
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_addresses import split_data_address
-from p2pstore.transfer.data_messages import DataKind, Ping, Pong
+from p2pstore.transfer.data_messages import DataKind, Ping, Pong, split_data_address
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving.read_thread import BRISK_READS
-from p2pstore.transfer.transport import BufferDestination, PullFailed
+from p2pstore.transfer.transport import BufferDestination
 from p2pstore.wire import Code
 from tests.contract.sides import Side
 from tests.contract.test_transport import SEGMENT_BYTES, TcpHarness, _buffers, pattern, put, segment_of

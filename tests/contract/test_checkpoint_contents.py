@@ -41,16 +41,8 @@ def make_equal_files(source: Path) -> int:
 
 
 async def test_equal_files_cross_the_network_once_and_are_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runs: list[SwarmRun]
 ) -> None:
-    runs: list[SwarmRun] = []
-    init = SwarmRun.__init__
-
-    def noted(self: SwarmRun, *arguments: object, **more: object) -> None:
-        init(self, *arguments, **more)  # type: ignore[arg-type]  # whatever they are
-        runs.append(self)
-
-    monkeypatch.setattr(SwarmRun, "__init__", noted)
     source = tmp_path / "from"
     different = make_equal_files(source)
     async with cluster(tmp_path, 3) as (a, b, c):

@@ -412,16 +412,8 @@ async def test_tensors_are_fetched_anew_while_their_memory_is_given_back(
 
 
 async def test_of_some_tensors_and_rows_only_the_pieces_they_are_in_are_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runs: list[SwarmRun]
 ) -> None:
-    runs: list[SwarmRun] = []
-    init = SwarmRun.__init__
-
-    def noted(self: SwarmRun, *arguments: object, **more: object) -> None:
-        init(self, *arguments, **more)  # type: ignore[arg-type]  # whatever they are
-        runs.append(self)
-
-    monkeypatch.setattr(SwarmRun, "__init__", noted)
     source = tmp_path / "from"
     source.mkdir()
     rng = np.random.default_rng(2)

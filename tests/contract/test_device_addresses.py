@@ -17,7 +17,7 @@ import pytest
 from p2pstore.errors import GpuCopyFailed
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake import memory as memory_module
-from p2pstore.integrations.mooncake.own_peer import OwnPeer
+from p2pstore.integrations.mooncake.base import OwnPeer
 from p2pstore.objects import MIB
 from tests.contract.fake_cuda import (
     ILLEGAL_ADDRESS,

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from p2pstore import PeerConfig, errors
-from p2pstore.core.removals import flush as sweeping
+from p2pstore.core import floors as sweeping
 from p2pstore.gossip.floors import floor_sync
 from p2pstore.objects import clock_from_unix_seconds
 from p2pstore.peer import Peer, open_peer

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from p2pstore.core.gets.hot_objects import HOT_READS
+from p2pstore.core.gets.reads import HOT_READS
 from p2pstore.objects import MIB, key_digest
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend
 from p2pstore.transfer.data_messages import GetItem, GetSmall, Keeps
@@ -62,7 +62,7 @@ def lender() -> Iterator[Lender]:
 
         def nothing_is_lent() -> bool:
             lender.segment.objects.expire(0)  # takes in which loans are over
-            return not lender.segment.views.has_loans
+            return not lender.segment.references.loans.any_known
 
         assert cluster.on_near(nothing_is_lent)
 

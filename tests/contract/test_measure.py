@@ -23,7 +23,7 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.serving.data_server import ServerLimits
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from tests.contract.sides import Side
 from tests.contract.test_transport import TcpHarness, grant, segment_of
 

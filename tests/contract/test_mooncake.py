@@ -17,7 +17,7 @@ import pytest
 
 from p2pstore import blocking, errors
 from p2pstore.integrations import mooncake
-from p2pstore.integrations.mooncake.own_peer import OwnPeer
+from p2pstore.integrations.mooncake.base import OwnPeer
 from p2pstore.integrations.mooncake.tensor_format import TensorHeader, encode_header
 from p2pstore.local import socket_paths as paths
 from p2pstore.values import Gathered
@@ -69,7 +69,7 @@ def test_calls_give_what_mooncake_gives(name: str, calls: mooncake_calls.Calls) 
         if case == name:
             assert theirs[number] != value, "no difference any more"
             theirs[number] = value
-    assert mooncake_calls.outcome(lambda: mooncake_calls.CASES[name](calls)) == theirs
+    assert mooncake_calls.outcome(lambda: mooncake_calls.CASES[name](calls, calls.store)) == theirs
 
 
 def test_before_setup_and_after_close_nothing_is_there_and_nothing_crashes() -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from p2pstore.integrations import mooncake
-from p2pstore.integrations.mooncake import segments
-from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
+from p2pstore.integrations.mooncake import replicas as segments
+from p2pstore.integrations.mooncake.base import OwnPeer, ssd_folder
 from p2pstore.local import socket_paths as paths
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.objects import MIB

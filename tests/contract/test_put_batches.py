@@ -98,7 +98,7 @@ import json, os, signal, sys
 from collections import Counter
 from p2pstore import blocking
 
-MODULES = ("client/put_batches.py", "client/writing.py", "local/local_connection.py")
+MODULES = ("client/writing.py", "local/local_connection.py")
 
 def put(name, struck, told):
     steps = Counter()

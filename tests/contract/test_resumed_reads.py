@@ -17,15 +17,9 @@ from p2pstore import blocking
 from p2pstore.local import local_messages as local
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import MIB, Version, chunk_sums, root_checksum
-from p2pstore.transfer.reading.arriving import ALONE, resumable
+from p2pstore.transfer.reading.arriving import ALONE, Destination, resumable
 from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import (
-    BufferDestination,
-    Destination,
-    PullReport,
-    RemoteCopy,
-    pull_with_failover,
-)
+from p2pstore.transfer.transport import BufferDestination, PullReport, RemoteCopy, pull_with_failover
 from p2pstore.wire import Code
 from tests.contract.sides import Side
 from tests.contract.small_peer import small_peer

@@ -20,16 +20,10 @@ from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import KIB, MIB
 from p2pstore.transfer import transport
 from p2pstore.transfer.data_messages import DataKind, Ping
-from p2pstore.transfer.failover import TooSlow
+from p2pstore.transfer.failover import PullFailed, TooSlow
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.transport import (
-    BufferDestination,
-    PullFailed,
-    RemoteCopy,
-    hurried,
-    pull_with_failover,
-)
+from p2pstore.transfer.transport import BufferDestination, RemoteCopy, hurried, pull_with_failover
 from p2pstore.wire import Code
 from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_storing import Stores, store_request, writer

@@ -24,9 +24,9 @@ from p2pstore.transfer.data_messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.data_requests import Inbox
 from p2pstore.transfer.serving import data_session
-from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.serving.read_answers import TAKE_IN_OBJECTS
 from p2pstore.transfer.serving.read_thread import BRISK_READS
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame
 from simulation.segment_checks import check_segment
@@ -64,7 +64,7 @@ async def tcp() -> AsyncIterator[TcpHarness]:
 
 def nothing_is_lent(segment: Segment) -> bool:
     segment.objects.expire(0)  # takes in which loans are over
-    return not segment.views.has_loans and not segment.leased_bytes
+    return not segment.references.loans.any_known and not segment.leased_bytes
 
 
 async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> None:
@@ -330,10 +330,10 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
             await stream.send(encode_frame(DataKind.GET_SMALL, 1, GetSmall(packed[:16])))
             await read_frame(stream)
         await until(lambda: bool(harness.server.traffic.read_threads) == in_thread)
-        await until(lambda: not segment.views.has_loans)
+        await until(lambda: not segment.references.loans.any_known)
         with caught_log() as lines:
             await stream.send(ask)
-            await until(lambda: segment.views.has_loans)
+            await until(lambda: segment.references.loans.any_known)
             for seed in range(64):
                 segment.remove(key_digest(f"key {seed}"))
             new = [pattern(64 * KIB, seed) for seed in range(64, 384)]
@@ -341,7 +341,7 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
             there = [digest for digest in there if segment.find(digest, 0.0) is not None]
             assert 64 <= len(there) < len(new), "the memory was not filled"
             *_, body, bulk = await read_frame(stream)
-            lengths = SlotRows(decode_body(SmallObjects, body).slots).lengths
+            lengths = SlotRows(decode_body(SmallObjects, body).slots).column("length")
             assert lengths == [64 * KIB] * 64
             assert bulk == b"".join(values)
             ask = encode_frame(DataKind.GET_SMALL, 2, GetSmall(b"".join(there[-64:])))

@@ -36,8 +36,8 @@ from p2pstore.transfer.data_messages import (
     StoreReply,
 )
 from p2pstore.transfer.read_tickets import Scope, TicketClaims
-from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.serving.serving_backends import OpenedStore
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import HEADER, ONE_WAY, REPLY, Code, Failure, decode_body, encode_frame
 from simulation.segment_checks import check_segment

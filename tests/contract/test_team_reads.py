@@ -23,17 +23,12 @@ from p2pstore.runtime.blocking_streams import run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer import transport
 from p2pstore.transfer.reading import tcp_transport
+from p2pstore.transfer.reading.arriving import Destination
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.serving.data_server import ServerLimits
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import (
-    BufferDestination,
-    Destination,
-    PullReport,
-    RemoteCopy,
-    pull_with_failover,
-)
+from p2pstore.transfer.transport import BufferDestination, PullReport, RemoteCopy, pull_with_failover
 from p2pstore.wire import Code
 from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_transport import (

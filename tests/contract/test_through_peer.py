@@ -13,10 +13,12 @@ from p2pstore import errors
 from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import MIB, key_digest
 from p2pstore.peer.api import Peer
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
+from p2pstore.transfer.reading.arriving import Destination
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.transfer_trace import FetchTrace
-from p2pstore.transfer.transport import Destination, Pulled, PullFailed, RemoteCopy
+from p2pstore.transfer.transport import Pulled, RemoteCopy
 from p2pstore.wire import Code
 from tests.cluster.peers import cluster
 from tests.waiting import until

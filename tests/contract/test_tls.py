@@ -16,13 +16,20 @@ from p2pstore.errors import AuthenticationFailed, ProtocolMismatch, Unavailable
 from p2pstore.objects import KIB, MIB
 from p2pstore.runtime.streams import ByteStream
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
-from p2pstore.transfer.data_addresses import TLS_SCHEME, over_tls, split_data_address
-from p2pstore.transfer.data_messages import DataKind, Ping, Pong
+from p2pstore.transfer.data_messages import (
+    TLS_SCHEME,
+    DataKind,
+    Ping,
+    Pong,
+    over_tls,
+    split_data_address,
+)
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.data_pool import DataPool, open_connection
-from p2pstore.transfer.serving.data_server import ServerLimits
-from p2pstore.transfer.tls.tls_streams import MAX_HANDSHAKE_BYTES, dial_tls
-from p2pstore.transfer.transport import BufferDestination, PullFailed, pull_with_failover
+from p2pstore.transfer.serving.serving_limits import ServerLimits
+from p2pstore.transfer.tls_streams import MAX_HANDSHAKE_BYTES, dial_tls
+from p2pstore.transfer.transport import BufferDestination, pull_with_failover
 from p2pstore.wire import Code, encode_frame
 from tests.contract.sides import Side
 from tests.contract.test_tls_streams import raw_server

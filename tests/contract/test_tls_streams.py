@@ -20,16 +20,18 @@ from p2pstore.runtime.asyncio_streams import AsyncioStream
 from p2pstore.runtime.streams import ByteStream
 from p2pstore.runtime.trio_streams import TrioStream
 from p2pstore.transfer.serving.data_server import listener_address, open_data_listeners
-from p2pstore.transfer.tls.tls_certificates import VALID_SECONDS, check_certificate, make_certificate
-from p2pstore.transfer.tls.tls_streams import (
+from p2pstore.transfer.tls_streams import (
     MAX_HANDSHAKE_BYTES,
     MOST_RECEIVE_BYTES,
     RENEW_SECONDS,
+    VALID_SECONDS,
     AcceptedTlsStream,
     TlsServing,
     TlsStream,
+    check_certificate,
     dial_tls,
     dialling_context,
+    make_certificate,
     serving_context,
 )
 from tests.contract.sides import DRIVERS, Side

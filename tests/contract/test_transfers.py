@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -105,7 +105,9 @@ class SlowStore:
 async def batch(store: SlowStore, side: Side, limit: int = 8) -> AsyncIterator[TransferBatch]:
     """The same as `ClientSession.transfers`."""
     async with side.driver.helpers() as start:
-        made = TransferBatch(store, side.driver, start, limit, in_threads=side.name == "blocking")
+        made = TransferBatch(
+            cast(Any, store), side.driver, start, limit, in_threads=side.name == "blocking"
+        )
         try:
             yield made
             await made.finish()

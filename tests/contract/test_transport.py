@@ -42,6 +42,7 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
+from p2pstore.home_messages import Push, Pushed
 from p2pstore.memory.entries import SmallObjectsLent, Written
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import Segment
@@ -53,11 +54,19 @@ from p2pstore.memory.segment_layout import (
     encode_trailer,
     plan_geometry,
 )
-from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import (
+    CHUNK_BYTES,
+    KIB,
+    MIB,
+    Announced,
+    Version,
+    chunk_sums,
+    key_digest,
+    root_checksum,
+)
 from p2pstore.runtime.streams import BytesLike, ByteStream, Driver
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import transport as transport_module
-from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
     MIN_DATA_VERSION,
@@ -73,13 +82,12 @@ from p2pstore.transfer.data_messages import (
     Ping,
     Pong,
     Proof,
+    over_tls,
 )
-from p2pstore.transfer.failover import Unannounced
+from p2pstore.transfer.failover import PullFailed, Unannounced
 from p2pstore.transfer.peer_messages import (
     ClusterRecords,
     Lookup,
-    Push,
-    Pushed,
     Replicate,
     Replicated,
     Snapshot,
@@ -93,23 +101,17 @@ from p2pstore.transfer.read_tickets import (
     open_ticket,
     prove,
 )
-from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.arriving import Destination
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.span_reads import ItemOutcome
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.serving.data_server import (
-    DataServer,
-    ServerLimits,
-    listener_address,
-    open_data_listeners,
-)
+from p2pstore.transfer.serving.data_server import DataServer, listener_address, open_data_listeners
 from p2pstore.transfer.serving.read_answers import LentObject
 from p2pstore.transfer.serving.serving_backends import StoreBackend
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import (
     BufferDestination,
-    Destination,
     Pulled,
-    PullFailed,
     RemoteCopy,
     RemotePeer,
     Transport,

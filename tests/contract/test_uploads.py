@@ -13,12 +13,12 @@ from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.runtime.streams import ByteStream
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, Get, GetItem, GetSmall
-from p2pstore.transfer.serving.data_server import ServerLimits
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.serving.read_answers import MAX_READ_THREADS
 from p2pstore.transfer.serving.read_thread import BRISK_READS
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import (
     BufferDestination,
-    PullFailed,
     PullReport,
     RemoteCopy,
     hurried,
@@ -188,7 +188,7 @@ async def test_when_all_places_are_taken_small_reads_bring_small_objects_only() 
         await until(lambda: harness.server.traffic.uploads.taken == 0)
         assert await ask() == SMALL + LARGE[:MIB]
         stream.close()
-    assert not harness.segment.views.has_loans
+    assert not harness.segment.references.loans.any_known
 
 
 # --- small reads beside a large one --------------------------------------------------------------
@@ -245,7 +245,7 @@ async def in_the_second_part(harness: TcpHarness) -> AsyncIterator[tuple[ByteStr
     await until(lambda: harness.server.traffic.read_threads == 0)
     assert harness.server.traffic.uploads.taken == 0
     harness.segment.objects.expire(0)  # takes in which loans are over
-    assert not harness.segment.views.has_loans
+    assert not harness.segment.references.loans.any_known
 
 
 async def test_the_thread_that_sent_a_part_sends_those_after_it() -> None:

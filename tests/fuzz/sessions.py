@@ -33,10 +33,11 @@ from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import data_messages as data
 from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.read_tickets import Scope, issue_ticket, open_ticket, prove
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.transport import BufferDestination, PullFailed, RemoteCopy, RemotePeer
+from p2pstore.transfer.transport import BufferDestination, RemoteCopy, RemotePeer
 from p2pstore.wire import (
     ERROR,
     HEADER_BYTES,

@@ -14,12 +14,8 @@ from p2pstore.transfer.rdma.rdma_serving import RdmaServer
 from p2pstore.transfer.rdma.rdma_staging import Registered, Staging
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.rdma.rdma_verbs import Completion, CompletionQueue, Device, device_names
-from p2pstore.transfer.serving.data_server import (
-    DataServer,
-    ServerLimits,
-    listener_address,
-    open_data_listeners,
-)
+from p2pstore.transfer.serving.data_server import DataServer, listener_address, open_data_listeners
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import RemoteCopy
 from tests.contract.test_transport import OWNER, RING, Backend, TcpHarness, Verifier, _buffers, grant
 from tests.waiting import until

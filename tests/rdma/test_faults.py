@@ -23,6 +23,7 @@ from p2pstore.memory.segment_layout import Slot, TrailerBody, decode_slot, encod
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, RdmaConnect, RdmaConnected
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.rdma import rdma_lines, rdma_reads, rdma_serving
 from p2pstore.transfer.rdma.rdma_payload import WHOLE_BYTES
 from p2pstore.transfer.rdma.rdma_reads import Piece
@@ -33,8 +34,8 @@ from p2pstore.transfer.rdma.rdma_verbs import Device, ReadWork, Region, device_n
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.serving.data_server import ServerLimits
-from p2pstore.transfer.transport import BufferDestination, PullFailed, pull_with_failover
+from p2pstore.transfer.serving.serving_limits import ServerLimits
+from p2pstore.transfer.transport import BufferDestination, pull_with_failover
 from p2pstore.wire import Code
 from tests.contract.test_transport import (
     OWNER,

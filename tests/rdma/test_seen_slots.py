@@ -11,10 +11,11 @@ import pytest
 from p2pstore.memory.segment_layout import SLOT_BYTES
 from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.rdma.rdma_reads import SLOTS_TOGETHER
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport
 from p2pstore.transfer.rdma.rdma_verbs import QueuePair, ReadWork, Region
-from p2pstore.transfer.transport import BufferDestination, PullFailed, RemoteCopy
+from p2pstore.transfer.transport import BufferDestination, RemoteCopy
 from p2pstore.wire import Code
 from tests.contract.test_transport import SEGMENT_BYTES, pattern, put, segment_of
 from tests.rdma.harness import RdmaHarness, cables

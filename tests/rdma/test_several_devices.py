@@ -15,11 +15,12 @@ import trio
 
 from p2pstore.objects import MIB
 from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.rdma import rdma_lines
 from p2pstore.transfer.rdma.rdma_reads import ReadEngine
 from p2pstore.transfer.rdma.rdma_transport import STRIPED_BYTES, RdmaTransport
 from p2pstore.transfer.rdma.rdma_verbs import LinkDown, QueuePair, ReadWork, Region
-from p2pstore.transfer.transport import BufferDestination, PullFailed
+from p2pstore.transfer.transport import BufferDestination
 from tests.contract.test_transport import OWNER, pattern, put, segment_of
 from tests.rdma.harness import RdmaHarness, SomeCompletions, cables
 from tests.waiting import until

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from p2pstore.core.copies.coldest import SPREAD_SECONDS
 from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
-from p2pstore.core.copies.offers import SPREAD_SECONDS
 from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.homes.directory_mode import DirectorySetting
+from p2pstore.gossip.homes.partition_homes import DirectorySetting
 from p2pstore.objects import MIB, key_digest
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults, FaultyNetwork, Kernel

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from p2pstore.core.copies.offers import READY_PART
-from p2pstore.gossip.homes.directory_mode import DirectorySetting
+from p2pstore.core.copies.coldest import READY_PART
+from p2pstore.gossip.homes.partition_homes import DirectorySetting
 from simulation.kernel import Faults
 from simulation.peer import MEMORY_BYTES
 from tests.simulation.test_hand_over import VALUE, World

@@ -12,7 +12,7 @@ import pytest
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.homes.directory_mode import DirectorySetting, ModeLimits
+from p2pstore.gossip.homes.partition_homes import DirectorySetting, ModeLimits
 from p2pstore.objects import key_digest
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults, FaultyNetwork, Kernel

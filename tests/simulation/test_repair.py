@@ -10,7 +10,7 @@ from p2pstore.core.copies.repair import RepairTiming
 from p2pstore.core.core_effects import AskPeer
 from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.homes.directory_mode import DirectorySetting
+from p2pstore.gossip.homes.partition_homes import DirectorySetting
 from p2pstore.objects import MIB, key_digest
 from p2pstore.transfer.data_messages import DataKind
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer

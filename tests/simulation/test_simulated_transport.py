@@ -14,13 +14,8 @@ import pytest
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import plan_geometry
 from p2pstore.objects import CHUNK_BYTES, MIB
-from p2pstore.transfer.transport import (
-    BufferDestination,
-    Pulled,
-    PullFailed,
-    PullReport,
-    pull_with_failover,
-)
+from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.transport import BufferDestination, Pulled, PullReport, pull_with_failover
 from p2pstore.wire import Code
 from simulation.kernel import Faults
 from simulation.tasks import Task

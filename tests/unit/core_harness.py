@@ -18,7 +18,7 @@ from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import hash_stamps
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Ping
-from p2pstore.gossip.homes.directory_mode import DirectorySetting
+from p2pstore.gossip.homes.partition_homes import DirectorySetting
 from p2pstore.gossip.machine import Gossip, GossipConfig
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
@@ -37,8 +37,11 @@ from p2pstore.gossip.records import (
     sign_peer_record,
     writer_of,
 )
+from p2pstore.home_messages import Push
+from p2pstore.memory.areas import NO_QUOTAS
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.kept_memory import Kept
-from p2pstore.memory.segment import NO_QUOTAS, ObjectEntry, Segment
+from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     Slot,
     SlotState,
@@ -58,7 +61,7 @@ from p2pstore.objects import (
 )
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.data_messages import REQUESTS, DataKind, ObjectReply, Objects, ObjectStatus
-from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs, Push
+from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs
 from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.segment_checks import check_segment
 from simulation.signer import SimulatedSigner, SimulatedVerifier

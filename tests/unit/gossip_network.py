@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_effects import Push
-from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, Claim, ControlKind, Status
+from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, Claim, ControlKind, HomePush, Status
 from p2pstore.gossip.locations.log import SIGNATURE_BYTES, OwnLog, SignedRun
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.machine import (
@@ -381,7 +380,7 @@ class Network:
         for push in node.gossip.pushes(self.now):
             self._push_one(node, push)
 
-    def _push_one(self, node: Node, push: Push) -> None:
+    def _push_one(self, node: Node, push: HomePush) -> None:
         answered = [False]
 
         def finish(behind: list[int] | None, rivals: Sequence[Location]) -> None:
@@ -393,7 +392,7 @@ class Network:
         def arrive() -> None:
             target = self.reachable(node, push.peer_id)
             if target is not None:
-                taken = target.gossip.take_push(node.gossip.member, push, self.now)
+                taken = target.gossip.take_push(node.gossip.member, push.message, self.now)
                 self.rest(target)
                 if self.reachable(target, node.peer_id) is node:
                     self.later(self._delay(), lambda: finish(*taken))

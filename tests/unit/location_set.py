@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate, in_steps
+from p2pstore.gossip.homes.home_updates import CheckedUpdate, in_steps
 from p2pstore.gossip.records import LOCATION_BYTES, location_hash
+from p2pstore.home_messages import Push
 from p2pstore.objects import DIGEST_BYTES
 
 _FLAGS = LOCATION_BYTES - 1
@@ -40,7 +41,7 @@ class LocationSet:
                 del self.records[digest]
 
 
-def check_update(update: HomeUpdate) -> CheckedUpdate:
+def check_update(update: Push) -> CheckedUpdate:
     """All parts of an update as one."""
     parts = [part for part in in_steps(update) if part is not None]
     return replace(

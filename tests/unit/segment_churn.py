@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final, TypeVar
 
+from p2pstore.memory.areas import NO_QUOTAS
 from p2pstore.memory.entries import Written
-from p2pstore.memory.segment import NO_QUOTAS, Segment
+from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import TrailerBody, encode_trailer, plan_geometry
 from p2pstore.objects import KIB, MIB, Version, chunk_count, key_digest, root_checksum
 

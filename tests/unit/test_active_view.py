@@ -10,8 +10,7 @@ from random import Random
 import pytest
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import Ask
-from p2pstore.gossip.gossip_messages import Claim, ControlKind, Status
+from p2pstore.gossip.gossip_messages import Ask, Claim, ControlKind, Status
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.members.member_table import MembershipConfig, MemberState

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,20 @@ import trio
 from p2pstore.checkpoint.client.tensor_file import plan_image, write_image
 from p2pstore.checkpoint.content import hashing
 from p2pstore.checkpoint.content import hashing as bulk_reading
-from p2pstore.checkpoint.content.hashing import hash_source
+from p2pstore.checkpoint.content.hashing import (
+    BLOCK_BYTES,
+    BulkReader,
+    cached_blocks,
+    hash_source,
+    is_local,
+    is_local_directory,
+)
 from p2pstore.checkpoint.content.manifest import FileHashes, Manifest, hash_of
 from p2pstore.checkpoint.content.pieces import MIN_PIECE_BYTES, SMALLEST_USUAL
 from p2pstore.checkpoint.content.sources import SourceDirectory, SourceMemory
+from p2pstore.checkpoint.peer.piece_flow import FIRST_IN_THREADS, AtOnce
 from p2pstore.errors import CheckpointChanged, CheckpointRefused
+from p2pstore.objects import KIB, MIB
 
 PIECE = MIN_PIECE_BYTES
 FILES = {
@@ -254,3 +265,127 @@ async def test_a_file_in_memory_is_published_piece_by_piece() -> None:
     pieces = [source.read_piece(manifest, piece) for piece in range(manifest.layout.count)]
     assert b"".join(pieces) == content
     source.close()
+
+
+CONTENT = os.urandom(5 * BLOCK_BYTES + 12345)
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> Iterator[int]:
+    """A file that is on the disk, and not in the page cache."""
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    if not is_local_directory(tmp_path) or all(cached_blocks(descriptor, 0, len(CONTENT))):
+        os.close(descriptor)
+        pytest.skip("temporary files are in memory, or on another machine")
+    yield descriptor
+    os.close(descriptor)
+
+
+def read(reader: BulkReader, descriptor: int, offset: int, length: int) -> bytes:
+    return b"".join(map(bytes, reader.blocks(descriptor, offset, length)))
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+def test_a_file_is_read_whole_and_fills_the_page_cache_only_if_it_may(
+    cold: int, past_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_reading, "CACHE_SECONDS_PER_BYTE", 1.0)
+    reader = BulkReader(past_cache=past_cache)
+    assert read(reader, cold, 0, len(CONTENT)) == CONTENT
+    assert all(cached_blocks(cold, 0, len(CONTENT))) == (not past_cache)
+    assert not fcntl.fcntl(cold, fcntl.F_GETFL) & os.O_DIRECT
+    start = BLOCK_BYTES + 8192
+    assert read(reader, cold, start, 999) == CONTENT[start : start + 999]
+
+
+def test_what_the_page_cache_has_is_taken_from_it(cold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.pread(cold, BLOCK_BYTES, BLOCK_BYTES)
+    past: list[int] = []
+    read_past = bulk_reading._read_past
+
+    def seen(file: int, whole: memoryview, view: memoryview, offset: int) -> bool:
+        past.append(offset)
+        return read_past(file, whole, view, offset)
+
+    monkeypatch.setattr(bulk_reading, "_read_past", seen)
+    assert read(BulkReader(past_cache=True), cold, 0, len(CONTENT)) == CONTENT
+    assert 0 in past
+    assert BLOCK_BYTES not in past
+
+
+def test_when_the_page_cache_costs_too_much_the_rest_is_read_past_it(
+    cold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.thread_time
+    dear = 100 * bulk_reading.CACHE_SECONDS_PER_BYTE * BLOCK_BYTES
+    looks = iter(range(1000))
+    monkeypatch.setattr(time, "thread_time", lambda: clock() + dear * next(looks))
+    reader = BulkReader()
+    assert read(reader, cold, 0, len(CONTENT)) == CONTENT
+    assert reader.past_cache
+
+
+def test_where_direct_io_is_impossible_the_cache_is_used(
+    cold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = fcntl.fcntl
+
+    def refusing(descriptor: int, command: int, value: int = 0) -> int:
+        if value & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return control(descriptor, command, value)
+
+    monkeypatch.setattr(fcntl, "fcntl", refusing)
+    assert read(BulkReader(past_cache=True), cold, 0, len(CONTENT)) == CONTENT
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+def test_a_file_that_ends_too_early_is_said(cold: int, past_cache: bool) -> None:
+    with pytest.raises(EOFError):
+        read(BulkReader(past_cache=past_cache), cold, 0, len(CONTENT) + 1)
+
+
+MOUNTS = """\
+22 28 0:20 / /proc rw,nosuid shared:13 - proc proc rw
+28 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+31 28 0:40 / /models rw,relatime shared:2 master:7 - nfs4 storage:/models rw
+32 28 0:41 / /dev/shm rw - tmpfs tmpfs rw
+a line that is no mount
+"""
+
+
+def test_small_pieces_on_this_machine_are_done_at_once() -> None:
+    at_once = AtOnce(is_local=True)
+    assert at_once.may(512 * KIB)
+    assert at_once.may(MIB)
+    assert not at_once.may(MIB + 1)
+    assert not AtOnce(is_local=False).may(1)
+
+
+def test_after_a_step_that_waited_long_many_are_left_to_threads_and_then_twice_as_many() -> None:
+    at_once = AtOnce(is_local=True)
+    at_once.took(0.004, waited=True)
+    at_once.took(0.5, waited=False)  # others had the core
+    assert at_once.may(1)
+    for rounds in (1, 2, 4):
+        at_once.took(0.006, waited=True)
+        answers = [at_once.may(1) for _ in range(rounds * FIRST_IN_THREADS + 1)]
+        assert answers == [False] * (rounds * FIRST_IN_THREADS) + [True]
+
+
+@pytest.mark.parametrize(
+    ("device", "local"),
+    [((254, 0), True), ((0, 41), True), ((0, 40), False), ((0, 20), False), ((9, 9), False)],
+)
+def test_disks_and_memory_of_this_machine_are_told_from_what_may_not_answer(
+    device: tuple[int, int], local: bool
+) -> None:
+    assert is_local(MOUNTS, os.makedev(*device)) is local
+
+
+def test_what_the_kernel_makes_up_is_no_disk() -> None:
+    assert not is_local_directory(Path("/proc"))

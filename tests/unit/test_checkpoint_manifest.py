@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name, check_path, check_paths
+from p2pstore.checkpoint.content.content_paths import check_path, check_paths
 from p2pstore.checkpoint.content.manifest import (
     HASH_BYTES,
     MANIFEST_FORMAT,
@@ -39,6 +39,7 @@ from p2pstore.checkpoint.content.pieces import (
 )
 from p2pstore.errors import CheckpointRefused
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
+from p2pstore.objects import check_checkpoint_name
 from p2pstore.wire import encode_body
 
 PIECE = MIN_PIECE_BYTES

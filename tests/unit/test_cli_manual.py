@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mooncake_p2p.commands.join import GROUPS, SETTINGS
-from mooncake_p2p.exit_errors import ExitCode
 from mooncake_p2p.main import COMMANDS, PROGRAM, LazyCommands, run
 from mooncake_p2p.manual import PAGES
+from mooncake_p2p.output import ExitCode
 
 EXAMPLES = [(name, line) for name, page in PAGES.items() for line, _ in page.examples]
 OPERATORS = {"|", ">", "&&", ";"}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mooncake_p2p.commands.put_get import explanation
+from mooncake_p2p.commands.stored_keys import how_cut_off
 from mooncake_p2p.main import run
 from p2pstore.errors import BufferTooSmall, NoSuchKey, Unavailable
 from p2pstore.objects import PART_BYTES
@@ -160,7 +161,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
         store.namespace = namespace
         yield store
 
-    for module in ("commands.changing", "options"):
+    for module in ("commands.stored_keys", "options"):
         monkeypatch.setattr(f"mooncake_p2p.{module}.connected", connected)
     return store
 
@@ -582,3 +583,42 @@ def test_put_says_when_another_peer_took_it(
     assert run(["put", "k2", str(file), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["location"], document["elsewhere"]) == ("there", True)
+
+
+def members(*others: str) -> list[PeerInfo]:
+    """This peer, and others that are given as name:status."""
+    return [
+        PeerInfo(name, name, status, 1, [], [], 0, 0, 0, name == "me", "1", 0.0)
+        for name, _, status in (each.partition(":") for each in ("me:alive", *others))
+    ]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (),
+        ("a:alive", "b:dead"),
+        ("a:left", "b:left"),
+        ("a:dead", "a:alive"),  # it came back as another member
+    ],
+)
+def test_a_peer_that_reaches_half_of_the_others_says_nothing(others: tuple[str, ...]) -> None:
+    assert how_cut_off(members(*others)) == ""
+
+
+@pytest.mark.parametrize(
+    ("others", "reached"),
+    [
+        (("a:dead",), "0 of 1"),
+        (("a:suspect", "b:dead", "c:left"), "0 of 2"),
+        (("a:alive", "b:dead", "c:dead"), "1 of 3"),
+    ],
+)
+def test_a_peer_that_is_cut_off_says_so(others: tuple[str, ...], reached: str) -> None:
+    assert f"this peer reaches {reached} other members" in how_cut_off(members(*others))
+
+
+def test_who_was_named_as_silent_is_not_told_of_again() -> None:
+    others = members("a:suspect", "b:alive", "c:dead")
+    assert "reaches 1 of 3" in how_cut_off(others)
+    assert how_cut_off(others, ["a"]) == ""

@@ -13,8 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from mooncake_p2p import output
-from mooncake_p2p.exit_errors import CommandFailed, ExitCode
-from mooncake_p2p.output import format_transfer
+from mooncake_p2p.output import CommandFailed, ExitCode, format_transfer
 from p2pstore.objects import MIB
 
 HEADERS = ("KEY", "SIZE")

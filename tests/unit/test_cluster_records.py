@@ -1,19 +1,26 @@
-"""Floors and other records that the whole cluster keeps."""
+"""Floors and other records of the whole cluster, versions by digest, records from the future, rumors."""
 
 from __future__ import annotations
 
 import tracemalloc
 from functools import reduce
+from itertools import islice
 from operator import xor
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.gossip.checkpoint_records import HeadBody, checkpoint_digest
+from p2pstore.gossip.exchange.delta_checks import MAX_FLOORS, FutureRecords
+from p2pstore.gossip.exchange.rumors import Rumors
+from p2pstore.gossip.floors import floor_set as key_versions
 from p2pstore.gossip.floors.cluster_records import ClusterRecords, cell_of
+from p2pstore.gossip.floors.floor_set import KeyVersions
 from p2pstore.gossip.records import (
+    SCOPE_KEY,
+    SCOPE_NAMESPACE,
     ClusterRecord,
     ClusterRecordKind,
     FloorBody,
@@ -477,3 +484,112 @@ def test_floors_flushes_and_horizons_commute(
             records.purge()
     assert state(one) == state(other)
     assert one.floors.count == len(one)
+
+
+def record(
+    name: bytes, clock: int, kind: int = ClusterRecordKind.FLOOR, scope: int = 0
+) -> ClusterRecord:
+    return ClusterRecord(1, int(kind), name, clock, 1, b"", scope)
+
+
+def test_floors_are_known_by_their_names() -> None:
+    future = FutureRecords()
+    future.note_record(record(b"key", 50, scope=SCOPE_KEY))
+    future.note_record(record(b"key", 40, scope=SCOPE_KEY))
+    future.note_record(record(b"space", 60, scope=SCOPE_NAMESPACE))
+    future.note_record(record(b"head", 70, ClusterRecordKind.CHECKPOINT_HEAD))
+    assert future.newest == 70
+    assert future.has_floor_of(b"key", b"", 49)
+    assert not future.has_floor_of(b"key", b"", 50), "the clock has reached it"
+    assert not future.has_floor_of(b"head", b"", 0)
+    assert future.has_floor_of(b"other", b"space", 59)
+    assert not future.has_floor_of(b"space", b"key", 0)
+
+
+def test_of_too_many_floors_every_key_may_be_one() -> None:
+    future = FutureRecords()
+    for number in range(MAX_FLOORS + 1):
+        future.note_record(record(b"%d" % number, 100 + number))
+    assert future.has_floor_of(b"another", b"", 100)
+    assert not future.has_floor_of(b"another", b"", 100 + MAX_FLOORS)
+
+
+def take(rumors: Rumors[str], count: int, times: int) -> list[str]:
+    taken = list(islice(rumors.least_sent(), count))
+    for name in taken:
+        rumors.sent(name, times)
+    return taken
+
+
+def test_the_least_sent_go_first_and_each_so_many_times() -> None:
+    rumors: Rumors[str] = Rumors()
+    for name in "abc":
+        rumors.add(name)
+    assert take(rumors, 2, 2) == ["a", "b"]
+    rumors.add("d")
+    assert take(rumors, 3, 2) == ["c", "d", "a"]
+    assert take(rumors, 9, 2) == ["b", "c", "d"]
+    assert len(rumors) == 0
+    assert take(rumors, 9, 2) == []
+
+
+def test_a_rumour_that_is_told_anew_starts_from_the_beginning_and_one_may_end_early() -> None:
+    rumors: Rumors[str] = Rumors()
+    for name in "ab":
+        rumors.add(name)
+    take(rumors, 2, 3)
+    take(rumors, 1, 3)
+    rumors.add("a")
+    rumors.discard("b")
+    rumors.discard("never")
+    assert [take(rumors, 5, 3) for _ in range(4)] == [["a"], ["a"], ["a"], []]
+    rumors.add("c")
+    rumors.clear()
+    assert not list(rumors.least_sent())
+
+
+SIMILAR = st.binary(min_size=16, max_size=16) | st.sampled_from(
+    [bytes(16), bytes(15) + b"\1", b"\1" * 16, b"\1" + bytes(15), b"\1\0" * 8, b"\0\1" * 8]
+)
+"""Found within each other's entries as well."""
+VERSIONS = st.builds(Version, st.sampled_from([0, 1, 2, 257, 1 << 63]), st.integers(0, 257), st.just(0))
+
+
+@pytest.fixture(autouse=True)
+def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_versions, "PLACES", 2)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.lists(SIMILAR, max_size=4), VERSIONS), max_size=30),
+    st.lists(SIMILAR),
+)
+@settings(deadline=None)
+def test_as_a_dictionary(changes: list[tuple[bool, list[bytes], Version]], asked: list[bytes]) -> None:
+    versions, model = KeyVersions(), dict[bytes, Version]()
+    for raises, digests, version in changes:
+        if raises:
+            versions.raise_all(digests, version)
+            model |= {digest: max(version, model.get(digest, version)) for digest in digests}
+        else:
+            versions.drop_all(digests, version)
+            model = {d: v for d, v in model.items() if v != version or d not in digests}
+        for digest in [*model, *digests, *asked]:
+            assert versions.get(digest) == model.get(digest, ZERO_VERSION)
+
+
+def test_what_is_no_digest_has_no_version() -> None:
+    versions, version = KeyVersions(), Version(5, 1)
+    versions.raise_all([b"", bytes(15), bytes(16), bytes(17)], version)
+    assert [versions.get(bytes(size)) for size in (0, 1, 15, 17)] == [ZERO_VERSION] * 4
+    assert versions.get(bytes(16)) == version
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 16, 1 << 64, 1 << 70])
+def test_a_version_that_no_object_has_comes_and_goes(number: int) -> None:
+    versions = KeyVersions()
+    for version in (Version(7, number), Version(number, 7)):
+        versions.raise_all([bytes(16)], version)
+        assert versions.get(bytes(16)) != ZERO_VERSION
+        versions.drop_all([bytes(16)], version)
+        assert versions.get(bytes(16)) is ZERO_VERSION

@@ -48,6 +48,7 @@ from p2pstore.gossip.records import (
     read_cluster_record,
     read_peer_record,
 )
+from p2pstore.home_messages import Push
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_connection import LocalConnection
@@ -253,7 +254,7 @@ SIGNED = SignedRecord(b"", b"")
         msgspec.structs.replace(NOTHING, cluster_records=[SIGNED] * 1025),
         msgspec.structs.replace(NOTHING, logs=[control.LogChunk(1, 1, 1, b"")] * 16_385),
         data.Get([data.GetItem(b"")] * 1025),
-        peer_messages.Push(1, [1] * 32_769, b""),
+        Push(1, [1] * 32_769, b""),
         peer_messages.ClusterRecords([b""] * 257, []),
         peer_messages.ClusterRecords([], [b""] * 257),
     ],

@@ -1,9 +1,12 @@
-"""The addresses to try: bootstrap addresses always, the address book only while alone."""
+"""The addresses to try: bootstrap addresses always, those of the bounded address book only while alone."""
+
+from __future__ import annotations
 
 import math
 from random import Random
 
 from p2pstore.gossip.members.contacts import MAX_IN_FLIGHT, Contacts
+from tests.unit.gossip_network import Network, address_of, peer_id_of
 
 
 def test_an_address_of_the_book_that_is_named_as_bootstrap_is_tried_by_those_not_alone() -> None:
@@ -80,3 +83,43 @@ def test_only_addresses_at_which_a_peer_admitted_this_one_are_remembered() -> No
     contacts.succeeded(("ours",), b"c", 1.0)  # another peer is there now: nothing is known of it
     contacts.admitted(b"a")
     assert contacts.known_at() == {b"c": ("ours",), b"b": ("theirs",)}
+
+
+def test_the_living_come_before_those_that_are_gone() -> None:
+    network = Network(seed=1)
+    first, gone = network.start_all(2)
+    assert network.run(20, network.converged)
+    network.do(gone, gone.gossip.leave(network.now))
+    network.run(1)
+    network.stop(1)
+    network.start(2)
+    assert network.run(20, network.converged)
+    book = first.gossip.addresses.entries()
+    assert book == [(peer_id_of(number), (address_of(number),)) for number in (2, 1)]
+
+
+def test_an_address_is_kept_once_the_peer_there_has_admitted_this_one() -> None:
+    """The peer that answers there may be of another cluster: its admission shows that."""
+    network = Network(seed=1)
+    node = network.start(0)
+    addresses = ("10.0.0.9:17946",)
+    node.gossip.addresses.add_bootstrap(addresses)
+    node.gossip.contacted(peer_id_of(9), addresses, network.now)
+    assert node.gossip.addresses.addresses() == []
+    assert node.gossip.addresses.of(peer_id_of(9)) == list(addresses)
+    node.gossip.contacts.admitted(peer_id_of(9))
+    assert node.gossip.addresses.entries() == [(peer_id_of(9), addresses)]
+
+
+def test_what_an_earlier_run_left_stays_until_this_peer_was_admitted_somewhere() -> None:
+    """Else a peer that starts first, and is stopped before the others come, would never find them again."""
+    network = Network(seed=1)
+    first, second = network.start_all(2)
+    node = network.start(2)
+    node.gossip.addresses.load([(None, ("10.0.0.9:17946",))])
+    assert node.gossip.addresses.addresses() == ["10.0.0.9:17946"]
+    node.gossip.addresses.add_bootstrap([address_of(0)])
+    assert network.run(20, network.converged)
+    assert set(node.gossip.addresses.addresses()) == {address_of(0), address_of(1)}
+    assert first.gossip.contacts.admitted_once
+    assert second.gossip.contacts.admitted_once

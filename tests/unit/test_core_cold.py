@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.core.copies.write_back import LOOKED_AT
+from p2pstore.core.copies.coldest import LOOKED_AT
 from p2pstore.core.core_effects import (
     ColdObject,
     ColdSorted,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from p2pstore.core.core_effects import AskPeer, KnownCopy, PullFailure, PullObject, PullOutcome
@@ -10,8 +12,8 @@ from p2pstore.core.operation import Operation
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import decode_location
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.mapped.mapping import address_of
-from p2pstore.memory.segment import ObjectEntry
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
@@ -27,7 +29,7 @@ from tests.unit.core_harness import (
 )
 
 
-def fetch(world: Harness, key: str = "k", **options: object) -> Operation:
+def fetch(world: Harness, key: str = "k", **options: Any) -> Operation:
     return world.core.operations.fetch(digest_of(key), world.now, **options)
 
 

@@ -13,8 +13,9 @@ from p2pstore.core.core_effects import AskPeer
 from p2pstore.core.gets.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
 from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.machine import Ask
+from p2pstore.home_messages import Holding
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import CopyChecked, Holding, Locations
+from p2pstore.transfer.peer_messages import CopyChecked, Locations
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import (
     OTHER_INCARNATION,
@@ -434,7 +435,7 @@ def test_a_long_wait_keeps_nothing_of_what_was_answered() -> None:
     sizes = []
     for _ in range(10):
         answer_all(world, world.asks(DataKind.LOOKUP))
-        sizes.append(len(operation._asked))
+        sizes.append(len(operation.asked))
         world.pass_time(2.5)
     assert sizes == [0] * 10
     assert operation.homes_asked == len(world.core.homes(digest_of("k"))) > 0

@@ -16,21 +16,13 @@ from p2pstore.core.gets.lookup import (
     LookupOperation,
 )
 from p2pstore.errors import NoSuchKey, Unavailable
-from p2pstore.gossip.homes.directory_mode import KeptDirectory
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, KeptDirectory, partition_of
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
+from p2pstore.home_messages import Holding, PartitionSet, Push, Pushed
 from p2pstore.objects import Version
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import (
-    CopyChecked,
-    Holding,
-    Locations,
-    Lookup,
-    PartitionSet,
-    Push,
-    Pushed,
-)
+from p2pstore.transfer.peer_messages import CopyChecked, Locations, Lookup
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import (
     OTHER_INCARNATION,

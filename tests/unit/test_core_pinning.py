@@ -10,8 +10,9 @@ from p2pstore.core.core_effects import AskPeer
 from p2pstore.core.puts.lifetimes import MAX_PINS, PIN_TIMEOUT_SECONDS, PinEnd, PinOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.records import Tier, decode_location
-from p2pstore.memory.segment import SOFT_PIN_SECONDS, ObjectEntry
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import Pin
+from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations, PinItem, PinsSet, SetPins
 from p2pstore.wire import Code, Failure

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from p2pstore.core import floors as sweeping
 from p2pstore.core.core_effects import AskPeer, CheckObject, PullFailure, PullOutcome
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.core.removals import flush as sweeping
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SCOPE_NAMESPACE, writer_of
+from p2pstore.home_messages import Holding
 from p2pstore.memory.segment_layout import Pin, decode_trailer
 from p2pstore.objects import Version, chunk_sums, namespace_digest
 from p2pstore.put_facts import PutStatus
@@ -25,7 +26,6 @@ from p2pstore.transfer.peer_messages import (
     CopyChecked,
     ExpiryItem,
     ExpirySet,
-    Holding,
     Locations,
     Replicated,
     SetExpiry,

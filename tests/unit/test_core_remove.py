@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from p2pstore.core import remove as removing
 from p2pstore.core.core_effects import AskPeer, SaveClusterRecord
-from p2pstore.core.removals import remove as removing
-from p2pstore.core.removals.remove import RemoveOperation
+from p2pstore.core.remove import RemoveOperation
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
 from p2pstore.gossip.records import SCOPE_NAMESPACE, SignedRecord, keys_of_floor, open_cluster_record
+from p2pstore.home_messages import Holding
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import ClusterRecords, Holding, Locations, Replicate
+from p2pstore.transfer.peer_messages import ClusterRecords, Locations, Replicate
 from p2pstore.wire import Empty
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import (

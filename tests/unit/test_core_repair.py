@@ -10,17 +10,18 @@ import pytest
 from msgspec.structs import replace
 
 import p2pstore.core.copies.hand_over as hand_over_module
+from p2pstore.core.copies.coldest import SPREAD_SECONDS
 from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
-from p2pstore.core.copies.offers import SPREAD_SECONDS
 from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
 from p2pstore.core.copies.repair import MOST_FAILURES, RepairTiming
 from p2pstore.core.core_effects import AskPeer, LoadObject
 from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.machine import Ask
+from p2pstore.home_messages import Push
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Push, Replicate, Replicated
+from p2pstore.transfer.peer_messages import Replicate, Replicated
 from p2pstore.wire import Code, Failure
 from tests.present import present
 from tests.unit.cold_world import ColdWorld

@@ -11,18 +11,16 @@ from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Duplicate
 from p2pstore.gossip.records import decode_location, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
+from p2pstore.home_messages import Holding, Push, Pushed
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.transfer.data_messages import DataKind, Ping, Pong
 from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
     ClusterRecords,
-    Holding,
     Keys,
     ListKeys,
     Locations,
     Lookup,
-    Push,
-    Pushed,
     Replicate,
     Replicated,
     Statistics,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from p2pstore.addresses import split_address
 from p2pstore.errors import ConfigError
-from p2pstore.transfer.data_addresses import DataAddress, over_tls, split_data_address
+from p2pstore.transfer.data_messages import DataAddress, over_tls, split_data_address
 
 
 @pytest.mark.parametrize(

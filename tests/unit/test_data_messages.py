@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
+from p2pstore.home_messages import Holding
 from p2pstore.transfer.data_messages import (
     READ_KINDS,
     REPLIES,
@@ -19,7 +20,7 @@ from p2pstore.transfer.data_messages import (
     ObjectReply,
     Ticket,
 )
-from p2pstore.transfer.peer_messages import Holding, KeyInfo
+from p2pstore.transfer.peer_messages import KeyInfo
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
     ERROR,

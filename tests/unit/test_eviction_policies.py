@@ -11,12 +11,12 @@ import pytest
 
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction import EvictionOrder
-from p2pstore.memory.eviction_policies import PolicyName, make_policy
-from p2pstore.memory.policies.ghosts import LEAST_GHOSTS, MOST_FORGOTTEN, Ghosts
+from p2pstore.memory.policies import PolicyName, make_policy
+from p2pstore.memory.policies.interface import LEAST_GHOSTS, MOST_FORGOTTEN, Ghosts
 from p2pstore.memory.policies.prefix_aware import MOST_CREDITS, PrefixAware
 from p2pstore.memory.policies.s3_fifo import MOST_PROMOTED
 from p2pstore.memory.segment_layout import Pin, SlotState
-from p2pstore.trace.block_cache import BlockCache
+from p2pstore.trace.one_cache import BlockCache
 from tests.unit.eviction_entries import entry
 
 POLICIES: Sequence[PolicyName] = get_args(PolicyName)

@@ -11,8 +11,7 @@ import pytest
 
 from p2pstore.gossip.exchange.anti_entropy import SEND_MICROSECONDS
 from p2pstore.gossip.exchange.delta_checks import TAKE_MICROSECONDS, work_microseconds
-from p2pstore.gossip.gossip_effects import Ask
-from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, ExchangeReply, LogChunk
+from p2pstore.gossip.gossip_messages import Ask, ControlKind, Delta, Exchange, ExchangeReply, LogChunk
 from p2pstore.gossip.locations.log import sign_run
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.records import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,8 +41,8 @@ class FakeTransport:
         return self._cost
 
 
-TCP = FakeTransport("tcp", 1.0)
-SHM = FakeTransport("shm", 0.1, same_host_only=True)
+TCP: Any = FakeTransport("tcp", 1.0)
+SHM: Any = FakeTransport("shm", 0.1, same_host_only=True)
 
 
 def copy(member: int, *, same_host: bool = False, load: int = 0) -> RemoteCopy:

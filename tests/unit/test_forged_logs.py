@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.digests import Run, pack_runs
-from p2pstore.gossip.gossip_effects import FetchSnapshot, Push, SnapshotHead
-from p2pstore.gossip.gossip_messages import ControlKind, Delta, LogChunk
+from p2pstore.gossip.gossip_messages import ControlKind, Delta, FetchSnapshot, LogChunk, SnapshotHead
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, REMOVED, SignedRun, sign_run
 from p2pstore.gossip.locations.snapshots import UNSIGNED_RECORDS, check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, PeerId, sign_peer_record
+from p2pstore.home_messages import Push
 from tests.present import present
 from tests.unit.gossip_network import (
     FakeVerifier,
@@ -276,10 +276,10 @@ def test_large_snapshots_are_fetched_one_at_a_time() -> None:
 def test_a_push_speaks_for_its_sender_only() -> None:
     world = World()
     own = world.liar.gossip.incarnation
-    push = Push(1, world.reader.peer_id, 1.0, own, [99], removal(1))
+    push = Push(own, [99], removal(1))
     world.reader.gossip.take_push(world.liar.gossip.member, push, world.net.now)
     world.check()
-    push = Push(2, world.reader.peer_id, 1.0, own, [99], location(9).encode())
+    push = Push(own, [99], location(9).encode())
     world.reader.gossip.take_push(world.liar.gossip.member, push, world.net.now)
     assert world.holders(9) == [world.liar.peer_id]
 

@@ -8,9 +8,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from p2pstore.access.keyring import KeyRing, writer_key_of
 from p2pstore.gossip.links.identity import Identity
+from p2pstore.home_messages import Holding, PartitionSet, Push, Pushed
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import (
     DataKind,
     Get,
@@ -43,6 +43,7 @@ from p2pstore.transfer.data_messages import (
     SwarmLink,
     SwarmLinked,
     Ticket,
+    over_tls,
 )
 from p2pstore.transfer.peer_messages import (
     CheckCopy,
@@ -51,16 +52,12 @@ from p2pstore.transfer.peer_messages import (
     ExpirySet,
     Flush,
     Flushed,
-    Holding,
     Locations,
     Lookup,
-    PartitionSet,
     PinItem,
     PinsSet,
     Proofs,
     Prove,
-    Push,
-    Pushed,
     ReadCount,
     Reads,
     ReadsTaken,
@@ -73,7 +70,7 @@ from p2pstore.transfer.peer_messages import (
     SetPins,
 )
 from p2pstore.transfer.read_tickets import Scope, TicketClaims, issue_ticket, prove, ticket_secret
-from p2pstore.transfer.tls.tls_certificates import bound_secret, make_certificate
+from p2pstore.transfer.tls_streams import bound_secret, make_certificate
 from p2pstore.wire import (
     ERROR,
     HEADER,

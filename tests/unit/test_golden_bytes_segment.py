@@ -6,7 +6,6 @@ When one of these fails, the format has changed: it needs a new format number an
 from __future__ import annotations
 
 from p2pstore.memory.entries import Written
-from p2pstore.memory.key_index import decode_index_entry, encode_index_entry, index_home
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     SLOT_FLAG_SOFT,
@@ -17,12 +16,15 @@ from p2pstore.memory.segment_layout import (
     Slot,
     SlotState,
     TrailerBody,
+    decode_index_entry,
     decode_segment_header,
     decode_slot,
     decode_trailer,
+    encode_index_entry,
     encode_segment_header,
     encode_slot,
     encode_trailer,
+    index_home,
     plan_geometry,
     trailer_matches,
 )

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.digests import pack_digest
-from p2pstore.gossip.gossip_effects import Answer
 from p2pstore.gossip.gossip_messages import (
     Ack,
+    Answer,
     Claim,
     ControlKind,
     Delta,
@@ -144,10 +144,10 @@ def test_home_peers_know_at_once() -> None:
     pushes = writer.gossip.pushes(net.now)
     for key in range(40):
         expected = set(writer.gossip.homes(digest_of(key))) - {writer.peer_id}
-        told = {p.peer_id for p in pushes if digest_of(key) in p.operations}
+        told = {p.peer_id for p in pushes if digest_of(key) in p.message.operations}
         assert told == expected
     assert len(writer.gossip.homes(digest_of(1))) == 3
-    assert all(len(p.operations) == 42 * len(p.sequences) for p in pushes)
+    assert all(len(p.message.operations) == 42 * len(p.message.sequences) for p in pushes)
     for push in pushes:
         writer.gossip.push_answered(push.token, [], (), net.now)
     writer.hold(location(99), net.now)

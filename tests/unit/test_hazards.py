@@ -23,7 +23,7 @@ from p2pstore.memory.kept_memory import Kept
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import GRANULE_BYTES, SlotState, decode_slot, plan_geometry
 from p2pstore.objects import key_digest
-from p2pstore.runtime import memory_barrier
+from p2pstore.runtime import linux
 from p2pstore.transfer.reading.segment_reader import SegmentReader, Sighting
 from simulation.segment_checks import check_segment
 from tests.present import present
@@ -347,21 +347,21 @@ def test_memory_that_outlives_its_owner_has_no_such_leases() -> None:
 
 
 def test_barriers_pass_through_threads_that_run() -> None:
-    if not memory_barrier.is_available():
+    if not linux.has_barriers():
         pytest.skip("this kernel, or its sandbox, has no membarrier: clients ask for their leases")
-    assert memory_barrier.take_part()
+    assert linux.join_barriers()
     over = threading.Event()
     runs = threading.Thread(target=lambda: over.wait(10))
     runs.start()
     for _ in range(100):
-        memory_barrier.pass_through_all()
+        linux.memory_barrier()
     over.set()
     runs.join()
 
 
 def test_a_machine_without_barriers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "unheard of")
-    assert not memory_barrier.is_available()
-    assert not memory_barrier.take_part()
+    assert not linux.has_barriers()
+    assert not linux.join_barriers()
     with pytest.raises(OSError, match="membarrier"):
-        memory_barrier.pass_through_all()
+        linux.memory_barrier()

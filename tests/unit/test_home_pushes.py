@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, Questions
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import PartitionSet, Push
-from p2pstore.gossip.gossip_messages import ControlKind, Ping
+from p2pstore.gossip.gossip_messages import ControlKind, HomePush, Ping
 from p2pstore.gossip.homes import home_pushes
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
@@ -23,6 +22,7 @@ from p2pstore.gossip.homes.home_views import HomeViews
 from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of, table_of
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, decode_location, location_hash
+from p2pstore.home_messages import PartitionSet, Push
 from tests.present import present
 from tests.unit.gossip_network import digest_of, location, peer_id_of
 from tests.unit.location_set import check_update
@@ -53,10 +53,10 @@ class Owner:
             operation = present(self.log.remove(digest_of(number), decode_location(held).version))
             self.pushes.note([operation])
 
-    def take(self, now: float) -> list[Push]:
+    def take(self, now: float) -> list[HomePush]:
         return self.pushes.take(now)
 
-    def bring_up(self, now: float) -> list[Push]:
+    def bring_up(self, now: float) -> list[HomePush]:
         """Answer everything until nothing is left to say."""
         said = []
         for _ in range(50):
@@ -89,16 +89,21 @@ def test_a_new_home_is_sent_its_partitions_whole_then_operations_by_number() -> 
     for number in range(20):
         owner.hold(number)
     first, *rest = owner.bring_up(1.0)
-    assert not first.sequences, "all of it is in the whole partitions"
-    assert sum(len(each.records) for push in (first, *rest) for each in push.sets) == 20 * LOCATION_BYTES
-    assert len(first.sets) == 1024, "empty ones, too"
+    assert not first.message.sequences, "all of it is in the whole partitions"
+    assert (
+        sum(len(each.records) for push in (first, *rest) for each in push.message.sets)
+        == 20 * LOCATION_BYTES
+    )
+    assert len(first.message.sets) == 1024, "empty ones, too"
     assert owner.pushes.lacking() == 0
     owner.hold(3, clock=2)
     (push,) = owner.take(10.0)
-    assert (push.peer_id, push.incarnation, push.sets) == (peer_id_of(HOME), 5, [])
-    assert push.operations == location(3, 2).encode()
-    assert int.from_bytes(push.numbers, "little") == owner.pushes.sets.number(partition_of(digest_of(3)))
-    assert push.sequences == [21]
+    assert (push.peer_id, push.message.incarnation, push.message.sets) == (peer_id_of(HOME), 5, [])
+    assert push.message.operations == location(3, 2).encode()
+    assert int.from_bytes(push.message.numbers, "little") == owner.pushes.sets.number(
+        partition_of(digest_of(3))
+    )
+    assert push.message.sequences == [21]
 
 
 def test_one_message_at_a_time_and_a_pause_between_batches() -> None:
@@ -110,7 +115,7 @@ def test_one_message_at_a_time_and_a_pause_between_batches() -> None:
     assert owner.take(10.1) == [], "the first one is not answered yet"
     owner.pushes.answered(push.token, [], 10.1)
     (push,) = owner.take(10.1)
-    assert push.operations == location(2).encode()
+    assert push.message.operations == location(2).encode()
     owner.pushes.answered(push.token, [], 10.1)
     owner.hold(3)
     assert owner.take(10.11) == [], "a batch every 20 ms"
@@ -122,7 +127,7 @@ def test_full_homes_are_told_of_operations_only_and_never_again() -> None:
     owner = Owner([OWNER, HOME], keeps=False)
     owner.hold(1)
     (push,) = owner.take(10.0)
-    assert (push.numbers, push.sets, push.audit) == (b"", [], b"")
+    assert (push.message.numbers, push.message.sets, push.message.audit) == (b"", [], b"")
     owner.pushes.answered(push.token, None, 10.5)
     assert owner.take(11.5) == []
     assert owner.pushes.lacking() == 0
@@ -136,8 +141,8 @@ def test_a_home_that_did_not_answer_is_sent_the_partition_whole() -> None:
     owner.hold(1, clock=2)  # waits behind it, and is void with it
     owner.pushes.answered(push.token, None, 10.5)
     (again,) = owner.take(11.0)
-    assert again.operations == b""
-    (whole,) = again.sets
+    assert again.message.operations == b""
+    (whole,) = again.message.sets
     assert whole.partition == partition_of(digest_of(1))
     assert (whole.number, whole.records) == (2, location(1, 2).encode())
     owner.pushes.answered(again.token, [], 11.0)
@@ -160,7 +165,9 @@ def test_operations_that_are_not_answered_soon_are_sent_once_more() -> None:
     assert owner.take(10.5) == [], "the second copy may yet be answered"
     owner.pushes.answered(second.token, [], 10.55)
     (after,) = owner.take(10.6)
-    assert (after.operations, after.sets) == (location(1, 2).encode(), []), "nothing was missed"
+    assert (after.message.operations, after.message.sets) == (location(1, 2).encode(), []), (
+        "nothing was missed"
+    )
 
 
 @pytest.mark.parametrize("answered", [0, 1])
@@ -171,7 +178,7 @@ def test_the_answer_to_either_copy_counts(answered: int) -> None:
     pushes = [*owner.take(10.0), *owner.take(10.2)]
     owner.pushes.answered(pushes[answered].token, [partition_of(digest_of(1))], 10.2)
     (whole,) = owner.take(10.3)
-    assert [each.partition for each in whole.sets] == [partition_of(digest_of(1))]
+    assert [each.partition for each in whole.message.sets] == [partition_of(digest_of(1))]
     owner.pushes.answered(pushes[1 - answered].token, None, 10.7)
     owner.pushes.answered(whole.token, [], 10.7)
     assert owner.pushes.lacking() == 0, "the other copy's outcome is of no interest"
@@ -184,7 +191,7 @@ def test_a_home_that_answers_neither_copy_is_sent_the_partition_whole() -> None:
     for push in [*owner.take(10.0), *owner.take(10.2)]:
         owner.pushes.answered(push.token, None, 10.7)
     (again,) = owner.take(11.0)
-    assert len(again.sets) == 1
+    assert len(again.message.sets) == 1
 
 
 def test_homes_that_are_slow_are_not_sent_more() -> None:
@@ -205,7 +212,7 @@ def test_homes_that_are_slow_are_not_sent_more() -> None:
 def test_whole_partitions_are_not_sent_twice_in_a_hurry() -> None:
     owner = Owner([OWNER, HOME])
     owner.hold(1)
-    assert owner.take(1.0)[0].sets
+    assert owner.take(1.0)[0].message.sets
     assert owner.take(1.4) == []
 
 
@@ -220,11 +227,11 @@ def test_a_whole_partition_that_changed_on_the_way_is_sent_again() -> None:
     owner.hold(1, clock=2)
     owner.pushes.answered(whole.token, [], 10.1)
     (again,) = owner.take(10.2)
-    assert [each.number for each in again.sets] == [2]
+    assert [each.number for each in again.message.sets] == [2]
     owner.pushes.answered(again.token, [], 10.2)
     owner.hold(1, clock=3)
     (push,) = owner.take(10.3)
-    assert (push.sequences, push.sets) == ([3], [])
+    assert (push.message.sequences, push.message.sets) == ([3], [])
 
 
 def test_a_home_that_refuses_is_asked_less_and_less_often() -> None:
@@ -249,7 +256,7 @@ def test_a_restarted_home_gets_everything_anew() -> None:
     owner.bring_up(1.0)
     owner.pushes.renewed(HOME, 10.0)
     assert owner.pushes.lacking() == 1024
-    pushes = [push for push in owner.bring_up(10.0) if push.sets]
+    pushes = [push for push in owner.bring_up(10.0) if push.message.sets]
     assert {push.peer_id for push in pushes} == {peer_id_of(HOME)}
     assert owner.pushes.lacking() == 0
 
@@ -260,7 +267,7 @@ def test_all_homes_get_everything_anew_when_the_log_begins_anew() -> None:
     owner.log.restart(6)
     owner.pushes.voided(10.0)
     assert owner.pushes.lacking() == 2048
-    assert {push.incarnation for push in owner.bring_up(10.0)} == {6}
+    assert {push.message.incarnation for push in owner.bring_up(10.0)} == {6}
     assert owner.pushes.lacking() == 0
 
 
@@ -280,7 +287,7 @@ def test_who_is_home_no_longer_is_told_for_a_while_yet() -> None:
     owner.bring_up(10.0)
     for now, told in ((15.0, True), (15.0 + CONFIG.former_home_seconds, False)):
         owner.hold(number, clock=int(now))
-        pushes = [push for push in owner.take(now) if push.operations]
+        pushes = [push for push in owner.take(now) if push.message.operations]
         assert (peer_id_of(former) in {push.peer_id for push in pushes}) is told
         for push in pushes:
             owner.pushes.answered(push.token, [], now)
@@ -307,13 +314,13 @@ def test_audits_go_round_and_name_what_a_home_should_have() -> None:
     while now < 40.0:
         now += 0.02
         for push in owner.take(now):
-            if push.audit:
+            if push.message.audit:
                 audited.append(push.peer_id)
-                entries = {p: (n, h) for p, n, h in AUDIT_ENTRY.iter_unpack(push.audit)}
+                entries = {p: (n, h) for p, n, h in AUDIT_ENTRY.iter_unpack(push.message.audit)}
                 partition = partition_of(digest_of(1))
                 assert len(entries) == 1024
                 assert entries[partition] == (1, location_hash(location(1).encode()))
-                assert push.audit_seconds == 10
+                assert push.message.audit_seconds == 10
             owner.pushes.answered(push.token, [], now)
     assert sorted(map(audited.count, {peer_id_of(HOME), peer_id_of(OTHER)})) in ([3, 3], [4, 4])
 
@@ -326,9 +333,12 @@ def test_what_waits_for_one_home_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         owner.hold(number)
     (push,) = owner.take(10.0)
     partitions = {partition_of(digest_of(number)) for number in range(30)}
-    told = {partition_of(push.operations[at : at + 2]) for at in range(0, len(push.operations), 42)}
-    assert told | {each.partition for each in push.sets} == partitions
-    assert len(push.sequences) <= 10
+    told = {
+        partition_of(push.message.operations[at : at + 2])
+        for at in range(0, len(push.message.operations), 42)
+    }
+    assert told | {each.partition for each in push.message.sets} == partitions
+    assert len(push.message.sequences) <= 10
 
 
 def test_the_shell_that_loses_an_answer_does_not_end_it() -> None:
@@ -340,7 +350,7 @@ def test_the_shell_that_loses_an_answer_does_not_end_it() -> None:
     assert owner.take(11.1) == []
     assert owner.pushes.due() < math.inf
     owner.take(12.0)  # notes that nothing comes any more
-    assert any(push.sets for push in owner.bring_up(12.0))
+    assert any(push.message.sets for push in owner.bring_up(12.0))
 
 
 def test_the_sets_are_made_when_they_are_needed_and_are_right_whenever_that_is() -> None:
@@ -375,7 +385,7 @@ def test_the_sets_are_made_when_they_are_needed_and_are_right_whenever_that_is()
 
 def update(**fields: object) -> Push:
     values: dict[str, object] = {"incarnation": 5, "sequences": [], "operations": b""}
-    return Push(1, b"", 1.0, **(values | fields))  # type: ignore[arg-type]  # by name
+    return Push(**(values | fields))  # type: ignore[arg-type]  # by name
 
 
 def run_of(*numbered: tuple[int, bytes]) -> Push:
@@ -556,9 +566,9 @@ def test_a_home_never_vouches_for_less_than_the_owner_confirmed(history: list[tu
         for push in owner.take(now):
             if kind == "lose":
                 owner.pushes.answered(push.token, None, now)
-                late.append(push)
+                late.append(push.message)
                 continue
-            behind = take(home, push, now)
+            behind = take(home, push.message, now)
             owner.pushes.answered(push.token, None if kind == "lose answer" else behind, now)
 
     for kind, number in history:

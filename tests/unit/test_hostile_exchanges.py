@@ -7,8 +7,7 @@ import pytest
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.delta_checks import MAX_READ_RUNS
 from p2pstore.gossip.exchange.digests import Run, pack_runs
-from p2pstore.gossip.gossip_effects import Ask
-from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, LogChunk
+from p2pstore.gossip.gossip_messages import Ask, ControlKind, Delta, Exchange, LogChunk
 from p2pstore.gossip.locations.log import SignedRun, sign_run
 from p2pstore.gossip.records import sign_peer_record
 from tests.unit.gossip_network import FakeSigner, Network, Node, bury, location, peer_id_of, peer_record

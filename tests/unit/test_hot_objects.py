@@ -1,4 +1,4 @@
-"""Readers that a holder of a hot object serves itself, those that it sends on, and the reads of these."""
+"""Readers of a hot object: served, or sent on to others; and the reads that a holder does not see."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from random import Random
 import pytest
 
 from p2pstore.core.core_effects import PullFailure, PullObject, PullOutcome
-from p2pstore.core.gets import hot_objects
+from p2pstore.core.gets import reads as hot_objects
+from p2pstore.core.gets import reads as read_reports
 from p2pstore.core.gets.fetch_operation import MOST_HOPS, FetchOperation
-from p2pstore.core.gets.hot_objects import (
+from p2pstore.core.gets.reads import (
+    ANSWER_SECONDS,
     FIRST_PAUSE_SECONDS,
     HALF_LIFE_SECONDS,
     KEPT_SHARE,
@@ -19,13 +21,14 @@ from p2pstore.core.gets.hot_objects import (
     MAX_LOSERS,
     MOST_KEEPERS,
     MOST_TRANSFERS,
+    REPORT_SECONDS,
     HotObjects,
     SentOn,
 )
-from p2pstore.errors import Unavailable
+from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.objects import MIB
 from p2pstore.transfer.data_messages import DataKind, Keeps
-from p2pstore.transfer.peer_messages import Locations
+from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, Locations, ReadCount, Reads, ReadsTaken
 from p2pstore.wire import Code
 from tests.unit.core_harness import Harness, Other, RemoteObject, digest_of
 
@@ -290,3 +293,83 @@ def test_when_nobody_delivers_the_fetch_ends() -> None:
         world.answer(ask, Locations([[]]))
     assert isinstance(operation.result, Unavailable)
     world.check_idle()
+
+
+def told(world: Harness) -> dict[bytes, dict[bytes, int]]:
+    """The reports since the last call: read counts by member and object."""
+    found: dict[bytes, dict[bytes, int]] = {}
+    for ask in world.asks(DataKind.READS):
+        assert isinstance(ask.request, Reads)
+        assert ask.timeout_seconds == ANSWER_SECONDS
+        counts = found.setdefault(ask.peer_id, {})
+        counts |= {item.digest: item.count for item in ask.request.items}
+    return found
+
+
+def test_reads_are_told_to_their_holders_together_and_once() -> None:
+    world = Harness(others=2)
+    first, second = world.others
+    reports = world.core.read_reports
+    for _ in range(3):
+        reports.note(first.member, digest_of("a"), 1, world.now)
+    reports.note(first.member, digest_of("b"), 5, world.now)
+    reports.note(second.member, digest_of("a"), -1, world.now)
+    reports.note(12345, digest_of("a"), 1, world.now)  # no member
+    world.pass_time(REPORT_SECONDS / 2)
+    assert told(world) == {}
+    world.pass_time(REPORT_SECONDS)
+    assert told(world) == {
+        first.peer_id: {digest_of("a"): 3, digest_of("b"): 5},
+        second.peer_id: {digest_of("a"): 0},
+    }
+    world.pass_time(10 * REPORT_SECONDS)
+    assert told(world) == {}
+
+
+def test_what_is_read_elsewhere_stays_there_when_room_is_made() -> None:
+    world = Harness(others=1)
+    value = bytes(20_000)
+    keys = [f"k{number}" for number in range(12)]
+    for key in keys:
+        world.stored(key, value)
+        world.pass_time(1.0)
+    items = [ReadCount(digest_of(keys[0]), 2), ReadCount(digest_of("absent"))]
+    assert isinstance(world.serve(world.others[0], DataKind.READS, Reads(items)), ReadsTaken)
+    world.stored("new", value)
+    assert world.find(keys[0]) is not None
+    assert world.find(keys[1]) is None
+
+
+def test_a_pull_that_its_holder_did_not_see_is_told_and_others_are_not() -> None:
+    world = Harness(others=1)
+    holder = world.others[0]
+    for key, transport in (("shm", "shm"), ("rdma", "rdma"), ("tcp", "tcp")):
+        thing = world.hold(holder, key, b"value")
+        world.start(FetchOperation(world.core, digest_of(key)))
+        pull = world.pull_wanted()
+        destination = world.core.operations.copy_destination(pull.operation, world.now)
+        destination.prepare(thing.slot, thing.trailer)[:] = thing.value
+        destination.commit(world.now)
+        outcome = PullOutcome(True, source=holder.member, transport=transport)
+        world.core.operations.pulled(pull.operation, outcome, world.now)
+    world.pass_time(2 * REPORT_SECONDS)
+    assert told(world) == {holder.peer_id: {digest_of("shm"): 1, digest_of("rdma"): 1}}
+
+
+def test_reports_are_bounded_and_those_who_do_not_answer_get_none() -> None:
+    world = Harness(others=2)
+    first, second = world.others
+    reports = world.core.read_reports
+    for number in range(read_reports.MAX_NOTED + 10):
+        reports.note(first.member, number.to_bytes(16, "little"), 1, world.now)
+    reports.note(second.member, digest_of("a"), 1, world.now)
+    world.core.holders.peer_failed(second.peer_id, world.now)
+    world.pass_time(REPORT_SECONDS)
+    asks = world.asks(DataKind.READS)
+    assert {ask.peer_id for ask in asks} == {first.peer_id}
+    assert [len(ask.request.items) for ask in asks if isinstance(ask.request, Reads)] == (
+        [MAX_READ_COUNTS] * (read_reports.MAX_NOTED // MAX_READ_COUNTS)
+    )
+    too_many = [ReadCount(digest_of("a"))] * (MAX_READ_COUNTS + 1)
+    with pytest.raises(ProtocolError):
+        world.serve(first, DataKind.READS, Reads(too_many))

@@ -12,9 +12,14 @@ import pytest
 
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
-from p2pstore.memory.mapped.joined_memory import JoinedMemory, map_joined
 from p2pstore.memory.mapped.kept_file import create_file_memory
-from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, prefault
+from p2pstore.memory.mapped.mapped_memory import (
+    JoinedMemory,
+    SharedMemory,
+    create_memory,
+    map_joined,
+    prefault,
+)
 from p2pstore.memory.segment_layout import SEGMENT_MAGIC
 from p2pstore.objects import MIB
 from p2pstore.peer.segment_memory import create_segment_memory

@@ -18,8 +18,8 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.entries import ObjectEntry, Written
-from p2pstore.memory.eviction_policies import PolicyName, make_policy
 from p2pstore.memory.kept_memory import (
+    EARLIER_CLIENTS,
     Expected,
     Kept,
     KeptElsewhere,
@@ -32,8 +32,8 @@ from p2pstore.memory.kept_memory import (
     tail_bytes,
     tail_offset,
 )
-from p2pstore.memory.returned_objects import EARLIER_CLIENTS
-from p2pstore.memory.segment import SOFT_PIN_SECONDS, Segment
+from p2pstore.memory.policies import PolicyName, make_policy
+from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     SLOT_BYTES,
@@ -42,6 +42,7 @@ from p2pstore.memory.segment_layout import (
     SlotState,
     plan_geometry,
 )
+from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from simulation.segment_checks import check_segment

@@ -5,8 +5,7 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from p2pstore.gossip.gossip_effects import Answer, Later
-from p2pstore.gossip.gossip_messages import Ack
+from p2pstore.gossip.gossip_messages import Ack, Answer, Later
 from p2pstore.peer.for_peers.control_traffic import LaterReplies
 from p2pstore.wire import Code, Failure, Message
 

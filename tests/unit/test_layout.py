@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import CapacityExceeded, ProtocolError
-from p2pstore.memory.key_index import decode_index_entry, encode_index_entry, index_home
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
@@ -24,13 +23,16 @@ from p2pstore.memory.segment_layout import (
     SlotRows,
     SlotState,
     TrailerBody,
+    decode_index_entry,
     decode_segment_header,
     decode_slot,
     decode_trailer,
+    encode_index_entry,
     encode_segment_header,
     encode_slot,
     encode_trailer,
     extent_bytes,
+    index_home,
     is_only_chunk,
     plan_geometry,
     slot_matches,
@@ -260,7 +262,7 @@ def test_many_slots_are_judged_as_each_alone(items: list[tuple[bytes, int | None
     ]
     assert len(rows) == len(items)
     # Alone, the payload's length is compared as well.
-    same = [length == len(value) for length, value in zip(rows.lengths, values, strict=True)]
+    same = [length == len(value) for length, value in zip(rows.column("length"), values, strict=True)]
     judged = rows.are_only_chunks(b"".join(digests), sums).tolist()
     assert [each and fits for each, fits in zip(judged, same, strict=True)] == good
     for fine, (_, flipped_bit, change) in zip(good, items, strict=True):

@@ -1,21 +1,26 @@
-"""A peer's work for local clients that put, without sockets."""
+"""A peer's work for local clients that put and get, without sockets."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from p2pstore.core.operation import Operation
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import Access
-from p2pstore.objects import chunk_sums, root_checksum
+from p2pstore.local.local_protocol import Access, LocalClient
+from p2pstore.objects import chunk_sums, key_digest, root_checksum
+from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from simulation.segment_checks import check_segment
-from tests.unit.core_harness import HOLDER, NAMESPACE, Harness
+from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, digests_asked
+from tests.unit.test_core_partitioned import foreign_key, partitioned
 
 VALUE = b"v" * 5000
 ROOM = local.ReserveItem(len(VALUE), 128)
@@ -114,3 +119,32 @@ def test_an_abort_passes_over_what_has_ended() -> None:
     used = world.segment.used_bytes
     loop.puts.abort(CLIENT, local.Abort([first, 1 << 40, second]))
     assert world.segment.used_bytes < used
+
+
+def gets_of(world: Harness) -> LocalGets:
+    async def complete(operation: Operation) -> Any:
+        assert operation.done
+        return operation.result
+
+    node: Any = SimpleNamespace(
+        core=world.core, now=world.now, complete=complete, routes=SimpleNamespace(reading_order=list)
+    )
+    return LocalGets(node, office=None, max_leased_bytes=0)  # type: ignore[arg-type]  # no ticket is asked for
+
+
+@pytest.mark.parametrize(("homes_answer", "code"), [(False, Code.UNAVAILABLE), (True, Code.NO_SUCH_KEY)])
+async def test_a_plan_for_a_key_of_which_nobody_can_tell_says_so(homes_answer: bool, code: Code) -> None:
+    world = partitioned()
+    digest = key_digest(foreign_key(world), NAMESPACE)
+    planning = gets_of(world).plan(CLIENT, local.Plan(digest))
+    assert isinstance(planning, Awaitable)
+    for _ in range(200):
+        for ask in world.asks(DataKind.LOOKUP):
+            reply = Locations([[] for _ in digests_asked(ask)], [0]) if homes_answer else None
+            world.answer(ask, reply)
+        world.pass_time(0.02)
+    planned = await planning
+    assert isinstance(planned, local.Planned)
+    (item,) = planned.items
+    assert item.error.code == code
+    assert not item.holders

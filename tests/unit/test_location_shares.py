@@ -8,20 +8,24 @@ import msgspec
 import pytest
 
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.directory_mode import ClusterLoad, ModeLimits
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, PartitionConfig, partition_of
-from p2pstore.gossip.locations.catch_up import CatchUp, FollowedLogs
+from p2pstore.gossip.homes.partition_homes import (
+    PARTITION_COUNT,
+    ClusterLoad,
+    ModeLimits,
+    PartitionConfig,
+    partition_of,
+)
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.location_index import hash_of
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
-from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.locations.snapshots import CatchUp, FollowedLogs, check_snapshot
 from p2pstore.gossip.locations.views import DirectoryConfig, LocationShares, Outcome, who_makes_room
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
+from p2pstore.home_messages import PartitionSet, Push
 from p2pstore.peer.node import Node
-from p2pstore.transfer.peer_messages import PartitionSet, Push
 from tests.unit.core_harness import OTHER_INCARNATION, Harness
 from tests.unit.gossip_network import digest_of, location
 from tests.unit.location_set import check_update

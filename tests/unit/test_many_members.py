@@ -1,12 +1,13 @@
-"""The cost of an idle member: memory, and time a few times a second."""
+"""The cost of members and of past events: memory, garbage collections, and time a few times a second."""
 
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -16,13 +17,22 @@ import pytest
 
 from p2pstore.gossip import incoming
 from p2pstore.gossip.exchange.digests import DigestTable
-from p2pstore.gossip.gossip_effects import Ask, Effect
-from p2pstore.gossip.gossip_messages import REQUESTS, Claim, ControlKind, Delta, Ping, Status
+from p2pstore.gossip.gossip_messages import (
+    REQUESTS,
+    Ask,
+    Claim,
+    ControlKind,
+    Delta,
+    Effect,
+    Ping,
+    Status,
+)
 from p2pstore.gossip.homes import partition_homes
 from p2pstore.gossip.homes.partition_homes import HomeTable, choose_homes
 from p2pstore.gossip.homes.partitioned_directory import FOLLOWED_AT_ONCE
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.members.member_table import PARSED_RECORDS
+from p2pstore.gossip.members.member_table import PARSED_RECORDS, MembershipConfig
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.members.suspicion import JUDGED_AT_ONCE
 from p2pstore.gossip.records import (
@@ -34,7 +44,16 @@ from p2pstore.gossip.records import (
     sign_peer_record,
 )
 from p2pstore.wire import decode_body, encode_body
-from tests.unit.gossip_network import FakeSigner, Network, bury, inform_of_death, peer_id_of, peer_record
+from tests.unit.gossip_network import (
+    FakeSigner,
+    Network,
+    bury,
+    digest_of,
+    inform_of_death,
+    location,
+    peer_id_of,
+    peer_record,
+)
 
 MEMBERS = 1000
 LIVING_BYTES = 2000
@@ -294,3 +313,115 @@ def test_members_that_die_together_are_judged_some_at_a_time() -> None:
     steps = [before - after for before, after in pairwise(left)]
     assert max(steps) == JUDGED_AT_ONCE
     assert steps[:-1] == [JUDGED_AT_ONCE] * (len(steps) - 1)
+
+
+KEYS = 50
+DEAD_KEPT_SECONDS = 10.0
+KEPT_SECONDS = 5.0
+"""Memory that may be needed again for a while."""
+MOST_LEFT_BYTES_AN_OPERATION = 20
+MOST_LEFT_BYTES_A_MEMBER = 4000
+"""An observer keeps a few numbers of who wrote; its member's record alone takes 3,000 bytes."""
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    config = GossipConfig(
+        ring_limit=KEYS,
+        forget_seconds=KEPT_SECONDS,
+        membership=MembershipConfig(dead_kept_seconds=DEAD_KEPT_SECONDS),
+        directory=DirectoryConfig(relay_limit=KEYS, relay_least=KEYS, early_seconds=KEPT_SECONDS),
+    )
+    gc.collect()  # what another test left, and what is shared with it, would not be traced
+    tracemalloc.start()
+    yield Network(seed=1, config=config)
+    tracemalloc.stop()
+
+
+def settled_bytes(network: Network) -> int:
+    """Bytes allocated by gossip's own lines when nothing is under way any more."""
+    assert network.run(30, network.converged)
+    for node in network.nodes.values():
+        node.gossip.take_changes()
+    network.run(DEAD_KEPT_SECONDS + KEPT_SECONDS + 1)
+    gc.collect()
+    ours = tracemalloc.Filter(True, "*/p2pstore/gossip/*")
+    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([ours]).traces)
+
+
+@pytest.mark.slow
+def test_operations_leave_nothing_behind(network: Network) -> None:
+    first, second = network.start_all(2)
+    assert network.run(20, network.converged)
+    for number in range(KEYS):
+        first.hold(location(number, clock=number + 1), network.now)
+
+    def hold_and_release(numbers: range) -> None:
+        for number in numbers:
+            first.hold(location(number, clock=number + 1), network.now)
+            first.release(digest_of(number - KEYS), network.now)
+            if number % KEYS == 0:
+                network.run(0.3)
+
+    hold_and_release(range(KEYS, 1250))  # tables are as large as they get
+    before = settled_bytes(network)
+    hold_and_release(range(1250, 2500))
+    growth = settled_bytes(network) - before
+    assert second.knows(first)
+    assert growth < 2 * 1250 * MOST_LEFT_BYTES_AN_OPERATION
+
+
+@pytest.mark.slow
+def test_members_that_joined_and_left_are_forgotten(network: Network) -> None:
+    network.start_all(2)
+    assert network.run(20, network.converged)
+
+    def come_and_go(numbers: range) -> None:
+        for number in numbers:
+            guest = network.start(number)
+            assert network.run(20, network.converged)
+            guest.hold(location(number), network.now)
+            assert network.run(20, network.converged)
+            network.do(guest, guest.gossip.leave(network.now))
+            network.run(0.1)
+            network.stop(number)
+
+    come_and_go(range(10, 18))
+    before = settled_bytes(network)
+    come_and_go(range(20, 28))
+    growth = settled_bytes(network) - before
+    assert [len(node.gossip.membership) for node in network.nodes.values()] == [2, 2]
+    assert growth < 2 * 8 * MOST_LEFT_BYTES_A_MEMBER
+
+
+PROGRAM = """
+import gc, time
+from p2pstore.peer.lifetime import run as garbage
+
+class Holder:
+    def __init__(self):
+        self.me = self
+
+garbage.LONG_SECONDS = 0.0
+with garbage.short_collections():
+    kept = [[number] for number in range(200_000)]
+    gc.collect()
+    frozen = gc.get_freeze_count()
+    assert frozen > 200_000, frozen
+    del kept
+    assert gc.get_freeze_count() < frozen - 150_000, "what nothing refers to is freed all the same"
+    for _ in range(100):
+        Holder()
+    assert gc.collect() >= 100, "cycles that are made later are found"
+    garbage.LONG_SECONDS = 3600.0
+    before = gc.get_freeze_count()
+    kept = [[number] for number in range(1_000)]
+    gc.collect()
+    assert gc.get_freeze_count() <= before, "a short collection leaves nothing out"
+assert not gc.callbacks
+"""
+
+
+def test_what_a_long_collection_found_alive_is_left_out_of_later_ones() -> None:
+    """In a process of its own: frozen objects stay frozen."""
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)

@@ -10,8 +10,17 @@ import pytest
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.asking import Questions
 from p2pstore.gossip.gossip_config import GossipConfig, preset
-from p2pstore.gossip.gossip_effects import Answer, Ask, Later
-from p2pstore.gossip.gossip_messages import Ack, Claim, ControlKind, Ping, PingRequest, Status
+from p2pstore.gossip.gossip_messages import (
+    Ack,
+    Answer,
+    Ask,
+    Claim,
+    ControlKind,
+    Later,
+    Ping,
+    PingRequest,
+    Status,
+)
 from p2pstore.gossip.members.member_table import MemberChange, MembershipConfig
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.members.probing import LOOKED_AT_FOR_HELP, MAX_RELAYED, Probing

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.core.copies.offers import (
+from p2pstore.core.copies.coldest import (
     LOOK_SECONDS,
     MOST_OFFERED,
     MOST_OFFERED_BYTES,

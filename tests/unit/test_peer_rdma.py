@@ -15,8 +15,8 @@ from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.memory.mapped.mapped_memory import create_memory
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.topology.hardware import Choice
-from p2pstore.transfer.rdma import rdma_opening as peer_rdma
-from p2pstore.transfer.rdma.rdma_opening import device_names, near_memory
+from p2pstore.transfer.rdma import rdma_serving as peer_rdma
+from p2pstore.transfer.rdma.rdma_serving import device_names, near_memory
 from p2pstore.transfer.reading.data_pool import DataPool
 
 
@@ -76,7 +76,7 @@ import sys
 from pathlib import Path
 import trio
 import p2pstore
-import p2pstore.transfer.rdma.rdma_opening as rdma
+import p2pstore.transfer.rdma.rdma_serving as rdma
 rdma.device_names.__defaults__ = (Path("/nowhere"),)
 async def main():
     async with p2pstore.open_peer(p2pstore.PeerConfig(memory="1MiB", name="a")) as peer:

@@ -6,8 +6,14 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.gets.key_pages import is_known, known_keys
-from p2pstore.core.gets.prefixes import PrefixMatch, PrefixRun, match_copies, match_here
+from p2pstore.core.gets.key_pages import (
+    PrefixMatch,
+    PrefixRun,
+    is_known,
+    known_keys,
+    match_copies,
+    match_here,
+)
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.objects import Version, namespace_digest, newest_accepted_clock

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
-from p2pstore.memory.areas import MAX_QUOTAS, NO_CAPS, Areas, Place
+from p2pstore.memory.areas import MAX_QUOTAS, NO_QUOTAS, Areas, Place
 from p2pstore.memory.entries import ObjectEntry, Written
-from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
+from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import GRANULE_BYTES, Pin, TrailerBody, encode_trailer, plan_geometry
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
@@ -30,7 +30,7 @@ def new_segment(
     quotas: Mapping[str, int],
     policy: PolicyName = DEFAULT_POLICY,
     slots: int | None = None,
-    caps: Mapping[str, int] = NO_CAPS,
+    caps: Mapping[str, int] = NO_QUOTAS,
 ) -> Segment:
     """`quotas` in granules."""
     geometry = plan_geometry(granules * GRANULE_BYTES, slots)

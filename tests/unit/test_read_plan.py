@@ -27,10 +27,9 @@ from p2pstore.client.read_plan import (
 )
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.local.local_messages import OWN_COPY, Holder, ItemError, PlanItem
-from p2pstore.objects import SIZE_UNIT_BYTES
+from p2pstore.objects import SIZE_UNIT_BYTES, Announced
 from p2pstore.transfer.data_messages import Keeps
 from p2pstore.transfer.failover import HolderReport, SilentHolders
-from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.transport import SLICED_BYTES, PullReport
 from p2pstore.wire import Code
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.memory.entries import Written
-from p2pstore.memory.key_index import KeyIndex
+from p2pstore.memory.object_table import KeyIndex
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     INDEX_ENTRY_BYTES,
@@ -21,8 +21,7 @@ from p2pstore.memory.segment_layout import (
     encode_slot,
     encode_trailer,
 )
-from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.objects import CHUNK_BYTES, MIB, Announced, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import FEW_DIGESTS, NOWHERE, SegmentReader
 from tests.mapped_copies import copy_many, copy_one
 from tests.present import present

@@ -16,12 +16,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from p2pstore.client.leases import LeaseBook
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
-from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
-from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
+from p2pstore.memory.entries import (
+    MAX_RESERVATIONS_PER_HOLDER,
+    ObjectEntry,
+    Reservation,
+    SmallObjectsLent,
+    Written,
+)
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
 from p2pstore.memory.key_listing import KeyListing
+from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.references import Loan
-from p2pstore.memory.segment import MAX_RESERVATIONS_PER_HOLDER, SOFT_PIN_SECONDS, Segment
+from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     SegmentState,
@@ -36,6 +42,7 @@ from p2pstore.memory.segment_layout import (
     trailer_offset,
 )
 from p2pstore.memory.segment_layout import Pin as PinKind
+from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
 from p2pstore.memory.victims import AHEAD_SHARE
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import SegmentReader
@@ -499,7 +506,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             leased += [entry.length for entry in viewed.values()]
             assert self.segment.views.leased_bytes_of(holder) == sum(leased)
         held = {id(entry): entry.extent_bytes for entry in self.referenced()}
-        if not self.segment.views.has_loans:
+        if not self.segment.references.loans.any_known:
             assert self.segment.leased_bytes == sum(held.values())
 
 
@@ -533,7 +540,7 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
         put(segment, f"kept {number}", one_granule(20 + number), pin=HARD, now=300.0)
     put(segment, "last", one_granule(30), pin=HARD, now=301.0)
     assert segment.find(entry.digest, 302.0) is None
-    assert not segment.views.has_loans
+    assert not segment.references.loans.any_known
     check_segment(segment)
 
 
@@ -544,7 +551,7 @@ def test_what_is_given_up_is_not_lent() -> None:
     segment.remove(entry.digest)
     assert segment.views.lend(entry.digest, 101.0) is None
     assert segment.views.lend(b"?" * 16, 101.0) is None
-    assert not segment.views.has_loans
+    assert not segment.references.loans.any_known
 
 
 # --- what is evicted first -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How many threads share what, and that none of them is left."""
+"""How many threads share what, and that none of them is left; the background nursery under cancellation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import trio
 
 from p2pstore.objects import MIB
 from p2pstore.runtime import side_by_side
 from p2pstore.runtime.side_by_side import FROM_BYTES, PIECE_BYTES, step_bytes, threads_for
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from tests.interrupts import interrupted_after_each_call, interrupted_at_each_line
 
 
@@ -121,3 +123,35 @@ def test_an_interrupt_leaves_no_thread_at_work(
         assert not at_work, f"one was left when it was interrupted at {place}"
     assert len(places) >= 10
     assert side_by_side.side_by_side(3, str, range(4)) == ["0", "1", "2", "3"]
+
+
+async def test_entered_when_cancelled_already_it_ends_at_once() -> None:
+    with trio.fail_after(5), trio.CancelScope() as scope:
+        scope.cancel()
+        async with open_background_nursery():
+            await trio.lowlevel.checkpoint()
+    assert scope.cancelled_caught
+
+
+async def test_the_background_runs_until_the_block_has_said_its_last_words() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    with trio.fail_after(5), trio.CancelScope() as scope:
+        async with open_background_nursery() as background:
+            background.start_soon(count)
+            scope.cancel()
+            try:
+                await trio.sleep_forever()
+            finally:
+                before = turns
+                with trio.CancelScope(shield=True):
+                    for _ in range(10):
+                        await trio.lowlevel.checkpoint()
+                assert turns > before
+    assert scope.cancelled_caught

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from p2pstore.status.slow_operations import (
+from p2pstore.status.measures import (
     LOG_INTERVAL_SECONDS,
     MAX_DIGESTS,
     MAX_STAGES,

@@ -1,4 +1,4 @@
-"""The state directory on a real file system: locking, atomic files, torn tails, newer formats, full disks."""
+"""The state directory: locking, atomic files, torn tails, newer formats, full disks, and what others planted there."""
 
 from __future__ import annotations
 
@@ -10,19 +10,31 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.access.invite import Invite
 from p2pstore.access.keyring import new_cluster_key
+from p2pstore.checkpoint.content.directory_versions import (
+    PieceRecord,
+    kept_manifest,
+    part_of,
+    write_part,
+)
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import SignedRecord
-from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.state.key_files import ephemeral, load_cluster_key_file
+from p2pstore.integrations.mooncake.tensor_format import read_one, write_one
+from p2pstore.objects import Version, clock_from_unix_seconds
+from p2pstore.peer.lifetime.saving import StateSaver
+from p2pstore.state.folder import Folder, ephemeral, load_cluster_key_file, replace_file
 from p2pstore.state.state_directory import StateDirectory
+from tests.unit.core_harness import Harness, digest_of
 
 
 def mode(path: Path) -> int:
@@ -628,3 +640,112 @@ def test_a_publication_that_cannot_be_read_costs_itself(tmp_path: Path) -> None:
         (tmp_path / "published" / "link").symlink_to(tmp_path / "identity.key")
         assert state.load_publications() == [("a", b"a"), ("b", b"b")]
         assert len(state.damage) == 2
+
+
+VERSION = bytes(32)
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    path = tmp_path / "victim"
+    path.write_text("precious")
+    return path
+
+
+def write_version(folder: Path) -> None:
+    write_part(folder, VERSION, {1}, 3)
+    assert part_of(folder, VERSION, 3) == frozenset({1})
+
+
+def write_tensor(folder: Path) -> None:
+    write_one(str(folder / "one.safetensors"), "x", "uint8", [3], memoryview(b"abc"))
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (write_version, f".p2pstore/{VERSION.hex()}.part.new"),
+        (write_version, f".p2pstore/{VERSION.hex()}.part"),
+        (write_tensor, "one.safetensors.part"),
+        (lambda folder: replace_file(folder / "file", b"new"), "file.new"),
+        (lambda folder: replace_file(folder / "file", b"new"), "file"),
+    ],
+)
+def test_planted_links_are_replaced(
+    tmp_path: Path, victim: Path, write: Callable[[Path], None], name: str
+) -> None:
+    folder = tmp_path / "folder"
+    (folder / ".p2pstore").mkdir(parents=True)
+    (folder / name).symlink_to(victim)
+    write(folder)
+    assert victim.read_text() == "precious"
+    assert not any(each.is_symlink() for each in folder.rglob("*"))
+
+
+def test_only_regular_files_are_opened(tmp_path: Path, victim: Path) -> None:
+    (tmp_path / "link").symlink_to(victim)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    for name in ("link", "pipe", "directory"):
+        with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
+            PieceRecord(tmp_path / name, VERSION, 8, bytes(36))
+        with Folder(tmp_path) as folder:
+            for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+                with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
+                    folder.open(name, flags)
+    state = tmp_path / ".p2pstore"
+    state.mkdir()
+    os.mkfifo(state / f"{VERSION.hex()}.manifest")
+    assert kept_manifest(tmp_path, VERSION) is None
+    assert victim.read_text() == "precious"
+
+
+def test_a_tensor_file_is_written_where_it_should_be(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    write_tensor(tmp_path)
+    assert read_one(str(tmp_path / "one.safetensors"), "x")[0].tolist() == [97, 98, 99]
+
+
+async def test_a_full_disk_is_told_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StateDirectory.open(tmp_path / "state") as state:
+        saver = StateSaver(Harness().core, state)
+        await saver.save()
+        assert saver.problem == ""
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, f"{tmp_path} cannot be written: No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(state, "save_addresses", full)
+            await saver.save()
+        assert saver.problem == "No space left on device"
+        await saver.save()
+        assert saver.problem == ""
+
+
+async def test_floors_that_come_while_all_are_written_anew_are_in_the_file(tmp_path: Path) -> None:
+    """All of many floors are collected in steps, between which others are heard of."""
+    world = Harness()
+    for number in range(300):
+        world.core.floors.write(digest_of(f"k{number}"), Version(1, 1), world.now)
+    world.core.take_effects()
+    with StateDirectory.open(tmp_path / "state") as state:
+        saver = StateSaver(world.core, state)
+        state.floors.record_count = 1 << 20  # superseded ones
+        late: list[SignedRecord] = []
+
+        async def hear() -> None:
+            for number in range(300, 320):
+                late.append(world.core.floors.write(digest_of(f"k{number}"), Version(1, 1), world.now))
+                saver.add(late[-1])
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hear)
+            nursery.start_soon(saver.save)
+        await saver.save()
+        found = {signed.body for signed in state.floors.load()}
+    assert found == {signed.body for signed in world.gossip.cluster_records.dump()}
+    assert {signed.body for signed in late} <= found

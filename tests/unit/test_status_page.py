@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import pytest
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from p2pstore.gossip.checkpoint_records import Head, HeadBody, short_version
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Participation, TakesPart, member_of, sign_peer_record
 from p2pstore.objects import GIB
-from p2pstore.status.checkup import RecentCounts
-from p2pstore.status.doctor.finding import MAX_NAME_LETTERS, shown
-from p2pstore.status.slow_operations import Request, SlowOperation, SlowOperations, Stage
-from p2pstore.status.status_page import StatusSource, page_bytes, page_headers, slow_document
-from p2pstore.status.survey import (
+from p2pstore.runtime.histograms import Histogram
+from p2pstore.status.checkup import (
     MAX_SHOWN,
     MAX_WRONG,
+    RecentCounts,
     failures,
     member_document,
     name_of,
@@ -30,6 +32,10 @@ from p2pstore.status.survey import (
     survey,
     versions_of,
 )
+from p2pstore.status.doctor.finding import MAX_NAME_LETTERS, shown
+from p2pstore.status.measures import Request, SlowOperation, SlowOperations, Stage
+from p2pstore.status.metrics import histograms
+from p2pstore.status.status_page import StatusSource, page_bytes, page_headers, slow_document
 from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
 
 HOSTILE = "<script>alert(1)</script>\u202e\n\x1b[2J"
@@ -187,3 +193,38 @@ def test_the_document_is_made_once_a_second_for_all_who_look(takes_seconds: floa
 @pytest.mark.parametrize("text", ["", "plain", "\u00fc\u4e2d"])
 def test_plain_text_is_shown_as_it_is(text: str) -> None:
     assert shown(text) == text
+
+
+def written(*families: Metric) -> list[str]:
+    class All(Collector):
+        def collect(self) -> Iterator[Metric]:
+            yield from families
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(All())
+    return generate_latest(registry).decode().splitlines()
+
+
+def test_a_histogram_has_its_buckets_in_the_metrics_unit() -> None:
+    counted = Histogram()
+    for seconds in (0.00005, 0.001, 0.001025, 90.0):
+        counted.add_seconds(seconds)
+    lines = written(histograms("x_seconds", "X.", "by", {"tcp": counted}, (6, 10)))
+    assert lines[2:] == [
+        'p2pstore_x_seconds_bucket{by="tcp",le="6.4e-05"} 1.0',
+        'p2pstore_x_seconds_bucket{by="tcp",le="0.001024"} 2.0',
+        'p2pstore_x_seconds_bucket{by="tcp",le="+Inf"} 4.0',
+        'p2pstore_x_seconds_count{by="tcp"} 4.0',
+        'p2pstore_x_seconds_sum{by="tcp"} 90.002075',
+    ]
+
+
+def test_a_histogram_without_labels() -> None:
+    counted = Histogram()
+    counted.add(5000, 2)
+    lines = written(histograms("x_bytes", "X.", "", {"": counted}, (12, 30)))
+    assert lines[2:5] == [
+        'p2pstore_x_bytes_bucket{le="4096"} 0.0',
+        'p2pstore_x_bytes_bucket{le="1073741824"} 2.0',
+        'p2pstore_x_bytes_bucket{le="+Inf"} 2.0',
+    ]

@@ -16,20 +16,19 @@ import trio
 from p2pstore.core import operations, peer_core
 from p2pstore.core.copies.memory_return import COLD_PER_STEP
 from p2pstore.core.core_effects import ColdObject, ColdSorted
+from p2pstore.core.floors import WITHDRAWN_PER_STEP
 from p2pstore.core.gets import serving
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP
 from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.core.removals.flush import WITHDRAWN_PER_STEP
 from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.cluster_records import PURGE_STEP
 from p2pstore.gossip.floors.cluster_records import ClusterRecords as KeptRecords
 from p2pstore.gossip.floors.floor_set import SLICE_BITS, FloorSet
 from p2pstore.gossip.records import SignedRecord, floor_of_keys, read_peer_record, sign_cluster_record
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
-from p2pstore.local.local_protocol import Access
+from p2pstore.local.local_protocol import Access, LocalClient
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.extent_allocator import GROWN_PER_STEP
 from p2pstore.memory.key_listing import RUN_KEYS, KeyListing
@@ -518,8 +517,7 @@ class Sleeper(Operation):
     woken = 0
 
     def start(self, now: float) -> None:
-        self.wake_at = now + 1.0
-        self.core.operations.set_alarm(self)
+        self.set_alarm(now + 1.0)
 
     def wake(self, now: float) -> None:
         Sleeper.woken += 1

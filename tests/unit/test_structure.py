@@ -77,7 +77,7 @@ PURE = (
         f"p2pstore/gossip/{folder}/*.py"
         for folder in ("exchange", "floors", "homes", "locations", "members")
     ),
-    *(f"p2pstore/gossip/links/{name}.py" for name in ("admission", "connection_limits", "yamux")),
+    *(f"p2pstore/gossip/links/{name}.py" for name in ("admission", "yamux")),
     *(
         f"p2pstore/transfer/{name}.py"
         for name in (
@@ -106,7 +106,15 @@ PURE = (
     "p2pstore/integrations/mooncake/mooncake_types.py",
     *(
         f"p2pstore/{name}.py"
-        for name in ("addresses", "objects", "location_table", "wire", "put_facts", "arguments")
+        for name in (
+            "addresses",
+            "objects",
+            "location_table",
+            "home_messages",
+            "wire",
+            "put_facts",
+            "arguments",
+        )
     ),
     "p2pstore/local/local_messages.py",
     "p2pstore/local/local_protocol.py",

@@ -7,10 +7,8 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.gets.serving import reply_of
-from p2pstore.core.taking_pushes import MAX_COMING_OF_ONE, TakePushOperation
+from p2pstore.core.gets.serving import MAX_COMING_OF_ONE, TakePushOperation, reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.gossip.gossip_effects import PartitionSet, Push
 from p2pstore.gossip.homes.home_updates import (
     AUDIT_ENTRY,
     LARGEST_SET_RECORDS,
@@ -22,11 +20,10 @@ from p2pstore.gossip.homes.home_views import HomeViews
 from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, PartitionConfig, partition_of
 from p2pstore.gossip.locations.location_index import hash_of
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
+from p2pstore.home_messages import PartitionSet, Push, Pushed
 from p2pstore.objects import Version
 from p2pstore.transfer import data_messages as messages
-from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Pushed
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other
 from tests.unit.location_set import check_update
@@ -40,7 +37,7 @@ def records(count: int, seed: int = 1) -> list[bytes]:
     return [LocationRecord(rng.randbytes(16), Version(7, 3), 5, 1).encode() for _ in range(count)]
 
 
-def run_of(packed: list[bytes], first_sequence: int = 50) -> peer_messages.Push:
+def run_of(packed: list[bytes], first_sequence: int = 50) -> Push:
     """The first operations of their partitions."""
     numbers: dict[int, int] = {}
     said = []
@@ -49,18 +46,18 @@ def run_of(packed: list[bytes], first_sequence: int = 50) -> peer_messages.Push:
         numbers[partition] = numbers.get(partition, 0) + 1
         said.append(numbers[partition].to_bytes(4, "little"))
     sequences = list(range(first_sequence, first_sequence + len(packed)))
-    return peer_messages.Push(OTHER_INCARNATION, sequences, b"".join(packed), b"".join(said))
+    return Push(OTHER_INCARNATION, sequences, b"".join(packed), b"".join(said))
 
 
-def whole(packed: list[bytes], number: int = 1) -> peer_messages.PartitionSet:
-    return peer_messages.PartitionSet(partition_of(packed[0]), number, hash_of(packed), b"".join(packed))
+def whole(packed: list[bytes], number: int = 1) -> PartitionSet:
+    return PartitionSet(partition_of(packed[0]), number, hash_of(packed), b"".join(packed))
 
 
 def in_one_partition(count: int) -> list[bytes]:
     return [bytes(2) + record[2:] for record in records(count)]
 
 
-def begin(world: Harness, other: Other, push: peer_messages.Push) -> TakePushOperation:
+def begin(world: Harness, other: Other, push: Push) -> TakePushOperation:
     operation = world.serve(other, DataKind.PUSH, push)
     assert isinstance(operation, TakePushOperation)
     return operation
@@ -70,9 +67,7 @@ def test_parts_are_all_of_an_update_in_order_and_bounded() -> None:
     sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), *empty_partitions().sets[1:]]
     audit = b"".join(AUDIT_ENTRY.pack(each, 1, 2) for each in range(PARTITION_COUNT))
     run = run_of(records(MANY))
-    push = Push(1, b"", 1.0, 5, run.sequences, run.operations, run.numbers, 99, [
-        PartitionSet(each.partition, each.number, each.set_hash, each.records) for each in sets
-    ], audit, 10)  # fmt: skip
+    push = Push(5, run.sequences, run.operations, run.numbers, 99, sets, audit, 10)
     parts = [part for part in in_steps(push) if part is not None]
     whole_update = check_update(push)
     assert [each for part in parts for each in part.operations] == whole_update.operations
@@ -92,8 +87,8 @@ def test_a_small_update_is_one_part() -> None:
 
 
 def test_nonsense_at_the_end_is_found_before_anything_is_taken_in() -> None:
-    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), peer_messages.PartitionSet(7, 1, 1, b"")]
-    steps = in_steps(peer_messages.Push(OTHER_INCARNATION, [], b"", sets=sets))
+    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), PartitionSet(7, 1, 1, b"")]
+    steps = in_steps(Push(OTHER_INCARNATION, [], b"", sets=sets))
     assert next(steps) is None
     with pytest.raises(ProtocolError, match="hash"):
         next(steps)
@@ -102,7 +97,7 @@ def test_nonsense_at_the_end_is_found_before_anything_is_taken_in() -> None:
 def test_more_audits_than_partitions_are_refused() -> None:
     audit = AUDIT_ENTRY.pack(1, 1, 1) * (PARTITION_COUNT + 1)
     with pytest.raises(ProtocolError, match="audit"):
-        next(in_steps(peer_messages.Push(OTHER_INCARNATION, [], b"", audit=audit)))
+        next(in_steps(Push(OTHER_INCARNATION, [], b"", audit=audit)))
 
 
 def test_a_large_push_leaves_the_loop_between_steps() -> None:
@@ -180,8 +175,8 @@ def test_who_does_not_wait_any_more_stands_in_nobodys_way() -> None:
 
 def test_nonsense_that_is_found_late_is_said() -> None:
     world = acquainted(partitioned())
-    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), peer_messages.PartitionSet(7, 1, 1, b"")]
-    push = peer_messages.Push(OTHER_INCARNATION, [], b"", sets=sets)
+    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), PartitionSet(7, 1, 1, b"")]
+    push = Push(OTHER_INCARNATION, [], b"", sets=sets)
     operation = begin(world, world.others[0], push)
     world.pass_time(0.1)
     reply = reply_of(operation)
@@ -193,7 +188,7 @@ def test_nonsense_that_is_found_late_is_said() -> None:
 def test_what_is_taken_in_by_steps_is_what_would_be_at_once() -> None:
     packed = records(MANY)
     run = run_of([*packed, *records(500, seed=2)])
-    skipped = peer_messages.Push(  # a gap in the partition of the tenth operation
+    skipped = Push(  # a gap in the partition of the tenth operation
         OTHER_INCARNATION,
         run.sequences[:10] + run.sequences[11:],
         run.operations[: 10 * LOCATION_BYTES] + run.operations[11 * LOCATION_BYTES :],
@@ -214,5 +209,5 @@ def test_what_is_taken_in_by_steps_is_what_would_be_at_once() -> None:
 def test_a_partition_that_is_too_large_is_not_kept() -> None:
     home = HomeViews(PartitionConfig(), lambda digest: None)
     large = whole(in_one_partition(LARGEST_SET_RECORDS + 1))
-    assert home.take(1, check_update(peer_messages.Push(5, [], b"", sets=[large])), 0.0) == [0]
+    assert home.take(1, check_update(Push(5, [], b"", sets=[large])), 0.0) == [0]
     assert home.record_count == 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import AuthenticationFailed
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.transfer.tls.tls_certificates import (
+from p2pstore.transfer.tls_streams import (
     BACKDATED_SECONDS,
     VALID_SECONDS,
     bound_secret,

@@ -9,8 +9,9 @@ import pytest
 from mooncake_p2p.commands.put_get import document, explanation
 from p2pstore.objects import MIB
 from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.reading.arriving import watch_of
 from p2pstore.transfer.transfer_trace import FetchTrace, ReadWatch
-from p2pstore.transfer.transport import BufferDestination, watch_of
+from p2pstore.transfer.transport import BufferDestination
 from p2pstore.wire import Code
 
 

@@ -11,12 +11,19 @@ from pathlib import Path
 import pytest
 
 from p2pstore.memory.entries import ObjectEntry, Written
-from p2pstore.memory.eviction_policies import PolicyName, make_policy
+from p2pstore.memory.policies import PolicyName, make_policy
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody, encode_trailer
 from p2pstore.objects import Version, key_digest, root_checksum
-from p2pstore.trace.block_cache import BlockCache, replay_one_cache
-from p2pstore.trace.trace_requests import LLAMA3_70B, HitCounts, Request, leading_hits, read_requests
+from p2pstore.trace.one_cache import (
+    LLAMA3_70B,
+    BlockCache,
+    HitCounts,
+    Request,
+    leading_hits,
+    read_requests,
+    replay_one_cache,
+)
 from simulation.segment_checks import check_segment
 from tests.unit.test_segment import new_segment
 from tests.unit.trace_requests import conversations

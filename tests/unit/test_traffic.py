@@ -1,4 +1,4 @@
-"""Counting what came from other peers, in the peer and in its clients."""
+"""Counting what came from other peers and what clients did: totals, members, histograms and namespaces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import Version
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.status import measures as traffic
-from p2pstore.status.measures import ROUND_TRIPS, Traffic
+from p2pstore.status.measures import (
+    IN_PLACE,
+    MAX_NAMESPACES,
+    OTHERS,
+    ROUND_TRIPS,
+    Came,
+    Measures,
+    NamespaceUse,
+    Traffic,
+)
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.transport import Pulled, PullReport, RemoteCopy
 from p2pstore.wire import Code
@@ -39,9 +48,9 @@ def report(*failed: str, pulled: str = "", length: int = 100) -> PullReport:
 
 def test_uses_are_counted_by_member_and_in_all() -> None:
     counted = Traffic()
-    counted.came(1, "tcp", objects=2, length_bytes=300)
-    counted.came(1, "tcp", failures=1)
-    counted.came(2, "shm", objects=1, length_bytes=50)
+    counted.came(1, "tcp", Came(objects=2, length_bytes=300))
+    counted.came(1, "tcp", Came(failures=1))
+    counted.came(2, "shm", Came(objects=1, length_bytes=50))
     (use,) = counted.used(1).values()
     assert use.document() == {"objects": 2, "bytes": 300, "failures": 1}
     assert counted.used(3) == {}
@@ -54,8 +63,8 @@ def test_uses_are_counted_by_member_and_in_all() -> None:
 def test_how_long_reads_took_is_kept_by_member_and_in_all() -> None:
     counted, told = Traffic(), Histogram()
     told.add(1000, 5)
-    counted.came(1, "tcp", objects=5, durations=told.trimmed(), microseconds=told.total)
-    counted.came(1, "tcp", objects=1)
+    counted.came(1, "tcp", Came(objects=5, durations=told.trimmed(), microseconds=told.total))
+    counted.came(1, "tcp", Came(objects=1))
     counted.took(1, "tcp", 0.5)
     counted.took(2, "tcp", 0.5)  # nothing came from it
     durations = counted.used(1)["tcp"].durations
@@ -79,7 +88,7 @@ def test_strangers_cannot_make_it_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "MAX_PEERS", 3)
     counted = Traffic()
     for member in range(10):
-        counted.came(member, "tcp", objects=1)
+        counted.came(member, "tcp", Came(objects=1))
         counted.pinged(bytes([member]), 1.0)
     assert [member for member in range(10) if counted.used(member)] == [7, 8, 9]
     assert counted.round_trip_seconds(b"\0") is None
@@ -168,3 +177,52 @@ def test_a_client_tells_of_reads_that_their_holder_did_not_see() -> None:
     for number in range(MAX_UNSEEN + 5):
         ledger.pulled("k", number.to_bytes(16, "little"), report(pulled="shm"), 0.0)
     assert len(ledger.take().unseen) == MAX_UNSEEN
+
+
+def test_only_so_many_namespaces_are_kept_apart() -> None:
+    measures = Measures()
+    for number in range(MAX_NAMESPACES + 3):
+        measures.put(f"n{number:02}", 10)
+    measures.put("n00", 5)
+    uses = measures.namespaces()
+    assert len(uses) == MAX_NAMESPACES + 1
+    assert uses["n00"] == NamespaceUse(puts=2, put_bytes=15)
+    assert uses[OTHERS] == NamespaceUse(puts=3, put_bytes=30)
+    measures.missed("never before", 2)
+    measures.was_read("nor this one", IN_PLACE, 2, 80)
+    assert uses[OTHERS] == NamespaceUse(3, 30, 2, 80, 2)
+
+
+def test_a_namespace_of_which_nothing_is_told_takes_no_place() -> None:
+    measures = Measures()
+    measures.missed("n", 0)
+    measures.was_read("n", IN_PLACE, 0, 0)
+    measures.was_read("n", IN_PLACE, -3, 100)
+    assert measures.namespaces() == {}
+
+
+def test_reads_of_clients_come_in_bulk() -> None:
+    measures, durations, lengths = Measures(), Histogram(), Histogram()
+    for length in (5000, 7000):
+        durations.add_seconds(0.001)
+        lengths.add(length)
+    told = PullCount(1, "tcp", 2, 12000, 0, durations.trimmed(), durations.total, lengths.trimmed())
+    measures.client_pulled("tcp", told)
+    assert measures.reads["tcp"].document() == durations.document()
+    assert measures.read_bytes["tcp"].document() == lengths.document()
+
+
+def test_an_older_client_tells_no_durations() -> None:
+    measures = Measures()
+    measures.client_pulled("tcp", PullCount(1, "tcp", 2, 12000))
+    assert measures.reads == {}
+    assert measures.read_bytes["tcp"].count == 2
+    assert measures.read_bytes["tcp"].total == 12000
+
+
+def test_requests_that_failed_are_counted_apart() -> None:
+    measures = Measures()
+    measures.answered("push", 0.002, served=True)
+    measures.answered("push", 2.0, served=False)
+    assert measures.asked["push"].count == 1
+    assert measures.asked_in_vain == {"push": 1}

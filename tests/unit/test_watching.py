@@ -9,12 +9,12 @@ import pytest
 from p2pstore.checkpoint.checkpoint_messages import AskNews
 from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_protocol import Access, LocalClient, LocalKind
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import Version, key_digest
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.histograms import Histogram
+from p2pstore.status import operation_watch
 from p2pstore.status.measures import NamespaceUse
 from p2pstore.status.operation_watch import PeerWatch
 from p2pstore.transfer.data_messages import DataKind
@@ -49,6 +49,15 @@ def test_fallbacks_of_clients_are_counted_and_told_once(
     assert len(caplog.records) == 2
     assert "shm to" in caplog.text
     assert "(refused)" in caplog.text
+
+
+def test_what_was_told_of_transports_is_bounded(
+    watch: PeerWatch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operation_watch, "MAX_REMEMBERED", 2)
+    for member in (1, 2, 3, 3, 1):
+        take(watch, local.Report([], fallbacks=[local.TransportFallback(member, "shm", 1, "refused")]))
+    assert len(caplog.records) == 4, "what was forgotten is told again"
 
 
 def test_transports_that_a_client_makes_up_count_as_one(watch: PeerWatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from random import Random
 
-from p2pstore.trace.trace_requests import TOKENS_PER_BLOCK, Request
+from p2pstore.trace.one_cache import TOKENS_PER_BLOCK, Request
 
 
 def conversations(requests: int, seed: int = 1) -> list[Request]:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mooncake_p2p.options import argument
+
 
 class Shell(StrEnum):
     bash = "bash"
@@ -15,10 +17,7 @@ class Shell(StrEnum):
 
 
 def help(
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="COMMAND", help="Command to explain.", show_default=False),
-    ] = None,
+    command: Annotated[list[str] | None, argument("COMMAND", "Command to explain.")] = None,
 ) -> None:
     """Show the help of a command, as `COMMAND --help` does."""
     from mooncake_p2p.main import run
@@ -26,11 +25,7 @@ def help(
     raise typer.Exit(run([*(command or []), "--help"]))
 
 
-def completion(
-    shell: Annotated[
-        Shell, typer.Argument(metavar="bash|zsh|fish", help="Your shell.", show_default=False)
-    ],
-) -> None:
+def completion(shell: Annotated[Shell, argument("bash|zsh|fish", "Your shell.")]) -> None:
     """Print a script that completes commands, options and keys with Tab.
 
     Keys and names of checkpoints come from the local peer, if it answers at once.

@@ -8,7 +8,6 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import CommandFailed, Interrupts
-from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, parse_timeout
-from mooncake_p2p.output import print_json, print_table, printable, progress, remark
+from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, option, parse_timeout
+from mooncake_p2p.output import (
+    CommandFailed,
+    Interrupts,
+    print_json,
+    print_table,
+    printable,
+    progress,
+    remark,
+)
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import chunk_sums, format_bytes, parse_bytes
 
@@ -119,11 +125,7 @@ PLAIN: Final = "memcpy + xxh3"
 def bench(
     size: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Length of the values; may be repeated  [default: 4KiB 1MiB 64MiB].",
-            show_default=False,
-        ),
+        option("SIZE", "Length of the values; may be repeated  [default: 4KiB 1MiB 64MiB]."),
     ] = None,
     seconds: Annotated[
         str, typer.Option(metavar="SECONDS", help="How long each figure is measured.")
@@ -151,7 +153,8 @@ def bench(
         raise ValueError(f"--seconds: {seconds!r} is above {MAX_SECONDS:g}")
     namespace = f"bench-{os.getpid()}-{secrets.token_hex(4)}"
     figures: list[Figure] = []
-    with Interrupts() as interrupts, _open(socket, namespace, timeout) as peer:
+    with Interrupts() as interrupts, connected(socket, namespace, timeout) as client:
+        peer = _measured(client)
         others = _others(peer, namespace, timeout)
         try:
             with interrupts.allowed(), progress("measuring") as bar:
@@ -209,12 +212,6 @@ class _Measured:
 def _footprint(length_bytes: int) -> int:
     """Bytes of a peer's memory that a value takes up, with its trailer."""
     return -(-length_bytes // 4096) * 4096 + 4096
-
-
-@contextmanager
-def _open(socket: str | None, namespace: str, timeout: str) -> Iterator[_Measured]:
-    with connected(socket, namespace, timeout) as client:
-        yield _measured(client)
 
 
 def _measured(client: BlockingClient) -> _Measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -13,16 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mooncake_p2p.commands.bench import Result, machine
-from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.options import Json, with_records
-from mooncake_p2p.output import print_json, print_table, progress, remark
+from mooncake_p2p.options import Json, argument, flag, option, with_records
+from mooncake_p2p.output import CommandFailed, print_json, print_table, progress, remark
 from p2pstore.objects import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from mooncake_p2p.trace_replay import OutagePlan, RealOutcome, Scale
-    from p2pstore.trace.comparison import Replayed
-    from p2pstore.trace.pool import PoolSettings
-    from p2pstore.trace.trace_requests import Model, Request
+    from p2pstore.trace.one_cache import Model, Request
+    from p2pstore.trace.pool import PoolSettings, Replayed
 
 _BLOCKS: Final = re.compile(r"([0-9]{1,12}) ?blocks?")
 
@@ -66,7 +65,7 @@ class PoolOptions:
 
     def settings(self, model: Model) -> PoolSettings:
         """Checked, in blocks. Raises `ValueError` naming an option."""
-        from p2pstore.trace.block_cache import LEAST_BLOCKS
+        from p2pstore.trace.one_cache import LEAST_BLOCKS
         from p2pstore.trace.pool import PoolSettings
 
         memory_blocks = _blocks(self.memory, "--memory", model)
@@ -109,23 +108,14 @@ class ReplayOptions:
     ] = 0.0
     down: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long it is away.")] = 5.0
     plot: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Picture: hit rate by memory; of real peers, as it grows.",
-            show_default=False,
-        ),
+        str | None, option("FILE", "Picture: hit rate by memory; of real peers, as it grows.")
     ] = None
 
 
 @with_records
 def bench_trace(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="The trace, JSON lines.", show_default=False)
-    ],
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Only on simulated peers, and compare more.")
-    ] = False,
+    file: Annotated[str, argument("FILE", "The trace, JSON lines.")],
+    simulate: Annotated[bool, flag("--simulate", "Only on simulated peers, and compare more.")] = False,
     *,
     pool: PoolOptions,
     replay: ReplayOptions,
@@ -143,8 +133,8 @@ def bench_trace(
     Eq. 1 of the paper for LLaMA3-70B. The rest is bytes of KVCache read, by where they were.
     """
     from mooncake_p2p.trace_replay import OutagePlan
-    from p2pstore.trace.comparison import cases, compare
-    from p2pstore.trace.trace_requests import Model
+    from p2pstore.trace.one_cache import Model
+    from p2pstore.trace.pool import cases, compare
 
     model = Model(kv_bytes_per_token=_at_least_one(parse_bytes(replay.token_bytes, "--token-bytes")))
     settings, plot = pool.settings(model), replay.plot
@@ -193,7 +183,7 @@ def _at_least_one(size: int) -> int:
 
 
 def _read(file: str) -> list[Request]:
-    from p2pstore.trace.trace_requests import MAX_LINE_BYTES, read_requests
+    from p2pstore.trace.one_cache import MAX_LINE_BYTES, read_requests
 
     with Path(file).open("rb") as lines:
         return list(read_requests(iter(partial(lines.readline, MAX_LINE_BYTES + 1), b"")))
@@ -225,8 +215,8 @@ def _replay_for_real(
     plot: str | None,
 ) -> None:
     from mooncake_p2p import trace_replay
-    from mooncake_p2p.exit_errors import Interrupts
     from mooncake_p2p.local_cluster import LocalCluster
+    from mooncake_p2p.output import Interrupts
 
     with Interrupts() as interrupts, progress("replaying") as bar:
 
@@ -247,12 +237,8 @@ def _replay_for_real(
         _draw_growth(real, simulated_ratios, settings, plot)
     compression = requests[-1].seconds / real.seconds if real.seconds else 0.0
     if as_json:
-        print_json(
-            {
-                "results": [asdict(each) for each in _real_results(real, simulated, compression)],
-                "machine": machine(),
-            }
-        )
+        results = [asdict(each) for each in _real_results(real, simulated, compression)]
+        print_json({"results": results, "machine": machine()})
         return
     print_table(
         ("WHAT", f"{settings.peers} PEERS, {settings.policy}"),
@@ -354,43 +340,35 @@ def _show(replayed: Sequence[Replayed], model: Model) -> None:
 
 
 def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, path: str) -> None:
-    from p2pstore.trace.comparison import by_memory
+    from p2pstore.trace.pool import by_memory
 
-    pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for name, points in by_memory(requests, settings, model).items():
-        sizes = [blocks * model.block_bytes / 2**30 for blocks, _ in points]
-        axis.plot(sizes, [ratio for _, ratio in points], marker="o", label=name)
-    axis.set(
-        title=f"{settings.peers} peers, {settings.policy}, {settings.routing}",
-        xlabel="memory of each peer, GiB",
-        ylabel="hit rate",
-        xscale="log",
-    )
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    axes = {"xlabel": "memory of each peer, GiB", "ylabel": "hit rate", "xscale": "log"}
+    with _picture(settings, path, **axes) as axis:
+        for name, points in by_memory(requests, settings, model).items():
+            sizes = [blocks * model.block_bytes / 2**30 for blocks, _ in points]
+            axis.plot(sizes, [ratio for _, ratio in points], marker="o", label=name)
 
 
 def _draw_growth(
     real: RealOutcome, simulated: Sequence[float], settings: PoolSettings, path: str
 ) -> None:
     """The hit rate so far, over time, and when peers were killed."""
+    with _picture(settings, path, xlabel="seconds", ylabel="hit rate so far") as axis:
+        axis.plot(real.served_at, real.ratios, label="real peers")
+        axis.plot(real.served_at, simulated, label="simulated", linestyle="--")
+        killed = [change.request for change in real.changes if not change.up]
+        for number, request in enumerate(killed):
+            label = "a peer is killed" if number == 0 else None
+            axis.axvline(real.served_at[request], color="gray", linewidth=0.5, label=label)
+
+
+@contextmanager
+def _picture(settings: PoolSettings, path: str, **axes: str) -> Iterator[Any]:
+    """The axis to draw on; the picture is saved at the end."""
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axis.plot(real.served_at, real.ratios, label="real peers")
-    axis.plot(real.served_at, simulated, label="simulated", linestyle="--")
-    killed = [change.request for change in real.changes if not change.up]
-    for number, request in enumerate(killed):
-        label = "a peer is killed" if number == 0 else None
-        axis.axvline(real.served_at[request], color="gray", linewidth=0.5, label=label)
-    axis.set(
-        title=f"{settings.peers} peers, {settings.policy}, {settings.routing}",
-        xlabel="seconds",
-        ylabel="hit rate so far",
-    )
+    yield axis
+    axis.set(title=f"{settings.peers} peers, {settings.policy}, {settings.routing}", **axes)
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend()

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.options import AtPeer, Exclude, Include, parse_timeout, was_given, with_records
+from mooncake_p2p.options import (
+    AtPeer,
+    Exclude,
+    Include,
+    argument,
+    flag,
+    option,
+    parse_timeout,
+    was_given,
+    with_records,
+)
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
 from p2pstore.objects import counted, format_bytes, parse_bytes
 
@@ -33,27 +43,20 @@ DOING: Final = {
 }
 """Labels of the progress bar, by phase."""
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the checkpoint.", show_default=False)]
+Name = Annotated[str, argument("NAME", "Name of the checkpoint.")]
 NameAndVersion = Annotated[
     str,
-    typer.Argument(
-        metavar="NAME[@VERSION]",
-        help="Name of the checkpoint, and the first digits of a version; default: the newest.",
-        show_default=False,
+    argument(
+        "NAME[@VERSION]",
+        "Name of the checkpoint, and the first digits of a version; default: the newest.",
     ),
 ]
-Source = Annotated[str, typer.Argument(metavar="DIR", help="Directory to publish.", show_default=False)]
-Target = Annotated[
-    str, typer.Argument(metavar="DIR", help="Directory for the versions.", show_default=False)
-]
+Source = Annotated[str, argument("DIR", "Directory to publish.")]
+Target = Annotated[str, argument("DIR", "Directory for the versions.")]
 Keep = Annotated[int, typer.Option(min=1, metavar="N", help="How many versions stay, the newest.")]
 Publisher = Annotated[
     str | None,
-    typer.Option(
-        metavar="PEER",
-        help="Peer id of the publisher to trust; default: the first that this peer saw.",
-        show_default=False,
-    ),
+    option("PEER", "Peer id of the publisher to trust; default: the first that this peer saw."),
 ]
 
 
@@ -64,27 +67,18 @@ class PublishOptions:
     include: Include = None
     exclude: Exclude = None
     piece_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Length of the pieces that peers exchange, a power of two.",
-            show_default=False,
-        ),
+        str | None, option("SIZE", "Length of the pieces that peers exchange, a power of two.")
     ] = None
     wait_seeded: Annotated[
-        bool,
-        typer.Option("--wait-seeded", help="End when the others have all of it: then DIR may change."),
+        bool, flag("--wait-seeded", "End when the others have all of it: then DIR may change.")
     ] = False
     wait_followers: Annotated[
         int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="End when N followers have it verified; status 5 after --timeout, or 10 minutes.",
-            show_default=False,
+        option(
+            "N", "End when N followers have it verified; status 5 after --timeout, or 10 minutes.", min=0
         ),
     ] = 0
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be published.")] = False
+    dry_run: Annotated[bool, flag("--dry-run", "Only say what would be published.")] = False
 
     def arguments(self) -> dict[str, Any]:
         """As `Checkpoints.publish` takes them. Raises `ValueError` naming an option."""
@@ -101,19 +95,12 @@ class PublishOptions:
 class FetchOptions:
     """How `checkpoint fetch` fetches."""
 
-    flat: Annotated[
-        bool, typer.Option("--flat", help="Put the files into DIR itself, without versions.")
-    ] = False
+    flat: Annotated[bool, flag("--flat", "Put the files into DIR itself, without versions.")] = False
     keep: Keep = 2
     include: Include = None
     exclude: Exclude = None
-    limit_rate: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Fetch no more than this a second.", show_default=False),
-    ] = None
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read and hash again what is in DIR already.")
-    ] = False
+    limit_rate: Annotated[str | None, option("SIZE", "Fetch no more than this a second.")] = None
+    verify: Annotated[bool, flag("--verify", "Read and hash again what is in DIR already.")] = False
     publisher: Publisher = None
     wait: Annotated[
         str, typer.Option(metavar="SECONDS|10m", help="How long to wait until it is published.")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mooncake_p2p.commands.checkpoint import Keep, Name, Publisher, Target
-from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import (
     AtPeer,
     Exclude,
@@ -24,11 +23,14 @@ from mooncake_p2p.options import (
     Socket,
     Yes,
     connected,
+    flag,
+    option,
     parse_timeout,
     with_records,
 )
 from mooncake_p2p.output import (
     confirm,
+    describe,
     print_json,
     print_json_line,
     print_table,
@@ -57,12 +59,7 @@ DEFAULT_UPDATE_TIMEOUT: Final = "10m"
 
 SwitchCommand = Annotated[
     str | None,
-    typer.Option(
-        "--exec",
-        metavar="CMD",
-        help="Run this by the shell each time that another version is in use.",
-        show_default=False,
-    ),
+    option("CMD", "Run this by the shell each time that another version is in use.", "--exec"),
 ]
 
 
@@ -151,12 +148,7 @@ def _follow_line(name: str, now: FollowedCheckpoint) -> str:
 
 def checkpoint_update(
     name: Name,
-    quorum: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="N", help="Wait for N followers instead of all.", show_default=False
-        ),
-    ] = None,
+    quorum: Annotated[int | None, option("N", "Wait for N followers instead of all.", min=0)] = None,
     timeout: Annotated[
         str, typer.Option(metavar="SECONDS|10m", help="Switch no follower when they need longer.")
     ] = DEFAULT_UPDATE_TIMEOUT,
@@ -238,7 +230,7 @@ def _laggard(each: CheckpointFollower) -> str:
 @with_records
 def checkpoint_status(
     name: Name,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, flag("--watch", "Show it every second, until Ctrl-C.")] = False,
     *,
     peer: AtPeer,
 ) -> None:
@@ -365,9 +357,7 @@ def _document(info: CheckpointInfo) -> dict[str, Any]:
 
 @with_records
 def checkpoint_list(
-    everywhere: Annotated[bool, typer.Option("--all", help="Of all namespaces.")] = False,
-    *,
-    peer: AtPeer,
+    everywhere: Annotated[bool, flag("--all", "Of all namespaces.")] = False, *, peer: AtPeer
 ) -> None:
     """List the checkpoints that are published."""
     with peer.connected() as client:
@@ -402,12 +392,7 @@ def checkpoint_list(
 def checkpoint_rm(
     name: Name,
     forget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PEER",
-            help="Forget that peer's checkpoint of the name, on this peer alone.",
-            show_default=False,
-        ),
+        str | None, option("PEER", "Forget that peer's checkpoint of the name, on this peer alone.")
     ] = None,
     yes: Yes = False,
     *,

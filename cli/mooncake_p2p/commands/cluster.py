@@ -19,18 +19,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
     Socket,
     Timeout,
     connected,
+    flag,
     parse_timeout,
     was_given,
 )
 from mooncake_p2p.output import (
     ProgressBar,
+    describe,
     print_json,
     print_json_line,
     print_table,
@@ -38,7 +39,7 @@ from mooncake_p2p.output import (
     remark,
     short_id,
 )
-from mooncake_p2p.statistics_view import Reading, clip, draws_blocks, overview, rates
+from mooncake_p2p.statistics_view import Activity, Reading, clip, draws_blocks, overview, rates
 from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
 from p2pstore.objects import format_bytes, parse_duration
 
@@ -57,15 +58,11 @@ LOOK_SECONDS: Final = 0.05
 
 
 def stats(
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show rates, again and again, until Ctrl-C.")
-    ] = False,
+    watch: Annotated[bool, flag("--watch", "Show rates, again and again, until Ctrl-C.")] = False,
     interval: Annotated[
         str, typer.Option(metavar="SECONDS", help="Time between two readings of --watch.")
     ] = DEFAULT_INTERVAL,
-    slow: Annotated[
-        bool, typer.Option("--slow", help="Recent slow operations, and where their time went.")
-    ] = False,
+    slow: Annotated[bool, flag("--slow", "Recent slow operations, and where their time went.")] = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
@@ -109,11 +106,9 @@ def stats(
 
 def peers(
     everyone: Annotated[
-        bool, typer.Option("--all", help="Also those that died or left within the last 24 hours.")
+        bool, flag("--all", "Also those that died or left within the last 24 hours.")
     ] = False,
-    reads: Annotated[
-        bool, typer.Option("--reads", help="Reads from them: objects, bytes and latencies.")
-    ] = False,
+    reads: Annotated[bool, flag("--reads", "Reads from them: objects, bytes and latencies.")] = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
@@ -135,7 +130,10 @@ def peers(
     with connected(socket, timeout=timeout) as client:
         members = client.peers(everyone=everyone)
     if json:
-        print_json([_member_document(member) for member in members])
+        # JSON has no infinity: null where nothing was heard from the member itself
+        print_json(
+            [asdict(each) | {"heard_seconds_ago": _finite(each.heard_seconds_ago)} for each in members]
+        )
         return
     if reads:
         _print_reads(members)
@@ -168,11 +166,6 @@ def peers(
 
 def _finite(seconds: float) -> float | None:
     return seconds if math.isfinite(seconds) else None
-
-
-def _member_document(member: PeerInfo) -> dict[str, Any]:
-    """For JSON, which has no infinity: null where nothing was heard from the member itself."""
-    return {**asdict(member), "heard_seconds_ago": _finite(member.heard_seconds_ago)}
 
 
 def _read_by(member: PeerInfo) -> str:
@@ -231,16 +224,15 @@ def leave(
         seconds = drain_seconds + FAREWELL_SECONDS + parse_timeout(timeout)
         handed = _wait_until_gone(client, seconds, bar)
     if json:
-        print_json({"left": True, **_left_document(handed)})
+        print_json(
+            {
+                "left": True,
+                "handed_over": {"objects": handed["objects"], "bytes": handed["bytes"]},
+                "left_behind": {"objects": handed["left_objects"], "bytes": handed["left_bytes"]},
+            }
+        )
     else:
         remark(f"the peer left the cluster{_left_behind(handed)}")
-
-
-def _left_document(handed: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "handed_over": {"objects": handed["objects"], "bytes": handed["bytes"]},
-        "left_behind": {"objects": handed["left_objects"], "bytes": handed["left_bytes"]},
-    }
 
 
 def _left_behind(handed: dict[str, Any]) -> str:
@@ -285,12 +277,16 @@ def watch_statistics(
 ) -> None:
     """Show the statistics until Ctrl-C. Raises `NoLocalPeer` when no peer runs at the beginning and, unless
     a terminal shows the live view, also when it has gone."""
-    if as_json:
-        _each_interval(socket, timeout, interval_seconds, _print_json_line)
-    elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+    if not as_json and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         _live(socket, timeout, interval_seconds)
-    else:
-        _each_interval(socket, timeout, interval_seconds, _print_block)
+        return
+    for before, reading in readings(socket, timeout, interval_seconds):
+        rate = rates(before, reading)
+        if as_json:
+            _print_json_line(reading, rate)
+        else:
+            print("\n".join(overview(reading.document, rate)), end="\n\n")
+        sys.stdout.flush()
 
 
 def readings(socket: str | None, timeout: str, interval_seconds: float) -> Readings:
@@ -306,28 +302,12 @@ def readings(socket: str | None, timeout: str, interval_seconds: float) -> Readi
             time.sleep(due - time.monotonic() if due > time.monotonic() else 0.0)
 
 
-def _each_interval(
-    socket: str | None,
-    timeout: str,
-    interval_seconds: float,
-    show: Callable[[Reading | None, Reading], None],
-) -> None:
-    for before, reading in readings(socket, timeout, interval_seconds):
-        show(before, reading)
-        sys.stdout.flush()
-
-
-def _print_json_line(before: Reading | None, reading: Reading) -> None:
-    rate = rates(before, reading)
+def _print_json_line(reading: Reading, rate: Activity | None) -> None:
     document: dict[str, Any] = {
         **reading.document,
         "rates": rate.document() if rate is not None else None,
     }
     print_json_line(document)
-
-
-def _print_block(before: Reading | None, reading: Reading) -> None:
-    print("\n".join(overview(reading.document, rates(before, reading))), end="\n\n")
 
 
 class _Picture:

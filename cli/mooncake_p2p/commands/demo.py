@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, Interrupts, describe
 from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from mooncake_p2p.options import Json
-from mooncake_p2p.output import print_json, progress, remark, short_id
+from mooncake_p2p.output import (
+    AlreadyTold,
+    CommandFailed,
+    Interrupts,
+    describe,
+    print_json,
+    progress,
+    remark,
+    short_id,
+)
 from p2pstore.objects import KIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:

@@ -1,5 +1,4 @@
-"""`doctor` and `support-bundle`: faults of this machine or of the way to a peer, with their cure; diagnostics in a
-file."""
+"""`doctor` and `support-bundle`: faults of this machine or of the way to a peer, and diagnostics in a file."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import CommandFailed, ExitCode
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
     Socket,
     Timeout,
+    option,
     parse_timeout,
     was_given,
     with_records,
 )
-from mooncake_p2p.output import print_json, printable, progress, remark
+from mooncake_p2p.output import CommandFailed, ExitCode, print_json, printable, progress, remark
 from p2pstore.objects import format_bytes
 
 if TYPE_CHECKING:
@@ -45,21 +44,11 @@ class WayOptions:
     """The options of `doctor --peer`."""
 
     peer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Examine the way to the peer with this control address instead.",
-            show_default=False,
-        ),
+        str | None, option("HOST:PORT", "Examine the way to the peer with this control address instead.")
     ] = None
     cluster_key_file: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            envvar="MOONCAKE_P2P_CLUSTER_KEY_FILE",
-            help="The cluster's key, for --peer.",
-            show_default=False,
-        ),
+        option("FILE", "The cluster's key, for --peer.", envvar="MOONCAKE_P2P_CLUSTER_KEY_FILE"),
     ] = None
     cluster: Annotated[
         str,
@@ -74,9 +63,9 @@ class WayOptions:
         measure_seconds = parse_timeout(self.seconds, "--seconds")
         if measure_seconds > MAX_MEASURE_SECONDS:
             raise ValueError(f"--seconds: {self.seconds!r} is above {MAX_MEASURE_SECONDS:g}")
-        for option in ("cluster_key_file", "cluster", "seconds"):
-            if self.peer is None and was_given(option):
-                name = option.replace("_", "-")
+        for each in ("cluster_key_file", "cluster", "seconds"):
+            if self.peer is None and was_given(each):
+                name = each.replace("_", "-")
                 raise ValueError(f"--{name} is for --peer: add it, or leave it out")
         return measure_seconds
 
@@ -84,20 +73,14 @@ class WayOptions:
 @with_records
 def doctor(
     directory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Try a disk: write 64 MiB there, read it back, remove it.",
-            show_default=False,
-        ),
+        str | None, option("DIR", "Try a disk: write 64 MiB there, read it back, remove it.")
     ] = None,
     rdma_topology: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|JSON",
+        option(
+            "FILE|JSON",
+            "RDMA devices near each memory, as given to join; shown as a peer will use it.",
             envvar="MOONCAKE_P2P_RDMA_TOPOLOGY",
-            help="RDMA devices near each memory, as given to join; shown as a peer will use it.",
-            show_default=False,
         ),
     ] = None,
     *,
@@ -145,7 +128,7 @@ def _examine_way(
     measure_seconds: float,
     timeout_seconds: float,
 ) -> None:
-    from p2pstore.state.key_files import load_cluster_key_file
+    from p2pstore.state.folder import load_cluster_key_file
     from p2pstore.state.places import ring_of_the_keyless
     from p2pstore.status.doctor.way import Way, examine_way
 
@@ -214,21 +197,16 @@ def _print_wrapped(label: str, text: str, columns: int, before: str) -> None:
 def support_bundle(
     output: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "FILE",
+            "The file to write; by default p2pstore-support-TIME.tar.gz in the current folder.",
             "-o",
             "--output",
-            metavar="FILE",
-            help="The file to write; by default p2pstore-support-TIME.tar.gz in the current folder.",
-            show_default=False,
         ),
     ] = None,
     log: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Another log to take in; may be repeated. Logs to files are found.",
-            show_default=False,
-        ),
+        option("FILE", "Another log to take in; may be repeated. Logs to files are found."),
     ] = None,
     socket: Socket = None,
     json: Json = False,

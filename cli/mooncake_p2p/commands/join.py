@@ -23,7 +23,7 @@ from mooncake_p2p.join_settings import (
     spelled_as_given,
     start_detached,
 )
-from mooncake_p2p.options import Json, importing
+from mooncake_p2p.options import Json, argument, flag, importing
 from mooncake_p2p.output import print_json, print_table, remark
 from p2pstore.objects import format_bytes
 from p2pstore.runtime.linux import survive_hangups
@@ -123,8 +123,7 @@ SETTINGS: Final[dict[str, Setting]] = {
     "log_file": Setting("FILE", "Log there instead of stderr"),
     "config": Setting("FILE.toml", "Settings: option names with underscores"),
 }
-"""The settings of `PeerConfig`, `invite` and `config`. A test compares them with `PeerConfig`, which takes 0.1 s
-to load, too long for `--help`."""
+"""The settings of `PeerConfig` (which takes 0.1 s to load; a test compares them), `invite` and `config`."""
 
 
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
@@ -192,8 +191,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 @_with_settings
 def join(
     detach: Annotated[
-        bool,
-        typer.Option("--detach", help="Return when it serves and has tried to join; `leave` ends it."),
+        bool, flag("--detach", "Return when it serves and has tried to join; `leave` ends it.")
     ] = False,
     json: Annotated[
         bool,
@@ -269,11 +267,7 @@ class Action(StrEnum):
 
 @_with_settings
 def config(
-    action: Annotated[
-        Action, typer.Argument(metavar="show", help="The only action.", show_default=False)
-    ],
-    json: Json = False,
-    **given: Any,
+    action: Annotated[Action, argument("show", "The only action.")], json: Json = False, **given: Any
 ) -> None:
     """Show every setting of a peer with its origin.
 

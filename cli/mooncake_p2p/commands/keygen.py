@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, with_records
-from mooncake_p2p.output import print_json, remark
+from mooncake_p2p.options import (
+    DEFAULT_TIMEOUT,
+    Json,
+    Socket,
+    Timeout,
+    connected,
+    flag,
+    option,
+    with_records,
+)
+from mooncake_p2p.output import CommandFailed, print_json, remark
 
 if TYPE_CHECKING:
     from p2pstore.access.keyring import KeyRing
@@ -38,35 +46,18 @@ class KeyRole(StrEnum):
 class KeyOptions:
     """The task of `keygen`: a step of a rotation, or a key for a role."""
 
-    add: Annotated[
-        bool, typer.Option("--add", help="Step 1: append a new key that all will accept.")
-    ] = False
-    promote: Annotated[
-        bool, typer.Option("--promote", help="Step 2: the last key comes first: it proves.")
-    ] = False
-    retire: Annotated[bool, typer.Option("--retire", help="Step 3: remove all keys but the first.")] = (
-        False
-    )
+    add: Annotated[bool, flag("--add", "Step 1: append a new key that all will accept.")] = False
+    promote: Annotated[bool, flag("--promote", "Step 2: the last key comes first: it proves.")] = False
+    retire: Annotated[bool, flag("--retire", "Step 3: remove all keys but the first.")] = False
     role: Annotated[
         KeyRole, typer.Option(help="Role of the key; a reader's and a writer's need --from.")
     ] = KeyRole.member
     source: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            help="The cluster's key file, for --role reader and writer.",
-            show_default=False,
-        ),
+        str | None, option("FILE", "The cluster's key file, for --role reader and writer.", "--from")
     ] = None
     namespace: Annotated[
         list[str] | None,
-        typer.Option(
-            "--namespace",
-            metavar="NAMESPACE",
-            help="Where --role writer may write; may be repeated.",
-            show_default=False,
-        ),
+        option("NAMESPACE", "Where --role writer may write; may be repeated.", "--namespace"),
     ] = None
 
     def step(self) -> str:
@@ -135,10 +126,9 @@ def keygen(
 
 
 def _make(path: Path, source: str | None, namespaces: Sequence[str]) -> list[str]:
-    """A new file with one key, or with the readers' and writers' keys that go with those in `source`. Returns their
-    ids."""
+    """A new file with one key, or with the readers' and writers' keys of those in `source`. Returns their ids."""
     from p2pstore.access.keyring import new_cluster_key
-    from p2pstore.state.key_files import readers_key_file
+    from p2pstore.state.folder import readers_key_file
 
     try:
         line = new_cluster_key() + "\n" if source is None else readers_key_file(source, namespaces)
@@ -216,7 +206,7 @@ MAX_OTHERS: Final = 3
 
 def invite(
     without_key: Annotated[
-        bool, typer.Option("--without-key", help="Leave the key out; copy the key file yourself.")
+        bool, flag("--without-key", "Leave the key out; copy the key file yourself.")
     ] = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
@@ -234,7 +224,7 @@ def invite(
         document = client.statistics()
     from p2pstore.access.invite import Invite, format_invite
     from p2pstore.addresses import is_loopback, split_address
-    from p2pstore.state.key_files import load_cluster_key_file
+    from p2pstore.state.folder import load_cluster_key_file
 
     key_file = document["peer"]["cluster_key_file"]
     insecure = document["peer"]["settings"]["insecure"]

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from mooncake_p2p import files_and_pipes as transfers
-from mooncake_p2p.exit_errors import STANDARD_OUTPUT, CommandFailed
 from mooncake_p2p.files_and_pipes import NewFile
-from mooncake_p2p.options import AtPeer, Key, parse_timeout, with_records
+from mooncake_p2p.options import AtPeer, Key, argument, flag, option, parse_timeout, with_records
 from mooncake_p2p.output import (
+    STANDARD_OUTPUT,
+    CommandFailed,
     format_rate,
     format_transfer,
     print_json,
@@ -64,13 +65,8 @@ class PutOptions:
 
     replicas: Annotated[int, typer.Option(min=1, metavar="N", help="How many peers shall hold it.")] = 1
     pin: Annotated[Pin, typer.Option(help="soft: evicted last; hard: never evicted.")] = Pin.none
-    ttl: Annotated[
-        str | None,
-        typer.Option(metavar="SECONDS|10m", help="Forget it after this time.", show_default=False),
-    ] = None
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a value that has other bytes.")
-    ] = False
+    ttl: Annotated[str | None, option("SECONDS|10m", "Forget it after this time.")] = None
+    overwrite: Annotated[bool, flag("--overwrite", "Replace a value that has other bytes.")] = False
     on_conflict: Annotated[
         OnConflict | None,
         typer.Option(
@@ -80,9 +76,7 @@ class PutOptions:
             show_default=False,
         ),
     ] = None
-    durable: Annotated[
-        bool, typer.Option("--durable", help="Have it on the peer's SSD before this ends.")
-    ] = False
+    durable: Annotated[bool, flag("--durable", "Have it on the peer's SSD before this ends.")] = False
 
     def arguments(self) -> dict[str, Any]:
         """As `BlockingClient.put` takes them. Raises `ValueError` naming an option."""
@@ -101,12 +95,7 @@ class PutOptions:
 def put(
     key: Key,
     file: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE|-",
-            help="The value; standard input when it is - or left out.",
-            show_default=False,
-        ),
+        str | None, argument("FILE|-", "The value; standard input when it is - or left out.")
     ] = None,
     *,
     how: PutOptions,
@@ -160,19 +149,13 @@ def get(
     key: Key,
     output: Annotated[
         str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE|-",
-            help="Where to write the value; - is stdout, even a terminal.",
-            show_default=False,
-        ),
+        option("FILE|-", "Where to write the value; - is stdout, even a terminal.", "--output", "-o"),
     ] = None,
     wait: Annotated[
         str, typer.Option(metavar="SECONDS|10m", help="Time to wait for a key that is not there yet.")
     ] = "0",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show on stderr its source, and the time of each stage.")
+        bool, flag("--explain", "Show on stderr its source, and the time of each stage.")
     ] = False,
     *,
     peer: AtPeer,

@@ -21,7 +21,12 @@ from msgspec import structs
 from p2pstore import arguments
 from p2pstore.access.keyring import parse_peer_id
 from p2pstore.checkpoint import checkpoint_messages as local
-from p2pstore.checkpoint.client.group_calls import CheckpointGroups, checkpoint_name, make_directory
+from p2pstore.checkpoint.client.group_calls import (
+    CheckpointGroups,
+    checkpoint_name,
+    make_directory,
+    result_of,
+)
 from p2pstore.checkpoint.content.pieces import check_piece_bytes, pack_map
 from p2pstore.errors import CheckpointRefused, DeadlineExceeded, NoSuchKey
 from p2pstore.local.local_connection import LocalConnection
@@ -129,9 +134,7 @@ class Checkpoints(CheckpointGroups):
                 connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published, progress
             )
         notes += await self._other_publishers(name)
-        return PublishedCheckpoint(
-            done.version.hex(), done.files, done.total_bytes, done.pieces, done.piece_bytes, tuple(notes)
-        )
+        return result_of(PublishedCheckpoint, done, notes=tuple(notes))
 
     async def _other_publishers(self, name: str) -> list[str]:
         """A note for each."""
@@ -195,14 +198,8 @@ class Checkpoints(CheckpointGroups):
         make_directory(directory)
         done = await self._fetched(await self._open(directory), request, options.get("progress"))
         place = os.path.join(os.fspath(directory), done.directory) if done.directory else directory
-        return FetchedCheckpoint(
-            done.version.hex(),
-            os.fspath(place),
-            done.total_bytes,
-            done.fetched_bytes,
-            done.whole,
-            tuple(done.unmatched),
-        )
+        unmatched = tuple(done.unmatched)
+        return result_of(FetchedCheckpoint, done, directory=os.fspath(place), unmatched=unmatched)
 
     async def fetch_tensors(
         self,
@@ -342,11 +339,7 @@ class Checkpoints(CheckpointGroups):
             if reply.number != seen:
                 seen, moved_at = reply.number, now
                 if progress is not None:
-                    progress(
-                        CheckpointProgress(
-                            reply.phase, reply.done_bytes, reply.total_bytes, reply.members
-                        )
-                    )
+                    progress(result_of(CheckpointProgress, reply))
                 await self._driver.sleep(LOOK_SECONDS / 2)
             elif now - moved_at > patience:
                 why = STALLED.get(reply.phase, "the disk does not answer, or is busy")

@@ -237,8 +237,7 @@ class TensorsWanted:
         self._ask_rows(version)
 
     def check(self, manifest: Manifest) -> None:
-        """Raises `NoSuchKey` for a name or pattern without a match, naming the nearest; `CheckpointRefused` when a
-        match is broken. Logs other faults."""
+        """Raises `NoSuchKey` for a name without a match, `CheckpointRefused` for a broken one. Logs other faults."""
         called = f"checkpoint {manifest.name!r}"
         for pattern in self._names:
             if not unmatched(self.places, (pattern,)):
@@ -293,8 +292,9 @@ class TensorsWanted:
                 (useful if self._is_wanted(name) else useless).add(file)
                 if file not in there:
                     self.problems.tensors[name] = f"{path} says that it is in {file}, and there is none"
-        for number in self._safetensors(version.manifest):
-            if version.manifest.files[number].path not in useless - useful:
+        for number, entry in enumerate(version.manifest.files):
+            is_safetensors = entry.path.endswith(SUFFIX) and not entry.dtype
+            if is_safetensors and entry.path not in useless - useful:
                 self._headed.append(number)
                 self._ask(version, number, 0, HEAD_BYTES)
 
@@ -359,14 +359,6 @@ class TensorsWanted:
 
     def _is_wanted(self, name: str) -> bool:
         return not self._names or name in self._exact or matches(name, self._wild)
-
-    @staticmethod
-    def _safetensors(manifest: Manifest) -> list[int]:
-        return [
-            number
-            for number, file in enumerate(manifest.files)
-            if file.path.endswith(SUFFIX) and not file.dtype
-        ]
 
 
 def _plain_name(dtype: str) -> str:

@@ -9,17 +9,17 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from p2pstore import arguments
 from p2pstore.access.keyring import parse_peer_id
 from p2pstore.checkpoint import checkpoint_messages as local
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
-from p2pstore.objects import format_peer_id
+from p2pstore.objects import check_checkpoint_name, format_peer_id
 from p2pstore.results import (
     CheckpointFollower,
     CheckpointInfo,
@@ -92,7 +92,7 @@ class CheckpointGroups:
         make_directory(directory)
         news = LocalKind.CHECKPOINT_FOLLOW_NEWS, local.FollowNewsReply
         job = await self._open(directory), LocalKind.CHECKPOINT_FOLLOW, request, Empty
-        await self._do(job, news, _followed, changed)
+        await self._do(job, news, partial(result_of, FollowedCheckpoint), changed)
 
     async def _do(
         self,
@@ -169,8 +169,7 @@ class CheckpointGroups:
         return await self._known(local.ListCheckpoints("" if everywhere else self._namespace))
 
     async def status(self, name: str) -> list[CheckpointInfo]:
-        """A name and what members have of it; one item a publisher, the trusted one first. Raises `NoSuchKey` when no
-        peer publishes it."""
+        """A name and its members: an item a publisher, the trusted one first. Raises `NoSuchKey` without any."""
         found = await self._known(local.ListCheckpoints(self._namespace, checkpoint_name(name)))
         return sorted(found, key=lambda each: not each.trusted)
 
@@ -183,8 +182,7 @@ class CheckpointGroups:
         timeout: float = UPDATE_SECONDS,
         progress: StatusWatch | None = None,
     ) -> None:
-        """Wait until `count` followers of this peer's name have verified a version. Raises `FollowersLag` after
-        `timeout` seconds."""
+        """Wait until `count` followers of this peer's name have a version. Raises `FollowersLag` after the timeout."""
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         while True:
             own = [each for each in await self.status(name) if each.mine]
@@ -287,38 +285,26 @@ def has_version(member: CheckpointMember, version: str) -> bool:
     return member.version == short and member.state in ("verified", "seeding", "publishing")
 
 
-def _followed(reply: local.FollowNewsReply) -> FollowedCheckpoint:
-    return FollowedCheckpoint(
-        reply.stage,
-        reply.version.hex(),
-        reply.current.hex(),
-        reply.done_bytes,
-        reply.total_bytes,
-        format_peer_id(reply.publisher) if reply.publisher else "",
-        reply.publisher_name,
-        reply.why,
-    )
+_PEER_IDS: Final = ("peer_id", "publisher")
+
+
+def result_of(kind: type[T], message: Message, **more: Any) -> T:
+    """A result with the fields of a message: peer ids as text, other bytes as hexadecimal digits; `..._permille` and
+    `..._ms` as shares and seconds. `more`: fields that differ otherwise."""
+    found: dict[str, Any] = {}
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        if isinstance(value, bytes):
+            value = format_peer_id(value) if value and name in _PEER_IDS else value.hex()
+        elif name.endswith(("_permille", "_ms")):
+            name, value = name.rpartition("_")[0], value / 1000
+        found[name] = value
+    return kind(**{name: value for name, value in found.items() if name in kind.__annotations__} | more)
 
 
 def _update(reply: local.UpdateNewsReply | local.Updated) -> CheckpointUpdate:
-    return CheckpointUpdate(
-        reply.version.hex(),
-        reply.switched,
-        reply.followers,
-        reply.ready,
-        reply.using,
-        tuple(
-            CheckpointFollower(
-                format_peer_id(each.peer_id),
-                each.name,
-                each.stage,
-                each.done_permille / 1000,
-                each.why,
-                each.dead,
-            )
-            for each in reply.laggards
-        ),
-    )
+    laggards = tuple(result_of(CheckpointFollower, each) for each in reply.laggards)
+    return result_of(CheckpointUpdate, reply, laggards=laggards)
 
 
 def _too_late(name: str, result: CheckpointUpdate, quorum: int | None) -> str:
@@ -360,35 +346,5 @@ def laggard_state(each: CheckpointFollower) -> str:
 
 
 def _info(item: local.CheckpointEntry) -> CheckpointInfo:
-    return CheckpointInfo(
-        item.namespace,
-        item.name,
-        format_peer_id(item.publisher),
-        item.publisher_name,
-        item.version.hex(),
-        item.published_ms / 1000,
-        item.total_bytes,
-        item.files,
-        item.pieces,
-        item.previous.hex(),
-        item.switched.hex(),
-        item.trusted,
-        item.mine,
-        item.alive,
-        tuple(
-            CheckpointMember(
-                format_peer_id(each.peer_id),
-                each.name,
-                each.state,
-                each.version.hex(),
-                each.done_permille / 1000,
-                each.follows,
-                each.current.hex(),
-                each.why,
-                each.bytes_per_second,
-                each.me,
-                each.needs_permille / 1000,
-            )
-            for each in item.members
-        ),
-    )
+    members = tuple(result_of(CheckpointMember, each) for each in item.members)
+    return result_of(CheckpointInfo, item, members=members)

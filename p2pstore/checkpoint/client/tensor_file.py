@@ -70,8 +70,7 @@ def plan_image(tensors: Mapping[Any, Any]) -> TensorImage:
 
 
 def write_image(image: TensorImage) -> int:
-    """A descriptor of sealed memory with the file, to be closed by the caller. Raises `CapacityExceeded` without
-    room."""
+    """A descriptor of sealed memory with the file, to be closed. Raises `CapacityExceeded` without room."""
     room, where = available_memory()
     if image.total_bytes > room:
         raise CapacityExceeded(

@@ -1,4 +1,4 @@
-"""Valid names of files and checkpoints, and patterns that choose files. Pure.
+"""Valid names of files, and patterns that choose files. Pure.
 
 A manifest's paths are created below a directory of the fetching peer, so they are plain: relative, without `..`. A
 manifest has no links. A pattern is for a whole relative path, and `*` in it matches anything, `/` too.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_PATH_BYTES: Final = 1024
 MAX_NAME_BYTES: Final = 255
-"""Of one part of a path, as in file systems, and of a checkpoint's name."""
+"""Of one part of a path, as in file systems."""
 MAX_DEPTH: Final = 32
 CURRENT: Final = "current"
 """The link to the version in use, where versions are kept."""
@@ -51,8 +51,7 @@ def check_path(path: str) -> None:
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Check each path, and all together: in order, without duplicates, none below another. Raises
-    `CheckpointRefused`."""
+    """Check each path; and that they are in order, each once, none below another. Raises `CheckpointRefused`."""
     files = set(paths)
     for path in paths:
         check_path(path)
@@ -64,15 +63,6 @@ def check_paths(paths: Sequence[str]) -> None:
     for first, second in pairwise(paths):
         if first >= second:
             raise CheckpointRefused(f"paths are in order, each once: {second[:80]!r} comes too late")
-
-
-def check_checkpoint_name(name: str) -> None:
-    """Raises `CheckpointRefused` for an invalid name of a checkpoint: `@` separates name and version."""
-    length = len(name.encode(errors="surrogatepass"))
-    if not 1 <= length <= MAX_NAME_BYTES or not name.isprintable() or set(name) & set("@ "):
-        raise CheckpointRefused(
-            f"a checkpoint's name is 1 to {MAX_NAME_BYTES} bytes, printable, without spaces and @: {name[:80]!r}"
-        )
 
 
 def _check_part(part: str, path: str) -> None:

@@ -49,8 +49,7 @@ class _Part(Message, frozen=True):
 
 
 def current_version(directory: Path) -> bytes:
-    """The version that `current` names, perhaps with some files only; empty for none. Raises `ConfigError` when it is
-    no link, and `OSError`."""
+    """The version that `current` names; empty for none. Raises `ConfigError` when it is no link, and `OSError`."""
     current = directory / CURRENT
     if current.exists() and not current.is_symlink():
         raise ConfigError(f"{current} is not a link: choose another directory")
@@ -64,8 +63,7 @@ def current_version(directory: Path) -> bytes:
 def versions_with(
     directory: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> list[bytes]:
-    """The versions with all their files, or with all that are chosen (`choose_files`). Raises `ConfigError` for a
-    damaged record, and `OSError`."""
+    """The versions with all files that are chosen. Raises `ConfigError` for a damaged record, and `OSError`."""
     return [
         version
         for version in kept_versions(directory)
@@ -94,8 +92,7 @@ def kept_versions(directory: Path) -> list[bytes]:
 
 
 def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
-    """The signed manifest of a version in the directory; None for none. Any writer of the directory may have changed
-    it: verify it. Raises `OSError`."""
+    """The signed manifest of a version; None for none. Verify it: any writer may have changed it. Raises `OSError`."""
     name = format_version(version)
     try:
         return decode_body(SignedManifest, read_regular_file(directory / STATE / f"{name}.manifest"))
@@ -175,8 +172,7 @@ def forgetting_versions(directory: Path, keep: int, placed: str = "") -> Iterato
 
 
 def removing_tree(root: Path) -> Iterator[None]:
-    """Remove a folder with its content, if there is one, in steps of a folder or some files each. Links are not
-    followed. Raises `OSError`."""
+    """Remove a folder and its content, if there, in steps of some files. No link is followed. Raises `OSError`."""
     for folder, folders, files in os.walk(root, topdown=False):
         for count, name in enumerate(files):
             os.unlink(os.path.join(folder, name))
@@ -360,11 +356,11 @@ class VersionFiles:
 
     def _read_file(self, number: int, view: memoryview, offset: int) -> None:
         try:
-            _read_fully(self.place(number), view, offset)
+            _read_file(self.place(number), view, offset)
         except FileNotFoundError:
             with self._switch:
                 place = self.place(number)
-            _read_fully(place, view, offset)
+            _read_file(place, view, offset)
 
     def write(self, piece: int, data: memoryview) -> None:
         """Write a piece to its files, but for those in their place. Raises `OSError`."""
@@ -418,7 +414,7 @@ def reader(root: Path, manifest: Manifest) -> ReadFile:
     """Reads files of a complete version in a folder."""
 
     def read(file: int, view: memoryview, offset: int) -> None:
-        _read_fully(root / manifest.files[file].path, view, offset)
+        _read_file(root / manifest.files[file].path, view, offset)
 
     return read
 
@@ -433,14 +429,18 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _read_fully(path: Path, view: memoryview, offset: int) -> None:
+def read_fully(descriptor: int, view: memoryview, offset: int) -> None:
+    """Fill a view with a file's bytes from an offset on. Raises `OSError`, and `EOFError` for a short file."""
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if not count:
+            raise EOFError(f"the file ends before byte {offset:,}")
+        view, offset = view[count:], offset + count
+
+
+def _read_file(path: Path, view: memoryview, offset: int) -> None:
     with opened(path) as descriptor:
-        while view:
-            count = os.preadv(descriptor, [view], offset)
-            if not count:
-                raise EOFError(f"{path} is shorter than it should be")
-            view = view[count:]
-            offset += count
+        read_fully(descriptor, view, offset)
 
 
 def _write_fully(path: Path, view: memoryview, offset: int) -> None:

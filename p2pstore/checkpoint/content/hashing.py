@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import trio
 from blake3 import blake3
 
+from p2pstore.checkpoint.content.directory_versions import read_fully
 from p2pstore.checkpoint.content.manifest import (
     HASH_BYTES,
     FileEntry,
@@ -31,6 +32,7 @@ from p2pstore.checkpoint.content.manifest import (
     make_manifest,
 )
 from p2pstore.checkpoint.content.pieces import Extent, PieceLayout, choose_piece_bytes
+from p2pstore.checkpoint.content.sources import Source
 from p2pstore.errors import CheckpointChanged
 
 STEP_BYTES: Final = 16 * 1024 * 1024
@@ -41,32 +43,6 @@ Progress = Callable[[int], None]
 """Called with the number of bytes hashed since the last call."""
 Opened = Callable[[int], AbstractContextManager[int]]
 """Opens a file, by number, for one thread: a descriptor for the time of a block."""
-
-
-class SourceEntry(Protocol):
-    """A file or a tensor, as a manifest describes it, without its hash."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def mode(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class Source(Protocol):
-    """A publication: `SourceDirectory` or `SourceMemory`."""
-
-    @property
-    def files(self) -> Sequence[SourceEntry]: ...
-
-    def opened(self, file: int) -> AbstractContextManager[int]: ...
-
-    def check(self) -> None: ...
 
 
 class PieceHashes:
@@ -111,8 +87,7 @@ class PieceHashes:
             raise failures[0]
 
     def hash_run(self, pieces: range) -> int:
-        """Hash neighbouring pieces of one file, or one shared piece; returns their bytes. Blocking. Raises like
-        `find`."""
+        """Hash neighbouring pieces of one file, or a shared piece; blocking. Returns their bytes. Raises as `find`."""
         extents = self._layout.extents(pieces[0])
         if self._layout.is_shared(pieces[0]):
             return self._hash_shared(pieces[0], extents)
@@ -250,13 +225,13 @@ class BulkReader:
             for number, begin in enumerate(range(offset, offset + length, BLOCK_BYTES)):
                 view = whole[: min(BLOCK_BYTES, offset + length - begin)]
                 if cached[number]:
-                    _read_fully(descriptor, view, begin)
+                    read_fully(descriptor, view, begin)
                 elif not (on_disk and self.past_cache and _read_past(descriptor, whole, view, begin)):
                     asked = max(asked, begin)
                     more = min(begin + AHEAD_BYTES, offset + length) - asked
                     with price.of(more):
                         os.posix_fadvise(descriptor, asked, more, os.POSIX_FADV_WILLNEED)
-                        _read_fully(descriptor, view, begin)
+                        read_fully(descriptor, view, begin)
                     asked += more
                     if price.is_high:
                         self.past_cache = True
@@ -288,8 +263,7 @@ class _Price:
 
 
 def cached_blocks(descriptor: int, offset: int, length: int) -> list[bool]:
-    """For each block of a range, whether the page cache has all of it. (Of files of other users, the kernel reports all
-    pages as cached.)"""
+    """For each block of a range, whether the page cache has all of it; of other users' files the kernel says yes."""
     blocks = -(-length // BLOCK_BYTES)
     try:
         mapping = mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=offset)
@@ -319,23 +293,13 @@ def _read_past(descriptor: int, whole: memoryview, view: memoryview, offset: int
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
-def _read_fully(descriptor: int, view: memoryview, offset: int) -> None:
-    while view:
-        count = os.preadv(descriptor, [view], offset)
-        if not count:
-            raise EOFError(f"the file ends before byte {offset:,}")
-        view = view[count:]
-        offset += count
-
-
 LOCAL_FILE_SYSTEMS: Final = frozenset(
     {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 )
 
 
 def is_local(file_systems: str, device: int) -> bool:
-    """Whether files on `device` (`st_dev`) are known to be on a disk or in memory of this machine. `file_systems`:
-    content of /proc/self/mountinfo."""
+    """Whether files on `device` (`st_dev`) are on a disk or in memory of this machine, by /proc/self/mountinfo."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in file_systems.splitlines():
         before, _, after = line.partition(" - ")

@@ -22,7 +22,7 @@ from typing import Annotated, Final, Protocol
 import msgspec
 from blake3 import blake3
 
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name, check_paths
+from p2pstore.checkpoint.content.content_paths import check_paths
 from p2pstore.checkpoint.content.pieces import (
     NO_PIECES,
     Extent,
@@ -32,7 +32,7 @@ from p2pstore.checkpoint.content.pieces import (
     pieces_in,
 )
 from p2pstore.errors import CheckpointRefused, ProtocolError
-from p2pstore.objects import format_peer_id
+from p2pstore.objects import check_checkpoint_name, format_peer_id
 from p2pstore.wire import Message, decode_body, encode_body
 
 MANIFEST_FORMAT: Final = 1
@@ -102,8 +102,7 @@ class Manifest(Message, frozen=True, dict=True, gc=True):
         return self.piece_hashes[piece * HASH_BYTES : (piece + 1) * HASH_BYTES]
 
     def hashes_of(self, file: int) -> bytes:
-        """The hashes of all pieces with bytes of a file. Equal for two equal files of one length that share no piece
-        with others."""
+        """The hashes of all pieces with bytes of a file. Equal for equal files that share no piece with others."""
         pieces = self.layout.pieces_of(file)
         return self.piece_hashes[pieces.start * HASH_BYTES : pieces.stop * HASH_BYTES]
 
@@ -205,8 +204,7 @@ def sign_manifest(manifest: Manifest, signer: Signer) -> SignedManifest:
 def open_manifest(
     signed: SignedManifest, *, version: bytes, publisher: bytes, verifier: Verifier
 ) -> Manifest:
-    """Verify the manifest of `version`, signed by the peer `publisher`; for worker threads. Raises `CheckpointRefused`,
-    with the reason."""
+    """Verify the manifest of `version`, signed by `publisher`; for worker threads. Raises `CheckpointRefused`."""
     if len(signed.body) > MAX_MANIFEST_BYTES:
         raise CheckpointRefused(f"a manifest of {len(signed.body):,} bytes")
     whole = hash_of(signed.body)
@@ -256,8 +254,7 @@ class _FormatOnly(Message, frozen=True):
 
 
 class _FilesApart(Message, frozen=True):
-    """A `Manifest` with its files not yet decoded: decoding them in one call would keep the GIL, and so the event loop,
-    for 200 ms."""
+    """A `Manifest` with its files not decoded: in one call that would keep the GIL, and the event loop, for 200 ms."""
 
     format: int
     name: str

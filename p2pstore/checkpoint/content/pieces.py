@@ -29,8 +29,7 @@ MAX_PIECE_BYTES: Final = 256 * 1024 * 1024
 SMALLEST_USUAL: Final = 512 * 1024
 LARGEST_USUAL: Final = 64 * 1024 * 1024
 USUAL_PIECES: Final = 2048
-"""With this number, the start and the end of a broadcast, when not all peers have something to send, cost 1 % of its
-time."""
+"""With this number, the start and the end of a broadcast, when not all peers send, cost 1 % of its time."""
 FEWER_PIECES: Final = 512
 """With this number they cost 2 to 3 %. Usual where `USUAL_PIECES` pieces would be smaller than `CHEAP`: decisions and
 messages cost the same for a piece of any length, 16 % of a core for 1 GB/s in pieces of 512 KiB."""

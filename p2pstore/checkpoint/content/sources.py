@@ -12,8 +12,9 @@ import fcntl
 import os
 import re
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -29,6 +30,7 @@ from p2pstore.checkpoint.content.content_paths import (
     nearest,
     unmatched,
 )
+from p2pstore.checkpoint.content.directory_versions import read_extents, read_fully
 from p2pstore.checkpoint.content.manifest import Manifest
 from p2pstore.checkpoint.content.pieces import Extent
 from p2pstore.checkpoint.content.safetensors import (
@@ -59,7 +61,40 @@ class SourceFile:
     """Of a tensor; empty for a file."""
 
 
-class SourceDirectory:
+class Source(ABC):
+    """Published files."""
+
+    files: list[SourceFile]
+    total_bytes: int
+    """Of all files together."""
+
+    @abstractmethod
+    def opened(self, file: int) -> AbstractContextManager[int]:
+        """A file, open during the block."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises `CheckpointChanged` when any file was changed."""
+
+    def read_piece(self, manifest: Manifest, piece: int) -> memoryview:
+        """A piece of the manifest that was made of these files. Raises `CheckpointChanged` rather than return other
+        bytes: a change within one tick of the clock shows in the hash only."""
+        data = self.read(manifest.layout.extents(piece))
+        if not manifest.is_piece(piece, data):
+            names = ", ".join(self.files[each.file].path for each in manifest.layout.extents(piece)[:3])
+            raise CheckpointChanged(f"{names}: its bytes are not those that were published")
+        return data
+
+    def read(self, extents: Sequence[Extent]) -> memoryview:
+        """The concatenated bytes of these ranges. Raises `CheckpointChanged` for a changed file."""
+        return read_extents(self._read_file, extents)
+
+    def _read_file(self, file: int, view: memoryview, offset: int) -> None:
+        with self.opened(file) as descriptor:
+            read_fully(descriptor, view, offset)
+
+
+class SourceDirectory(Source):
     """The files below a directory, in the order of their paths."""
 
     def __init__(self, root: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
@@ -78,7 +113,6 @@ class SourceDirectory:
         """Not part of a version."""
         self.files = sorted(self._find(root, ""), key=lambda file: file.path)
         self.total_bytes = sum(file.size for file in self.files)
-        """Of all files together."""
         if not self.files:
             which = " that matches" if include or exclude else ""
             which += nearest(include[0], self.not_included) if self.not_included else ""
@@ -109,43 +143,28 @@ class SourceDirectory:
         source.total_bytes = sum(file.size for file in source.files)
         return source
 
-    def read(self, extents: Sequence[Extent]) -> bytearray:
-        """The concatenated bytes of these ranges. Raises `CheckpointChanged` for a changed file."""
-        data = bytearray(sum(extent.length for extent in extents))
-        view = memoryview(data)
-        for extent in extents:
-            file = self.files[extent.file]
-            part, view = view[: extent.length], view[extent.length :]
-            with self._open(file) as descriptor:
-                _read_fully(descriptor, part, extent.offset, file)
-                _check_unchanged(os.fstat(descriptor), file)
-        return data
-
     @contextmanager
     def opened(self, file: int) -> Iterator[int]:
         """A file, open during the block. Raises `CheckpointChanged` for a change before or during it."""
         found = self.files[file]
-        with self._open(found) as descriptor:
+        try:
+            descriptor = os.open(self.root / found.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise CheckpointChanged(f"{found.path}: is gone") from error
+        try:
+            _check_unchanged(os.fstat(descriptor), found)
             try:
                 yield descriptor
             except EOFError:
-                raise _became_shorter(found) from None
+                raise CheckpointChanged(f"{found.path}: became shorter while it was published") from None
             _check_unchanged(os.fstat(descriptor), found)
+        finally:
+            os.close(descriptor)
 
     def check(self) -> None:
-        """Raises `CheckpointChanged` when any file was changed."""
-        for file in self.files:
-            with self._open(file):
+        for number in range(len(self.files)):
+            with self.opened(number):
                 pass
-
-    def read_piece(self, manifest: Manifest, piece: int) -> bytearray:
-        """A piece of the manifest that was made of this directory. Raises `CheckpointChanged` rather than return other
-        bytes: a change within one tick of the clock shows in the hash only."""
-        data = self.read(manifest.layout.extents(piece))
-        if not manifest.is_piece(piece, data):
-            names = ", ".join(self.files[each.file].path for each in manifest.layout.extents(piece)[:3])
-            raise CheckpointChanged(f"{names}: its bytes are not those that were published")
-        return data
 
     def _find(self, folder: Path, prefix: str) -> list[SourceFile]:
         found = []
@@ -175,31 +194,6 @@ class SourceDirectory:
         if is_folder:
             return not any(mark in pattern for pattern in self._include)
         return not is_asked_for(path, mark, self._include)
-
-    def _open(self, file: SourceFile) -> _Descriptor:
-        try:
-            descriptor = os.open(self.root / file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise CheckpointChanged(f"{file.path}: is gone") from error
-        try:
-            _check_unchanged(os.fstat(descriptor), file)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return _Descriptor(descriptor)
-
-
-class _Descriptor:
-    """An open file, closed when its block ends."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __enter__(self) -> int:
-        return self._number
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._number)
 
 
 def _source_file(place: Path, path: str) -> SourceFile:
@@ -240,25 +234,12 @@ def _check_unchanged(found: os.stat_result, file: SourceFile) -> None:
         )
 
 
-def _became_shorter(file: SourceFile) -> CheckpointChanged:
-    return CheckpointChanged(f"{file.path}: became shorter while it was published")
-
-
-def _read_fully(descriptor: int, view: memoryview, offset: int, file: SourceFile) -> None:
-    while view:
-        count = os.preadv(descriptor, [view], offset)
-        if not count:
-            raise _became_shorter(file)
-        view = view[count:]
-        offset += count
-
-
 MODE: Final = 0o644
 """Of the fetched file."""
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-class SourceMemory:
+class SourceMemory(Source):
     """One file in sealed memory. Close it when it is not published any more."""
 
     def __init__(self, descriptor: int, path: str) -> None:
@@ -272,42 +253,14 @@ class SourceMemory:
             raise CheckpointRefused(f"{path}: it is not in sealed memory")
         found = os.fstat(descriptor)
         self.files = [SourceFile(path, found.st_size, MODE, (0, found.st_dev, found.st_ino))]
+        self.total_bytes = found.st_size
         self._descriptor = os.dup(descriptor)
 
-    @property
-    def total_bytes(self) -> int:
-        """The file's length."""
-        return self.files[0].size
-
-    def read(self, extents: Sequence[Extent]) -> bytearray:
-        """The concatenated bytes of these ranges. Raises `OSError`."""
-        data = bytearray(sum(extent.length for extent in extents))
-        view = memoryview(data)
-        for extent in extents:
-            part, view = view[: extent.length], view[extent.length :]
-            offset = extent.offset
-            while part:
-                count = os.preadv(self._descriptor, [part], offset)
-                if not count:
-                    raise EOFError(f"{self.files[0].path} ends before byte {offset:,}")
-                part, offset = part[count:], offset + count
-        return data
-
-    @contextmanager
-    def opened(self, file: int) -> Iterator[int]:
-        """The memory, as a file; `file` is 0."""
-        del file
-        yield self._descriptor
+    def opened(self, file: int) -> AbstractContextManager[int]:
+        return nullcontext(self._descriptor)
 
     def check(self) -> None:
         """Does nothing: sealed memory cannot change."""
-
-    def read_piece(self, manifest: Manifest, piece: int) -> bytearray:
-        """A piece of the manifest that was made of it. Raises `CheckpointChanged` when memory failed."""
-        data = self.read(manifest.layout.extents(piece))
-        if not manifest.is_piece(piece, data):
-            raise CheckpointChanged(f"{self.files[0].path}: its bytes are not those that were published")
-        return data
 
     def close(self) -> None:
         """Release the memory; idempotent."""

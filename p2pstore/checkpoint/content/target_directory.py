@@ -241,8 +241,7 @@ class TargetDirectory:
         return [place for place in (*self._numbers, *folders) if place not in self._durable]
 
     def make_durable(self, places: Sequence[Path]) -> int:
-        """Sync some of `unsynced`, files with their permissions; returns their bytes. For several threads. Raises
-        `OSError`."""
+        """Sync some of `unsynced`, files with their permissions; returns their bytes. For threads. Raises `OSError`."""
         total = 0
         for place in places:
             number = self._numbers.get(place)

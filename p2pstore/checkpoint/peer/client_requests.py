@@ -9,12 +9,11 @@ from typing import Any, Final
 import trio
 
 from p2pstore.checkpoint import checkpoint_messages as local
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.checkpoint.content.manifest import Manifest, Signer, Verifier
 from p2pstore.checkpoint.content.sources import SourceMemory
+from p2pstore.checkpoint.peer.bringing import Job
 from p2pstore.checkpoint.peer.fetching import Fetching, Finder
-from p2pstore.checkpoint.peer.following import Following, Preparer, Updating
-from p2pstore.checkpoint.peer.jobs import Job
+from p2pstore.checkpoint.peer.following import Following, Updating
 from p2pstore.checkpoint.peer.piece_flow import Paces
 from p2pstore.checkpoint.peer.publishing import Publications, Publishing
 from p2pstore.checkpoint.peer.running import SwarmParts
@@ -24,9 +23,8 @@ from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import Participation, TakesPart
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.objects import unix_seconds_from_clock
+from p2pstore.local.local_protocol import LocalClient, LocalKind
+from p2pstore.objects import check_checkpoint_name, unix_seconds_from_clock
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.wire import Empty, Message
 
@@ -72,8 +70,7 @@ class ClientRequests:
         self._service.fetching.memory_left(client.holder)
 
     async def watch(self) -> None:
-        """Serve gossip to the swarms, measure how fast members fetch, and publish what the previous run published;
-        until cancelled."""
+        """Serve gossip to swarms, sample members' progress, publish again after a restart; until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._service.parts.watch)
             nursery.start_soon(self._service.publishing.publish_again)
@@ -173,7 +170,7 @@ class GroupRequests:
 
     def __init__(self, service: PeerCheckpoints) -> None:
         self._peer = service.peer
-        self._preparer = Preparer(service.fetching)
+        self._fetching = service.fetching
         self._follows: dict[int, Following] = {}
         self._updates: dict[int, Updating] = {}
         self._failed: set[int] = set()
@@ -192,7 +189,7 @@ class GroupRequests:
         directory = HeldDirectory(client.directory, message.path)
         before = self._same_follow(message, directory)
         self._failed.discard(client.holder)
-        following = Following(self._peer, self._preparer, message, directory)
+        following = Following(self._peer, self._fetching, message, directory)
         self._follows[client.holder] = following
 
         async def run() -> Message:

@@ -27,8 +27,7 @@ from p2pstore.checkpoint.content.manifest import (
 )
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, unpack_map
 from p2pstore.checkpoint.content.target_directory import DirectoryInUse, TargetDirectory
-from p2pstore.checkpoint.peer.bringing import Bringing, in_threads
-from p2pstore.checkpoint.peer.jobs import Job, JobPhase, verify
+from p2pstore.checkpoint.peer.bringing import Bringing, Job, JobPhase, in_threads, verify
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import HeldDirectory, Holding, Memories, MemoryTarget
 from p2pstore.checkpoint.peer.surroundings import PeerInterface

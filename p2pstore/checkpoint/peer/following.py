@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -11,8 +13,8 @@ import trio
 from p2pstore.checkpoint.checkpoint_messages import Fetch, Follow
 from p2pstore.checkpoint.content.directory_versions import current_version, switch_current, versions_with
 from p2pstore.checkpoint.content.manifest import format_version
+from p2pstore.checkpoint.peer.bringing import Job, News
 from p2pstore.checkpoint.peer.fetching import Fetching
-from p2pstore.checkpoint.peer.jobs import Job, News
 from p2pstore.checkpoint.peer.stores import HeldDirectory
 from p2pstore.checkpoint.peer.surroundings import ACQUAINTED_SECONDS, PeerInterface
 from p2pstore.checkpoint.swarm.group import (
@@ -64,36 +66,6 @@ STAGES: Final = {
 _FOLLOWED: Final = {"event": "checkpoint_followed"}
 
 
-class Preparer:
-    """Brings versions for followers. Closes the directory that it is given, unless a swarm has it by then."""
-
-    def __init__(self, fetching: Fetching) -> None:
-        self._fetching = fetching
-
-    async def prepare(
-        self, order: Follow, version: bytes, publisher: PeerId, directory: HeldDirectory, job: Job
-    ) -> None:
-        """Fetch and verify a version, and put it in its place; `current` stays. Raises `P2PStoreError`."""
-        fetch = _fetch_order(order, publisher)
-        try:
-            with directory.users_words():
-                await self._fetching.bring(fetch, version, publisher, directory, job, use=False)
-        finally:
-            directory.close()
-            job.end()
-
-    async def pass_on(
-        self, order: Follow, version: bytes, publisher: PeerId, directory: HeldDirectory
-    ) -> None:
-        """Serve a version that is complete in the directory, unless this peer does already. Raises `P2PStoreError`."""
-        fetch = _fetch_order(order, publisher)
-        try:
-            with directory.users_words():
-                await self._fetching.pass_on(fetch, version, publisher, directory)
-        finally:
-            directory.close()
-
-
 def _fetch_order(order: Follow, publisher: PeerId) -> Fetch:
     return Fetch(
         order.namespace,
@@ -109,7 +81,7 @@ class Following:
     """One follow, while `run` runs."""
 
     def __init__(
-        self, peer: PeerInterface, preparer: Preparer, order: Follow, directory: HeldDirectory
+        self, peer: PeerInterface, fetching: Fetching, order: Follow, directory: HeldDirectory
     ) -> None:
         self.order = order
         self.directory = directory
@@ -125,12 +97,12 @@ class Following:
         self.ended = trio.Event()
         self._peer = peer
         self._records = peer.records
-        self._preparer = preparer
+        self._fetching = fetching
         self._scope = trio.CancelScope()
         self._told: object = None
         self._nursery: trio.Nursery
         self._wake = trio.Event()
-        self._fetching = trio.CancelScope()
+        self._preparing = trio.CancelScope()
 
     async def run(self) -> None:
         """Follow until cancelled. Raises `ValueError` when the name has several publishers and none is trusted,
@@ -202,7 +174,9 @@ class Following:
         """Serve the versions of the previous run: after a restart of all peers, others may need them."""
         for version in {self.follower.current, head.version} & self.follower.complete:
             try:
-                await self._preparer.pass_on(self.order, version, head.publisher, self.directory.again())
+                with self._again() as directory:
+                    order = _fetch_order(self.order, head.publisher)
+                    await self._fetching.pass_on(order, version, head.publisher, directory)
             except (P2PStoreError, OSError, ValueError) as error:
                 why = self.directory.say(str(error))
                 logger.info("%s is not passed on: %s", self._called(version), why, extra=_FOLLOWED)
@@ -236,10 +210,10 @@ class Following:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Prepare(version):
-                self._fetching = trio.CancelScope()
-                self._nursery.start_soon(self._prepare, version, self._fetching)
+                self._preparing = trio.CancelScope()
+                self._nursery.start_soon(self._prepare, version, self._preparing)
             case Abandon():
-                self._fetching.cancel()
+                self._preparing.cancel()
             case SwitchTo(version):
                 self._nursery.start_soon(self._switch_to, version)
 
@@ -249,9 +223,7 @@ class Following:
         event: Event = NotPrepared(version)
         with scope:
             try:
-                await self._preparer.prepare(
-                    self.order, version, self.head.publisher, self.directory.again(), self.job
-                )
+                await self._bring(version, self.head.publisher, self.job)
                 event = Prepared(version)
                 logger.info("%s is verified", self._called(version), extra=_FOLLOWED)
             except (P2PStoreError, OSError, ValueError) as error:
@@ -259,6 +231,21 @@ class Following:
                 logger.warning("%s cannot be fetched: %s", self._called(version), why, extra=_FOLLOWED)
                 event = NotPrepared(version, why)
         self._happens(event)
+
+    async def _bring(self, version: bytes, publisher: PeerId, job: Job) -> None:
+        """Fetch and verify a version, and put it in its place; `current` stays. Raises `P2PStoreError`."""
+        try:
+            with self._again() as directory:
+                order = _fetch_order(self.order, publisher)
+                await self._fetching.bring(order, version, publisher, directory, job, use=False)
+        finally:
+            job.end()
+
+    @contextmanager
+    def _again(self) -> Iterator[HeldDirectory]:
+        """Another handle of the directory, closed at the end unless a swarm has it; errors name it as its user does."""
+        with closing(self.directory.again()) as directory, directory.users_words():
+            yield directory
 
     async def _switch_to(self, version: bytes) -> None:
         event: Event

@@ -1,5 +1,4 @@
-"""The deciding parts of a swarm's shell: introductions of members, pieces in the event loop or in threads, buffers,
-rates. Pure."""
+"""Deciding parts of a swarm's shell: introductions, event loop or thread, buffers, rates. Pure."""
 
 from __future__ import annotations
 
@@ -144,8 +143,7 @@ BURST_SECONDS: Final = 0.25
 
 
 class TokenBucket:
-    """A limit on bytes a second. A request larger than the bucket waits until it is full, and later ones wait for its
-    debt."""
+    """A limit on bytes a second. A request larger than the bucket waits until it is full, later ones for its debt."""
 
     def __init__(self, bytes_per_second: float, now: float) -> None:
         self._rate = bytes_per_second

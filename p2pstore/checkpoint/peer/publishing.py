@@ -10,7 +10,6 @@ from typing import Final
 import trio
 
 from p2pstore.checkpoint.checkpoint_messages import Publish
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import (
     Manifest,
@@ -19,8 +18,8 @@ from p2pstore.checkpoint.content.manifest import (
     format_version,
     sign_manifest,
 )
-from p2pstore.checkpoint.content.sources import SourceDirectory, SourceMemory
-from p2pstore.checkpoint.peer.jobs import Job, JobPhase, reader_of
+from p2pstore.checkpoint.content.sources import Source, SourceDirectory, SourceMemory
+from p2pstore.checkpoint.peer.bringing import Job, JobPhase, reader_of
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import (
     HeldDirectory,
@@ -40,7 +39,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.checkpoint_records import checkpoint_digest
 from p2pstore.gossip.records import TakesPart
-from p2pstore.objects import format_peer_id
+from p2pstore.objects import check_checkpoint_name, format_peer_id
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.wire import Message, decode_body, encode_body
 
@@ -228,7 +227,7 @@ class Publishing:
     async def _publish(
         self,
         order: Publish,
-        source: SourceDirectory | SourceMemory,
+        source: Source,
         make_store: Callable[[Manifest, bytes], PieceStore],
         job: Job,
         keep: Callable[[SignedManifest], None] = lambda _: None,
@@ -280,8 +279,7 @@ class Publishing:
     # --- after a restart -------------------------------------------------------------------------
 
     async def publish_again(self) -> None:
-        """Publish the directories of the previous run that are still the newest of their names, or in use. Announces a
-        failure for those with changed files."""
+        """Publish the directories of the previous run that count still; announce a failure for changed files."""
         try:
             for kept in await trio.to_thread.run_sync(self._publications.load):
                 await self._publish_if_it_counts(kept)
@@ -306,8 +304,7 @@ class Publishing:
             logger.warning("checkpoint %s is not published again: %s", kept.called, error, extra=_FAILED)
 
     def _counts(self, kept: Publication) -> bool:
-        """Whether other peers may want the version. An unknown head was lost in the last moments of the previous
-        run, so its version counts."""
+        """Whether other peers may want the version. An unknown head was lost when the previous run ended."""
         if kept.manifest.signer != self._peer.peer_id:
             return False
         version = kept.manifest.version

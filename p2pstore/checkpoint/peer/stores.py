@@ -14,9 +14,10 @@ from typing import Final, Protocol
 
 import trio
 
+from p2pstore.checkpoint.content.directory_versions import read_extents
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest
 from p2pstore.checkpoint.content.pieces import NO_PIECES, Extent, PieceMap, full_map, plan_memory
-from p2pstore.checkpoint.content.sources import SourceMemory
+from p2pstore.checkpoint.content.sources import Source, SourceMemory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.errors import CapacityExceeded, ConfigError, P2PStoreError, StoreClosed
 from p2pstore.memory.mapped.mapped_memory import available_memory, create_table_memory
@@ -52,8 +53,7 @@ class PieceStore(Protocol):
         ...
 
     def read(self, piece: int, room: memoryview | None = None) -> BytesLike:
-        """A piece that is here, at the beginning of `room` if given and useful. Raises `OSError`, and
-        `CheckpointChanged` for a changed file."""
+        """A piece that is here, perhaps in `room`. Raises `OSError`, and `CheckpointChanged` for a changed file."""
         ...
 
     def write(self, piece: int, data: memoryview) -> bool:
@@ -65,29 +65,10 @@ class PieceStore(Protocol):
         ...
 
 
-class Target(PieceStore, Protocol):
-    """A store that is being filled: `TargetDirectory`, `MemoryTarget`."""
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-    def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool: ...
-
-    def read_extents(self, extents: Sequence[Extent]) -> memoryview:
-        """Concatenated ranges of files, in pieces that are here. Raises `OSError`."""
-        ...
-
-
-class PublishedSource(Protocol):
-    """Published files: `SourceDirectory`, `SourceMemory`."""
-
-    def read_piece(self, manifest: Manifest, piece: int) -> bytearray: ...
-
-
 class PublishedPieces:
     """The `PieceStore` of a publisher, which has every piece."""
 
-    def __init__(self, source: PublishedSource, manifest: Manifest) -> None:
+    def __init__(self, source: Source, manifest: Manifest) -> None:
         self.is_local = False  # links may lead anywhere, and files may be cold
         self._source = source
         self._manifest = manifest
@@ -218,8 +199,7 @@ class MemoryTarget:
         return self._closed
 
     def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool:
-        """Verify a piece and store it. False for wrong bytes. A piece that is here is never written again: clients have
-        it mapped."""
+        """Verify a piece and store it; False for wrong bytes. One that is here stays: clients have it mapped."""
         if not self.manifest.is_piece(piece, data):
             return False
         with self._lock:
@@ -239,15 +219,12 @@ class MemoryTarget:
 
     def read_extents(self, extents: Sequence[Extent], room: memoryview | None = None) -> memoryview:
         """Concatenated ranges of files, in pieces that are here; in `room` if given."""
-        size = sum(extent.length for extent in extents)
-        data = memoryview(bytearray(size)) if room is None else room[:size]
-        left = data
         with self._lock:
-            for file, offset, length in extents:
-                at = self.layout.files[file] + offset
-                left[:length] = self._open_view[at : at + length]
-                left = left[length:]
-        return data
+            return read_extents(self._read_file, extents, room)
+
+    def _read_file(self, file: int, view: memoryview, offset: int) -> None:
+        at = self.layout.files[file] + offset
+        view[:] = self._open_view[at : at + len(view)]
 
     def close(self) -> None:
         """Free the memory; idempotent. Clients' mappings stay valid."""
@@ -262,6 +239,10 @@ class MemoryTarget:
         if self._closed:
             raise StoreClosed("the memory of this version was freed")
         return self._memory.view
+
+
+Target = TargetDirectory | MemoryTarget
+"""A store that is being filled."""
 
 
 class Memories:
@@ -313,8 +294,7 @@ class Memories:
             del self._coming[version]
 
     def check_published(self, length_bytes: int) -> None:
-        """Raises `CapacityExceeded` when a version published from memory exceeds the limit. (Without one it is in
-        memory already, so there was room.)"""
+        """Raises `CapacityExceeded` when a version published from memory exceeds the limit, if there is one."""
         if self._limit_bytes is not None and self.used_bytes + length_bytes > self._limit_bytes:
             room = self._limit_bytes - self.used_bytes
             raise CapacityExceeded(

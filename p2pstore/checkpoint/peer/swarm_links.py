@@ -236,8 +236,6 @@ class OfferedSwarmLink:
         await self.links.take_over(self.member, link)
 
 
-logger = logging.getLogger("p2pstore.peer")
-
 T = TypeVar("T")
 
 PIECE_SECONDS: Final = 15.0
@@ -257,8 +255,7 @@ class PieceTransfers:
         rate: int,
         fail: Callable[[Exception], None],
     ) -> None:
-        """`rate` limits what is fetched, in bytes a second; 0 for no limit. `fail` ends the swarm when its store cannot
-        be read or written."""
+        """`rate` limits fetching, in bytes a second; 0 for no limit. `fail` ends the swarm when its store fails."""
         self._surroundings = surroundings
         self._version = version
         self._layout = layout

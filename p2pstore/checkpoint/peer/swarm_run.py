@@ -153,8 +153,7 @@ class SwarmRun:
         config: SwarmConfig | None = None,
         rate: int = 0,
     ) -> None:
-        """`signed` was verified; `store` is ready, and its pieces are offered. `rate` limits fetching, in bytes a
-        second; 0 for no limit."""
+        """`signed` was verified, `store` is ready. `rate` limits fetching, in bytes a second; 0 for no limit."""
         self.signed = signed
         self.manifest: Manifest = signed.manifest
         self.version = signed.version

@@ -291,8 +291,7 @@ class GroupUpdate:
     def judge(
         self, head: Version, living: Mapping[int, FollowerState], gone: Iterable[int], now: float
     ) -> Verdict:
-        """The verdict, given the newest announced version, the live followers, and members that do not follow any
-        more."""
+        """The verdict, given the newest announced version, the live followers, and members that follow no more."""
         for member in gone:
             self._followers.pop(member, None)
         self._followers.update(living)

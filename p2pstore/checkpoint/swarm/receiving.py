@@ -100,8 +100,7 @@ class Receiving:
 
     @property
     def _slots_of_senders(self) -> int:
-        """Slots among which each sender divides its link: that many senders fill this link. A newcomer learns it from
-        their grants."""
+        """Slots among which each sender divides its link: as many senders fill this one. Grants tell a newcomer."""
         return max(self._slots.slots, -(-round(self._senders_slots) // self._state.sharing))
 
     # --- fetching --------------------------------------------------------------------------------

@@ -131,8 +131,7 @@ def map_in(message: PieceMapMessage | NewPieces | Needs, count: int) -> PieceMap
 
 
 class Participants(msgspec.Struct, frozen=True, gc=False):
-    """All members known by gossip to have or to want this version, and those of them on this host; perhaps with this
-    peer."""
+    """All members that, by gossip, have or want this version, and those on this host; perhaps with this peer."""
 
     members: frozenset[int]
     here: frozenset[int] = frozenset()
@@ -174,8 +173,7 @@ class Served(msgspec.Struct, frozen=True, gc=False):
 
 
 class PieceArrived(msgspec.Struct, frozen=True, gc=False):
-    """A piece came, is verified, and can be served. Comes, or `PieceFailed`, once for each `Fetch`; after `Abandon`
-    perhaps not."""
+    """A piece came, is verified, and can be served. This or `PieceFailed` follows each `Fetch`; not each `Abandon`."""
 
     member: int
     piece: int
@@ -252,8 +250,7 @@ class Tell(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fetch(msgspec.Struct, frozen=True, gc=False):
-    """Ask this member for a piece, verify and store it: `PieceArrived` or `PieceFailed` follows. The machine watches
-    the deadline, and says `Abandon`."""
+    """Ask this member for a piece and store it; the machine watches the deadline, and says `Abandon`."""
 
     member: int
     piece: int

@@ -47,8 +47,7 @@ class UploadSlots:
         """A grant without an answer for `grant_seconds` is void."""
         self.slots = slots
         self.round_trip_seconds = math.inf
-        """Shortest time from a grant to its answer, without the wait behind pieces, which grows with the number of
-        slots. Infinity before the first answer."""
+        """Shortest time from a grant to its answer, without the wait behind pieces; infinity before the first."""
         self.usual_round_trip_seconds = 0.0
         """Mean time from a grant to its answer; 0 before the first."""
         self._answers = 0

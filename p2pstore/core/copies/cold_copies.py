@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from p2pstore.core.puts.describe import location_on_ssd
+from p2pstore.core.own_objects import location_on_ssd
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import Version
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.memory.entries import ObjectEntry
     from p2pstore.ssd_tier.index import ColdEntry
 
 MAX_VERSION: Final = Version((1 << 64) - 1, 0xFFFF)
@@ -62,8 +62,7 @@ class ColdStore(Protocol):
         soft: bool,
         expires_unix_ms: int | None = None,
     ) -> bool:
-        """How firmly that version is kept, or (unless None) when it ends, has changed since it was written. Whether it
-        lies there."""
+        """Change how firmly a version is kept, or (unless None) when it ends. Whether it lies there."""
         ...
 
     def digests(self, namespace: bytes | None) -> Iterator[Sequence[bytes]]:
@@ -123,8 +122,7 @@ class ColdCopies:
         return None if self._is_about_to_go(entry.version) else entry
 
     def _is_about_to_go(self, version: Version) -> bool:
-        """Whether a pending sweep of all namespaces covers the version. A namespace's own floor forbids the versions
-        of its sweep."""
+        """Whether a pending sweep of all namespaces covers the version. (A namespace's own comes with a floor.)"""
         return any(sweep.namespace is None and sweep.up_to.covers(version) for sweep in self._to_sweep)
 
     def find_only_here(self, digest: bytes, now: float) -> ColdEntry | None:
@@ -138,8 +136,7 @@ class ColdCopies:
         return {digest for digest in digests if self.find(digest, now) is not None}
 
     def prepare_page(self, namespace: str) -> bool:
-        """A step towards `merged_page`: the keys of many objects have to be put in order first. Whether it was the
-        last one."""
+        """A step towards `merged_page`: the keys of many objects are put in order first. Whether it was the last."""
         if not self._core.segment.listing.prepare(namespace):
             return False
         return self.store is None or self.store.prepare_entries(namespace)
@@ -319,8 +316,7 @@ class ColdCopies:
         return bool(self._to_sweep)
 
     def sweep(self, namespace: bytes | None, up_to: Version) -> None:
-        """Discard all versions up to one: of a namespace, by its digest, or of all. Until that is done, `find`
-        shows none of them."""
+        """Discard versions up to one, of a namespace (by its digest) or all. `find` shows none from now on."""
         if self.store is not None:
             self._to_sweep.append(_Sweep(namespace, up_to, self.store.digests(namespace)))
 

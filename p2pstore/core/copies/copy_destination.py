@@ -15,8 +15,7 @@ from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import PeerId, member_of, writer_of
 from p2pstore.gossip.version_proofs import MAX_PROOF_BYTES, SIGNATURE_BYTES, read_proof, signed_proofs
-from p2pstore.memory.entries import Reservation, Written
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry, Reservation, Written
 from p2pstore.memory.segment_layout import (
     EXPIRY_BYTES,
     MAX_TRAILER_BYTES,
@@ -83,8 +82,7 @@ class CopyDestination:
         return self._core.segment.reservation_view(self._reservation, holder=self._holder)
 
     def describe(self, trailer: TrailerBody) -> None:
-        """Have the object's trailer say this, when `prepare` could not know all of it. Raises `ValueError` when there
-        is no room for that much."""
+        """Have the trailer say this, which `prepare` did not know. Raises `ValueError` where it does not fit."""
         needed = len(encode_trailer(trailer))
         if needed > self._trailer_length:
             raise ValueError(f"a trailer of {needed:,} bytes, where {self._trailer_length:,} fit")
@@ -383,8 +381,7 @@ class CopiesDestination:
 
 
 class TakeCopiesOperation(Operation):
-    """Take copies that their writer asks for. The result is `ReplicatedMany`. A copy in flight at cancellation is
-    completed and kept."""
+    """Take copies that their writer asks for. The result is `ReplicatedMany`. A cancelled copy in flight is kept."""
 
     def __init__(self, core: PeerCore, sender: PeerId, things: Sequence[Thing]) -> None:
         super().__init__(core)

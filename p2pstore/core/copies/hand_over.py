@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.copies.offers import SPREAD_SECONDS, MemberRooms
+from p2pstore.core.copies.coldest import SPREAD_SECONDS, MemberRooms
 from p2pstore.core.copies.own_copies import OwnCopies, held_here, other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import MIB
 
@@ -29,8 +28,7 @@ BEGUN_PER_STEP: Final = 2
 UNDER_WAY_BYTES: Final = 256 * MIB
 """At most, of all that are being handed over; a single object may be larger."""
 MOST_ORDERED: Final = 32_768
-"""More than can be handed over in any time that a leave may take; of more objects than twice that the last in order are
-left out."""
+"""More than a leave ever has time for; of more than twice as many the last in order are left out."""
 MAX_TARGETS: Final = 4
 """Peers that are asked to take an object, one after the other."""
 
@@ -60,7 +58,6 @@ class HandOverOperation(Operation):
         self._walk = OwnCopies(core, replicated_only=False)
         self._order: list[tuple[int, bool, float, bytes, int]] = []
         """A heap of the objects to hand over; digest and length are the last fields."""
-        self._running: set[Operation] = set()
         self._under_way: dict[bytes, int] = {}
         self._objects = self._bytes = 0
         self._left_objects = self._left_bytes = 0
@@ -88,11 +85,6 @@ class HandOverOperation(Operation):
 
     def cancel(self, now: float) -> None:
         """End at the deadline or without a waiting caller: the remaining objects are not handed over."""
-        if self.done:
-            return
-        self._order.clear()
-        for operation in list(self._running):
-            operation.cancel(now)
         self.finish(self.handed_over, now)
 
     # --- what there is -----------------------------------------------------------------------
@@ -105,11 +97,9 @@ class HandOverOperation(Operation):
             self._looked(digests, None, now)
             return
         lookup = LookupOperation(core, digests, ask_always=True)
-        self._run(lookup, partial(self._looked, digests), now)
+        self.run(lookup, partial(self._looked, digests), now)
 
     def _looked(self, digests: list[bytes], result: Any, now: float) -> None:
-        if self.done:
-            return
         for digest in digests:
             held = held_here(self.core, digest, now)
             if held is not None and self._is_last_copy(held, now):
@@ -118,8 +108,7 @@ class HandOverOperation(Operation):
                 self._left_bytes += held.length
         if len(self._order) > 2 * MOST_ORDERED:
             self._order = heapq.nsmallest(MOST_ORDERED, self._order)  # sorted, and so a heap
-        self.wake_at = now
-        self.core.operations.set_alarm(self)
+        self.set_alarm(now)
 
     def _is_last_copy(self, held: ObjectEntry | ColdEntry, now: float) -> bool:
         if held.soft:
@@ -150,15 +139,13 @@ class HandOverOperation(Operation):
             self._begin(*heapq.heappop(self._order)[-2:], now)
         self._beginning = False
         if self._order and not self._is_full:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now)
         if self._order or self._under_way:
             return
         if now >= self._spread_at:
             self.finish(self.handed_over, now)
         else:
-            self.wake_at = self._spread_at
-            self.core.operations.set_alarm(self)
+            self.set_alarm(self._spread_at)
 
     @property
     def _is_full(self) -> bool:
@@ -179,10 +166,10 @@ class HandOverOperation(Operation):
             self._replicate(targets, held, now)
         else:
             load = FetchOperation(self.core, digest, only_here=True)
-            self._run(load, partial(self._loaded, digest, targets), now)
+            self.run(load, partial(self._loaded, digest, targets), now)
 
     def _loaded(self, digest: bytes, targets: list[PeerId], result: Any, now: float) -> None:
-        if isinstance(result, ObjectEntry) and not self.done:
+        if isinstance(result, ObjectEntry):
             self._replicate(targets, result, now)
         else:
             del self._under_way[digest]
@@ -200,22 +187,11 @@ class HandOverOperation(Operation):
                 self._spread_at = at + SPREAD_SECONDS
             self._go_on(at)
 
-        self._run(operation, replicated, now)
+        self.run(operation, replicated, now)
 
     def _count_off(self, length: int) -> None:
         self._left_objects -= 1
         self._left_bytes -= length
-
-    def _run(self, operation: Operation, then: Callable[[Any, float], None], now: float) -> None:
-        """Start a part of this; it is cancelled with it."""
-
-        def ended(result: Any, at: float) -> None:
-            self._running.discard(operation)
-            then(result, at)
-
-        operation.on_finish = ended
-        self._running.add(operation)
-        self.core.operations.start(operation, now)
 
 
 class _Rooms(MemberRooms):

@@ -16,7 +16,7 @@ from p2pstore.objects import MIB, Version
 if TYPE_CHECKING:
     from p2pstore.core.operation import Operation
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.memory.entries import ObjectEntry
 
 COLD_PER_STEP: Final = 64
 """Looking at one costs some 10 us, and announcing it 20."""
@@ -145,7 +145,6 @@ class EarlierLife:
         self._seen_before_sweep: Stamps | None = None
 
     def tick(self, now: float) -> None:
-        """Make a step of sorting what is held back."""
         if self._last_alive is not None:
             self._judge_absence(now)
         if self._cold_may_be_sorted:
@@ -153,15 +152,15 @@ class EarlierLife:
         if self._memory_may_be_looked_at:
             self._look_at_memory(now)
 
-    def next_tick(self, now: float) -> float:
-        """When `tick` has something to do."""
+    @property
+    def due_at(self) -> float:
         judges = self._last_alive is not None and self._sync.synchronised
         busy = (
             self._cold_may_be_sorted
             or self._memory_may_be_looked_at
             or (judges and not self._waits_for_clock)
         )
-        return now if busy else math.inf
+        return -math.inf if busy else math.inf
 
     def distrust(self, clock: int) -> None:
         """Distrust all copies up to this clock, also those that operations under way bring."""

@@ -6,8 +6,8 @@ going through it but a place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from p2pstore.transfer.peer_messages import CopyChecked
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.memory.entries import ObjectEntry
     from p2pstore.ssd_tier.index import ColdEntry
 
 LOOKED_AT: Final = 256
@@ -135,15 +135,8 @@ class CheckOperation(Operation):
     unless `again`.
     """
 
-    def __init__(
-        self,
-        core: PeerCore,
-        digest: bytes,
-        on_finish: Callable[[Any, float], None] | None = None,
-        *,
-        again: bool = False,
-    ) -> None:
-        super().__init__(core, on_finish)
+    def __init__(self, core: PeerCore, digest: bytes, *, again: bool = False) -> None:
+        super().__init__(core)
         self._digest = digest
         self._again = again
 

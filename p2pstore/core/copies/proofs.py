@@ -11,7 +11,7 @@ import heapq
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,7 +25,7 @@ from p2pstore.gossip.version_proofs import (
     sign_versions,
     signature_of,
 )
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import decode_trailer
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
@@ -50,14 +50,12 @@ ASK_SECONDS: Final = 0.5
 COLD_SECONDS: Final = 2.0
 """For one that lies on the holder's SSD."""
 DOUBT_SECONDS: Final = 10.0
-"""After a member did not prove a version it is not asked again about that key, nor about any where it did not answer or
-lied."""
+"""Time for which a member is not asked again: of the key that it did not prove, or of any after a lie or silence."""
 MAX_LACKING: Final = 65_536
 """Copies that came without a proof."""
 FIRST_PAUSE_SECONDS: Final = 1.0
 PATIENCE_SECONDS: Final = 2.0
-"""Pause between questions above which this peer adopts an unproved copy that its writer no longer holds; otherwise no
-peer could read it."""
+"""After this pause an unproved copy is adopted that its writer no longer holds: otherwise no peer could read it."""
 LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version."""
@@ -197,8 +195,8 @@ class VersionProofs:
         if len(self._unanswered) < MAX_DOUBTED:
             self._unanswered.setdefault(digest, now + DOUBT_SECONDS)
 
-    def next_tick(self) -> float:
-        """When `tick` has something to do."""
+    @property
+    def due_at(self) -> float:
         look_at = next(iter(self._unanswered.values()), math.inf)
         return min(look_at, self._due[0][0] if self._due else math.inf)
 
@@ -253,15 +251,9 @@ class VersionProofs:
 class ProveOperation(Operation):
     """Ask holders for proofs of copies that nothing else vouches for. The result is how many were proved."""
 
-    def __init__(
-        self,
-        core: PeerCore,
-        copies: Iterable[KnownCopy],
-        on_finish: Callable[[Any, float], None] | None = None,
-    ) -> None:
-        super().__init__(core, on_finish)
+    def __init__(self, core: PeerCore, copies: Iterable[KnownCopy]) -> None:
+        super().__init__(core)
         self._copies = list(copies)
-        self._asked: dict[int, list[KnownCopy]] = {}
         self._proved = 0
 
     def start(self, now: float) -> None:
@@ -276,16 +268,13 @@ class ProveOperation(Operation):
         for (peer_id, is_cold), copies in by_holder.items():
             for start in range(0, len(copies), MAX_PROVED):
                 some = copies[start : start + MAX_PROVED]
-                tag = len(self._asked)
-                self._asked[tag] = some
                 request = Prove(b"".join(copy.record.digest for copy in some))
                 seconds = COLD_SECONDS if is_cold else ASK_SECONDS
-                self.ask(tag, peer_id, DataKind.PROVE, request, seconds)
-        if not self._asked:
+                self.ask(some, peer_id, DataKind.PROVE, request, seconds)
+        if not self.asked:
             self.finish(0, now)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        copies = self._asked.pop(tag)
+    def answered(self, copies: list[KnownCopy], reply: Reply, now: float) -> None:
         proofs = self.core.proofs
         items = reply.items if isinstance(reply, Proofs) else None
         if items is None or len(items) != len(copies):
@@ -300,7 +289,7 @@ class ProveOperation(Operation):
                 self.core.gossip.directory.touch(digest)
             else:
                 proofs.doubt(copy.member, digest, now)
-        if not self._asked:
+        if not self.asked:
             self.finish(self._proved, now)
 
     def finish(self, result: Any, now: float) -> None:

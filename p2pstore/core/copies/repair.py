@@ -29,7 +29,7 @@ from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.records import Member, Tier
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -135,8 +135,9 @@ class Repair:
         else:
             self._then_at = then
 
-    def next_tick(self) -> float:
-        """When `tick` has work to do. (Changes of members are found with any tick.)"""
+    @property
+    def due_at(self) -> float:
+        """Changes of members are found with any tick."""
         if self._core.closing:
             return math.inf
         if self._pass is None:
@@ -144,7 +145,6 @@ class Repair:
         return math.inf if self._pass.busy else self._pass.next_at
 
     def tick(self, now: float) -> None:
-        """Notice losses, and do what is due."""
         if self._core.closing:
             return
         self._notice(now)
@@ -214,7 +214,7 @@ class Repair:
             current.busy = False
             self._judge(current, digests, at)
 
-        core.operations.start(LookupOperation(core, digests, ask_always=True, on_finish=looked), now)
+        core.operations.start(LookupOperation(core, digests, ask_always=True), now, looked)
 
     def _judge(self, current: _Pass, digests: list[bytes], now: float) -> None:
         for digest in digests:
@@ -230,8 +230,7 @@ class Repair:
                 current.others_turn = True
 
     def _count(self, current: _Pass, copies: int, wanted: int) -> None:
-        """Note an object that has too few copies: whether there were, or could be, more of them, as far as is known of
-        members."""
+        """Count an object with too few copies: whether there were, or could be, more, as far as members are known."""
         if copies < min(wanted, 1 + self._others_offering + current.dead_holders):
             current.lacking += 1
         else:
@@ -298,7 +297,7 @@ class Repair:
             return
         loaded = partial(self._loaded, current, lack.wanted)
         core = self._core
-        core.operations.start(FetchOperation(core, digest, only_here=True, on_finish=loaded), now)
+        core.operations.start(FetchOperation(core, digest, only_here=True), now, loaded)
 
     def _loaded(self, current: _Pass, wanted: int, result: Any, now: float) -> None:
         """An object that was only on the SSD is in memory, where others can read it. Or is not."""
@@ -322,8 +321,8 @@ class Repair:
                 self._count(current, result, wanted)
             self._ended(current, rested_at, at, repaired=repaired)
 
-        operation = ReplicateOperation(core, entry, wanted, on_finish=replicated)
-        core.operations.start(operation, now)
+        operation = ReplicateOperation(core, entry, wanted)
+        core.operations.start(operation, now, replicated)
 
     def _ended(self, current: _Pass, rested_at: float, now: float, *, repaired: bool) -> None:
         current.busy = False

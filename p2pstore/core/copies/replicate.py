@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from p2pstore.core.core_effects import Reply
@@ -25,7 +26,7 @@ from p2pstore.wire import Code, Failure
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.memory.entries import ObjectEntry
 
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A target that copies slower than this is given up for the next candidate."""
@@ -48,13 +49,12 @@ class ReplicateOperation(Operation):
         core: PeerCore,
         entry: ObjectEntry,
         wanted: int,
-        on_finish: Callable[[Any, float], None] | None = None,
         *,
         candidates: Sequence[PeerId] | None = None,
         made: Sequence[PeerId] = (),
         tried: Sequence[PeerId] = (),
     ) -> None:
-        super().__init__(core, on_finish)
+        super().__init__(core)
         self.made = 0
         """How many peers said that they hold a copy now."""
         self._made_before = made
@@ -63,10 +63,8 @@ class ReplicateOperation(Operation):
         self._wanted = wanted
         self._holders: list[PeerId] = []
         """Of the other copies."""
-        self._pending: dict[int, PeerId] = {}
         self._chosen = candidates
         self._candidates: list[PeerId] = []
-        self._next_tag = 0
 
     @property
     def _copies(self) -> int:
@@ -100,16 +98,16 @@ class ReplicateOperation(Operation):
         self._proceed(now)
 
     def _proceed(self, now: float) -> None:
-        while self._copies + len(self._pending) < self._wanted and self._candidates:
+        while self._copies + len(self.asked) < self._wanted and self._candidates:
             self._ask(self._next_candidate(), now)
-        if not self._pending:
+        if not self.asked:
             self.core.segment.references.let_go(self._entry)
             self.finish(self._copies, now)
 
     def _next_candidate(self) -> PeerId:
         if self._chosen is not None:
             return self._candidates.pop(0)
-        return take_target(self.core, self._candidates, [*self._holders, *self._pending.values()])
+        return take_target(self.core, self._candidates, [*self._holders, *self.asked.values()])
 
     def _ask(self, target: PeerId, now: float) -> None:
         entry = self._entry
@@ -125,13 +123,10 @@ class ReplicateOperation(Operation):
             root=entry.version.root,
             proof=self.core.proofs.of(entry, now),
         )
-        self._next_tag += 1
-        self._pending[self._next_tag] = target
         timeout = 5.0 + entry.length / REPLICATE_BYTES_PER_SECOND
-        self.ask(self._next_tag, target, DataKind.REPLICATE, request, timeout)
+        self.ask(target, target, DataKind.REPLICATE, request, timeout)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        target = self._pending.pop(tag)
+    def answered(self, target: PeerId, reply: Reply, now: float) -> None:
         if isinstance(reply, Replicated):
             self._holders.append(target)
             self.made += 1
@@ -152,8 +147,7 @@ def offers_memory(core: PeerCore, peer_id: PeerId) -> bool:
 
 
 def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId]) -> PeerId:
-    """Take out the first candidate that is on a host without a copy; where there is none, the first. `taken` have, or
-    make, the other copies."""
+    """Take out the first candidate on a host without a copy (`taken`: holders, and makers, of one), else the first."""
     own = core.gossip.membership.own.record
     hosts = {_host_of(core, peer_id) for peer_id in taken}
     hosts.add(own.host_id if own is not None else b"")
@@ -187,7 +181,6 @@ class _Row:
     waiting: int = 0
     made: list[PeerId] = field(default_factory=list)
     failed: list[PeerId] = field(default_factory=list)
-    alone: ReplicateOperation | None = None
 
 
 class ReplicateTogether(Operation):
@@ -204,8 +197,6 @@ class ReplicateTogether(Operation):
         self._copies = [0] * len(entries)
         self._left = len(entries)
         self._queued: dict[PeerId, deque[list[_Row]]] = {}
-        self._asked: dict[int, tuple[PeerId, list[_Row]]] = {}
-        self._next_tag = 0
 
     def start(self, now: float) -> None:
         core, by_target = self.core, dict[PeerId, list[_Row]]()
@@ -247,14 +238,12 @@ class ReplicateTogether(Operation):
             me.body,
             me.signature,
         )
-        self._next_tag += 1
-        self._asked[self._next_tag] = target, rows
         in_all = sum(entry.length for entry in entries)
         timeout = ANSWER_SECONDS + in_all / REPLICATE_BYTES_PER_SECOND
-        self.ask(self._next_tag, target, DataKind.REPLICATE_MANY, request, timeout)
+        self.ask((target, rows), target, DataKind.REPLICATE_MANY, request, timeout)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        target, rows = self._asked.pop(tag)
+    def answered(self, about: tuple[PeerId, list[_Row]], reply: Reply, now: float) -> None:
+        target, rows = about
         if isinstance(reply, ReplicatedMany) and len(reply.codes) == len(rows):
             for row, code in zip(rows, reply.codes, strict=True):
                 (row.failed if code else row.made).append(target)
@@ -278,19 +267,10 @@ class ReplicateTogether(Operation):
         if len(made) >= row.wanted - 1:
             self._ended(row, 1 + len(made), now)
             return
-        row.alone = ReplicateOperation(
-            self.core,
-            entry,
-            row.wanted,
-            lambda copies, at: self._ended(row, copies, at),
-            made=made,
-            tried=row.failed,
-        )
-        self.core.operations.start(row.alone, now)
+        alone = ReplicateOperation(self.core, entry, row.wanted, made=made, tried=row.failed)
+        self.run(alone, partial(self._ended, row), now)
 
     def _ended(self, row: _Row, copies: Any, now: float) -> None:
-        if self.done:
-            return
         self.core.segment.references.let_go(row.entry)
         count = self._copies[row.place] = copies if isinstance(copies, int) else 1 + len(row.made)
         if count < row.wanted:
@@ -307,8 +287,6 @@ class ReplicateTogether(Operation):
         for row in self._rows:
             if not self._copies[row.place]:
                 self.core.segment.references.let_go(row.entry)
-                if row.alone is not None:
-                    row.alone.cancel(now)
 
 
 class PutAmongMany(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -43,9 +43,8 @@ class FetchOperation(Operation):
         source: KnownCopy | None = None,
         minimum: Version = ZERO_VERSION,
         only_here: bool = False,
-        on_finish: Callable[[Any, float], None] | None = None,
     ) -> None:
-        super().__init__(core, on_finish)
+        super().__init__(core)
         self.digest = digest
         self.soft = soft
         self.minimum = minimum
@@ -76,23 +75,13 @@ class FetchOperation(Operation):
 
     def _look(self, now: float) -> None:
         self._rounds += 1
+        exclude = frozenset(self._failed)
         self._lookup = LookupOperation(
-            self.core,
-            [self.digest],
-            exclude=frozenset(self._failed),
-            ask_homes=not self.only_here,
-            on_finish=self._found,
+            self.core, [self.digest], exclude=exclude, ask_homes=not self.only_here
         )
-        self.core.operations.start(self._lookup, now)
-
-    def cancel(self, now: float) -> None:
-        super().cancel(now)
-        if self._lookup is not None:
-            self._lookup.cancel(now)
+        self.run(self._lookup, self._found, now)
 
     def _found(self, result: Any, now: float) -> None:
-        if self.done:
-            return
         if isinstance(result, Exception):
             self.finish(result, now)
             return
@@ -125,8 +114,7 @@ class FetchOperation(Operation):
         )
 
     def _is_sent_on(self, outcome: PullOutcome) -> bool:
-        """Whether another peer is asked now: a keeper of the hot object or, when the keepers failed, the holder that
-        named them."""
+        """Whether another peer is asked now: a keeper of the hot object, or the holder that named these."""
         for failure in outcome.failures:
             source = self._asked.get(failure.member)
             if not failure.keep or source is None:
@@ -214,7 +202,7 @@ class Prefetching:
         self._under_way: dict[bytes, int] = {}
         """Bytes of each; 0 where the length is not known."""
         self._beginning = False
-        self._more_at = math.inf
+        self.due_at = math.inf
 
     def __len__(self) -> int:
         """How many are queued or on their way."""
@@ -228,13 +216,8 @@ class Prefetching:
             self._queue.append(digest)
         self._go_on(now)
 
-    def next_tick(self) -> float:
-        """When `tick` has something to do."""
-        return self._more_at
-
     def tick(self, now: float) -> None:
-        """Bring some more."""
-        if now >= self._more_at:
+        if now >= self.due_at:
             self._go_on(now)
 
     def _go_on(self, now: float) -> None:
@@ -248,11 +231,11 @@ class Prefetching:
 
     def _begin(self, now: float) -> None:
         core = self._core
-        self._more_at = math.inf
+        self.due_at = math.inf
         begun = 0
         while self._queue and len(self._under_way) < AT_ONCE and not self._is_full:
             if begun == BEGUN_PER_STEP:
-                self._more_at = now
+                self.due_at = now
                 return
             begun += 1
             digest = self._queue.popleft()
@@ -260,7 +243,7 @@ class Prefetching:
                 continue
             cold = core.cold.find(digest, now)
             self._under_way[digest] = 0 if cold is None else cold.length
-            operation = core.operations.fetch(digest, now, on_finish=partial(self._ended, digest))
+            operation = core.operations.fetch(digest, now, partial(self._ended, digest))
             if operation.shared_by > 1:  # another caller's fetch: its end is not reported here
                 operation.shared_by -= 1
                 del self._under_way[digest]

@@ -1,17 +1,21 @@
-"""Listing the keys of all peers, page by page."""
+"""The keys of all peers: page by page, which of some are known, and how much of a chain of blocks there is."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.core_effects import Reply
+import numpy as np
+import numpy.typing as npt
+
+from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.gets.serving import MAX_LIST_LIMIT, ListHereOperation
 from p2pstore.core.operation import Operation
-from p2pstore.gossip.records import Member, PeerId
+from p2pstore.gossip.locations.location_lookups import Holding
+from p2pstore.gossip.records import Member, PeerId, Tier
 from p2pstore.objects import ZERO_VERSION, newest_accepted_clock
 from p2pstore.put_facts import KeyEntry
 from p2pstore.runtime.stepping import Steps
@@ -47,42 +51,29 @@ class ListOperation(Operation):
         self._request = request
         self._local = local
         self._to_ask: list[PeerId] = []
-        self._pending: dict[int, PeerId] = {}
         self._answers: list[tuple[PeerId, Keys]] = []
         self._silent: list[PeerId] = []
-        self._here: ListHereOperation | None = None
         self._merging: Steps[ListedPage] | None = None
 
     def start(self, now: float) -> None:
         if not self._local:
             self._to_ask = self.core.live_peers()[::-1]
-        self._here = ListHereOperation(self.core, self._request, on_finish=self._listed_here)
         self._ask_some(now)
-        self.core.operations.start(self._here, now)
+        self.run(ListHereOperation(self.core, self._request), self._listed_here, now)
 
     def _ask_some(self, now: float) -> None:
         for _ in range(min(len(self._to_ask), ASKED_PER_STEP)):
-            tag, peer_id = len(self._to_ask), self._to_ask.pop()
-            self._pending[tag] = peer_id
-            self.ask(tag, peer_id, DataKind.LIST, self._request, LIST_TIMEOUT_SECONDS)
+            peer_id = self._to_ask.pop()
+            self.ask(peer_id, peer_id, DataKind.LIST, self._request, LIST_TIMEOUT_SECONDS)
         if self._to_ask:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
-
-    def cancel(self, now: float) -> None:
-        here, self._here = self._here, None
-        if here is not None:
-            here.cancel(now)
-        super().cancel(now)
+            self.set_alarm(now)
 
     def _listed_here(self, result: Any, now: float) -> None:
-        self._here = None
         if isinstance(result, Keys):
             self._answers.append((self.core.peer_id, result))
             self._settle(now)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        peer_id = self._pending.pop(tag)
+    def answered(self, peer_id: PeerId, reply: Reply, now: float) -> None:
         if isinstance(reply, Keys) and is_page_of(reply, self._request):
             self._answers.append((peer_id, reply))
         else:
@@ -90,7 +81,7 @@ class ListOperation(Operation):
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if not self._pending and not self._to_ask and self._here is None:
+        if not self.asked and not self._to_ask and not self.parts:
             limit = min(self._request.limit, MAX_LIST_LIMIT)
             self._merging = merge_pages(limit, self._answers, self._silent, self.core.name_of)
             self.wake(now)
@@ -104,8 +95,7 @@ class ListOperation(Operation):
         except StopIteration as end:
             self.finish(end.value, now)
         else:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now)
 
 
 def is_page_of(page: Keys, request: ListKeys) -> bool:
@@ -229,3 +219,91 @@ def believed_clocks(core: PeerCore, now: float, namespace: bytes | None) -> Call
         return range(max(flushed, core.gossip.doubted_up_to(member, now) + 1), end)
 
     return believed
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRun:
+    """A member has the first `blocks` of a chain without a gap, `memory_blocks` of these in its memory."""
+
+    member: Member
+    blocks: int
+    memory_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """`matched` blocks from the first on have a holder each. `runs`: of holders of the first one, the longest first."""
+
+    matched: int
+    runs: list[PrefixRun]
+
+
+def match_here(
+    core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes, pieces: int = 1
+) -> PrefixMatch | None:
+    """The match of a chain of keys whose locations this peer knows all, at a microsecond or so a key. None: ask
+    homes (`LookupOperation`), and use `match_copies`. A block is `pieces` keys in a row, all of one member."""
+    found = core.gossip.locations.holdings(digests, believed_clocks(core, now, namespace))
+    if found is None:
+        return None
+    floors = core.gossip.cluster_records.floors
+    found[core.member] = _own_holding(core, digests, now)
+    for place, digest in enumerate(digests) if floors.count else ():
+        if floors.floor_for(digest) is not ZERO_VERSION:  # few: their versions decide
+            for holding in found.values():
+                holding.held[place] = holding.in_memory[place] = False
+            _note_copies(found, place, len(digests), core.copies.known(digest, now, namespace))
+    return _match(found, len(digests), pieces)
+
+
+def match_copies(copies: Sequence[Sequence[KnownCopy]], pieces: int = 1) -> PrefixMatch:
+    """The match of a chain of keys with these copies each."""
+    found: dict[Member, Holding] = {}
+    for place, some in enumerate(copies):
+        _note_copies(found, place, len(copies), some)
+    return _match(found, len(copies), pieces)
+
+
+def _own_holding(core: PeerCore, digests: Sequence[bytes], now: float) -> Holding:
+    own, here = Holding.of_none(len(digests)), core.segment.digests()
+    own.in_memory[:] = [digest in here for digest in digests]
+    own.held[:] = own.in_memory
+    if core.cold.store is not None:
+        cold = core.cold.held_only_here(set(digests) - here, now)
+        own.held[:] |= np.array([digest in cold for digest in digests], np.bool_)
+    return own
+
+
+def _note_copies(
+    found: dict[Member, Holding], place: int, count: int, copies: Sequence[KnownCopy]
+) -> None:
+    for copy in copies:
+        if copy.reachable:
+            holding = found.setdefault(copy.member, Holding.of_none(count))
+            holding.held[place] = True
+            holding.in_memory[place] = copy.record.tier is not Tier.SSD
+
+
+def _match(found: Mapping[Member, Holding], count: int, pieces: int) -> PrefixMatch:
+    runs = []
+    pooled = np.zeros(count // pieces, np.bool_)
+    for member, holding in found.items():
+        held = _whole(holding.held, pieces)
+        pooled |= held
+        blocks = _run_length(held)
+        if blocks:
+            in_memory = _whole(holding.in_memory, pieces)
+            runs.append(PrefixRun(member, blocks, int(np.count_nonzero(in_memory[:blocks]))))
+    runs.sort(key=lambda run: (-run.blocks, -run.memory_blocks, run.member))
+    return PrefixMatch(_run_length(pooled), runs)
+
+
+def _whole(keys: npt.NDArray[np.bool_], pieces: int) -> npt.NDArray[np.bool_]:
+    """Whether all pieces of each block are there."""
+    whole: npt.NDArray[np.bool_] = np.logical_and.reduce(keys.reshape(-1, pieces), axis=1)
+    return keys if pieces == 1 else whole
+
+
+def _run_length(blocks: npt.NDArray[np.bool_]) -> int:
+    """The number of blocks before the first that is missing."""
+    return int(blocks.argmin()) if not blocks.all() else len(blocks)

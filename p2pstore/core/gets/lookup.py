@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.copies.proofs import ProveOperation
@@ -11,9 +13,10 @@ from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
 from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, PeerId, decode_location, member_of
+from p2pstore.home_messages import Holding
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Holding, Locations, Lookup
+from p2pstore.transfer.peer_messages import Locations, Lookup
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -22,8 +25,7 @@ LOOKUP_TIMEOUT_SECONDS: Final = 1.0
 NEXT_HOME_SECONDS: Final = 0.5
 """How long to wait for one home before the next one is asked."""
 HEDGE_PROBE_TIMEOUTS: Final = 0.2
-"""Share of a probe's timeout after which the next home is asked as well: 0.1 s in a LAN.
-Homes that died a moment ago cost no more than that."""
+"""Share of a probe's timeout after which the next home is asked, too: 0.1 s in a LAN, and no more for a dead home."""
 WAIT_FIRST_RETRY_SECONDS: Final = 0.05
 WAIT_LAST_RETRY_SECONDS: Final = 2.0
 """A waiting lookup hears by gossip as well: homes are asked again for keys that gossip has not brought."""
@@ -35,6 +37,15 @@ BELIEVED: Final = 2
 """Homes that must say that no peer holds a key: one alone may be wrong, or lie."""
 DIGESTS_PER_LOOKUP: Final = 1_024
 """The home peer answers them in one go."""
+
+
+@dataclass(slots=True)
+class _Question:
+    """Keys that one home was asked for. `hedge_at`: when the next home is to be asked as well."""
+
+    home: PeerId
+    digests: list[bytes]
+    hedge_at: float = math.inf
 
 
 class LookupOperation(Operation):
@@ -66,9 +77,8 @@ class LookupOperation(Operation):
         ask_homes: bool = True,
         ask_always: bool = False,
         believed: int = BELIEVED,
-        on_finish: Callable[[Any, float], None] | None = None,
     ) -> None:
-        super().__init__(core, on_finish)
+        super().__init__(core)
         self.digests = list(digests)
         self._wait_seconds = wait_seconds
         self._exclude = exclude
@@ -91,15 +101,11 @@ class LookupOperation(Operation):
         self.at_strangers: dict[bytes, list[Version]] = {}
         """By key: versions that homes know at members of which this peer has not heard yet, as when it has begun."""
         self._unsure_until = 0.0
-        self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
-        """Questions under way."""
-        self._hedge_at: dict[int, float] = {}
-        """By question: when the next home is to be asked as well."""
+        self.asked: dict[int, _Question] = {}
         self._hedged: set[bytes] = set()
         """Keys that were asked of two homes at a time."""
         self._asks_all = False
         """Whether all homes were asked at once, so that no answer alone says that a key is nowhere."""
-        self._next_tag = 0
         self._homes: set[PeerId] = set()
         self._retry_seconds = WAIT_FIRST_RETRY_SECONDS
         self._ask_again_at = float("inf")
@@ -121,8 +127,8 @@ class LookupOperation(Operation):
 
     def finish(self, result: Any, now: float) -> None:
         self.core.operations.await_no_more(self, self.digests)
-        for tag, (home, _) in self._asked.items():
-            self.core.operations.expect_late(self, tag, home)
+        for tag, question in self.asked.items():
+            self.core.operations.expect_late(self, tag, question.home)
         super().finish(result, now)
 
     def heard_of(self, digest: bytes, now: float) -> None:
@@ -141,9 +147,8 @@ class LookupOperation(Operation):
         """How many peers were asked for holders."""
         return len(self._homes)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        home, digests = self._asked.pop(tag)
-        self._hedge_at.pop(tag, None)
+    def answered(self, about: _Question, reply: Reply, now: float) -> None:
+        home, digests = about.home, about.digests
         unsure: Sequence[int] = range(len(digests))
         if isinstance(reply, Locations):
             self.core.copies.learn_locations(home, digests, reply, now)
@@ -167,8 +172,7 @@ class LookupOperation(Operation):
         self._settle(now)
 
     def _names_strangers(self, holdings: Sequence[Holding]) -> bool:
-        """Whether a home names holders, and this peer has heard of none of them yet, as when it has just begun: then
-        the key is not nowhere."""
+        """Whether a home names holders that are all unknown to this peer, as when it began: not nowhere."""
         members = [each.member for each in holdings if each.member != self.core.member]
         resolve = self.core.gossip.membership.resolve
         return bool(members) and all(resolve(member) is None for member in members)
@@ -178,7 +182,7 @@ class LookupOperation(Operation):
         elsewhere: set[bytes] = set()
         if self._hedged:
             elsewhere = self._hedged.intersection(
-                digest for _, asked in self._asked.values() for digest in asked
+                digest for question in self.asked.values() for digest in question.digests
             )
         for digest in digests:
             if digest not in self._homes_left:
@@ -200,9 +204,9 @@ class LookupOperation(Operation):
 
     def _hedge(self, now: float) -> None:
         """Ask the next home as well for what one is silent about."""
-        for tag in [tag for tag, at in self._hedge_at.items() if at <= now]:
-            del self._hedge_at[tag]
-            for digest in self._asked[tag][1]:
+        for question in [each for each in self.asked.values() if each.hedge_at <= now]:
+            question.hedge_at = math.inf
+            for digest in question.digests:
                 if digest in self._missed and self._homes_left.get(digest):
                     self._hedged.add(digest)
                     self._choose_home(digest)
@@ -240,7 +244,7 @@ class LookupOperation(Operation):
             else:
                 self._note_missed(digest, now)
         if self._to_look:
-            self._wake_soon(now)
+            self.set_alarm(now)
             return
         self._ask_again_at = now + self._retry_seconds
         follows = self.core.gossip.partitions.knows_all
@@ -283,15 +287,14 @@ class LookupOperation(Operation):
             self._to_ask.setdefault(home, []).append(digest)
 
     def _ask(self, home: PeerId, digests: list[bytes], now: float) -> None:
-        tag, self._next_tag = self._next_tag, self._next_tag + 1
-        self._asked[tag] = (home, digests)
+        question = _Question(home, digests)
         self._homes.add(home)
         others_are_left = any(digest in self._homes_left for digest in digests)
         if any(self._homes_left.get(digest) for digest in digests):
             patience = self.core.gossip.config.membership.probe_timeout_seconds
-            self._hedge_at[tag] = now + HEDGE_PROBE_TIMEOUTS * patience
+            question.hedge_at = now + HEDGE_PROBE_TIMEOUTS * patience
         timeout = NEXT_HOME_SECONDS if others_are_left else LOOKUP_TIMEOUT_SECONDS
-        self.ask(tag, home, DataKind.LOOKUP, Lookup(b"".join(digests)), timeout)
+        self.ask(question, home, DataKind.LOOKUP, Lookup(b"".join(digests)), timeout)
 
     @property
     def _is_unsure(self) -> bool:
@@ -301,7 +304,7 @@ class LookupOperation(Operation):
     @property
     def _needs_answers(self) -> bool:
         """Whether answers may come that say more than is known."""
-        return bool(self._asked) and (self._asks_all or self._is_unsure)
+        return bool(self.asked) and (self._asks_all or self._is_unsure)
 
     def _settle(self, now: float) -> None:
         """Nothing is left to look for: end, or wait for answers and news."""
@@ -314,9 +317,8 @@ class LookupOperation(Operation):
             self._collect(now)
             return
         next_ask = float("inf") if needs_answers else self._ask_again_at
-        self.wake_at = min(next_ask, until if now < until else float("inf"), *self._hedge_at.values())
-        if self.wake_at < float("inf"):
-            self.core.operations.set_alarm(self)
+        hedges = (question.hedge_at for question in self.asked.values())
+        self.set_alarm(min(next_ask, until if now < until else math.inf, *hedges))
 
     def _collect(self, now: float) -> None:
         """Put some more of the result together, from what is known by now."""
@@ -326,10 +328,10 @@ class LookupOperation(Operation):
         for digest in some:
             self._collected.append(self._copies_of(digest, len(self._collected), now))
         if len(self._collected) < len(self.digests):
-            self._wake_soon(now)
+            self.set_alarm(now)
         elif self._doubtful:
             copies = [copy for copies in self._doubtful.values() for copy in copies]
-            self.core.operations.start(ProveOperation(self.core, copies, self._asked_for_proofs), now)
+            self.core.operations.start(ProveOperation(self.core, copies), now, self._asked_for_proofs)
         else:
             self.finish(self._collected, now)
 
@@ -352,8 +354,7 @@ class LookupOperation(Operation):
         return copies
 
     def _asked_for_proofs(self, result: Any, now: float) -> None:
-        """Proved copies count now. Unproved ones are left out and hide nothing: keys with no other copy are looked for
-        once more."""
+        """Proved copies count now. Unproved ones hide nothing: keys with no other copy are looked for once more."""
         if self.done:
             return
         assert self._collected is not None
@@ -374,10 +375,6 @@ class LookupOperation(Operation):
         self._collected = None
         self._to_look.extend(again)
         self._look_on(now)
-
-    def _wake_soon(self, now: float) -> None:
-        self.wake_at = now
-        self.core.operations.set_alarm(self)
 
 
 def split_digests(packed: bytes) -> list[bytes]:
@@ -426,12 +423,6 @@ class AfterLookup(Operation):
         else:
             self._go_on(now)
 
-    def cancel(self, now: float) -> None:
-        """Steps that were made stay made."""
-        super().cancel(now)
-        if self._lookup is not None:
-            self._lookup.cancel(now)
-
     def _begin_on(self, now: float) -> None:
         """A step before the lookup; the last one calls `_look_up`."""
         raise NotImplementedError
@@ -440,19 +431,11 @@ class AfterLookup(Operation):
         """A step with what is in `_found`."""
         raise NotImplementedError
 
-    def _wake_at(self, when: float) -> None:
-        self.wake_at = when
-        self.core.operations.set_alarm(self)
-
     def _look_up(self, now: float, *, ask_always: bool = False) -> None:
-        self._lookup = LookupOperation(
-            self.core, self._digests, ask_always=ask_always, on_finish=self._looked
-        )
-        self.core.operations.start(self._lookup, now)
+        self._lookup = LookupOperation(self.core, self._digests, ask_always=ask_always)
+        self.run(self._lookup, self._looked, now)
 
     def _looked(self, result: Any, now: float) -> None:
-        if self.done:
-            return
         if isinstance(result, Exception):
             self.finish(result, now)
             return

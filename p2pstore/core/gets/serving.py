@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core import taking_pushes as home_messages
 from p2pstore.core.copies.copy_destination import TakeCopiesOperation, read_copies
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.floors import SweepOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.lookup import split_digests
+from p2pstore.core.gets.lookup import holding_record, split_digests
 from p2pstore.core.operation import Operation
-from p2pstore.core.puts.describe import key_info
+from p2pstore.core.own_objects import key_info
 from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
-from p2pstore.core.removals.flush import SweepOperation
-from p2pstore.core.taking_pushes import TakePushOperation
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
-from p2pstore.gossip.records import LocationRecord, PeerId, SignedRecord, member_of, writer_of
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.gossip.homes.home_updates import PushIntake
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, member_of, writer_of
+from p2pstore.home_messages import Holding, Push, Pushed
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import Ping, Pong
@@ -32,15 +33,12 @@ from p2pstore.transfer.peer_messages import (
     CheckCopy,
     ClusterRecords,
     CopyChecked,
-    Holding,
     Keys,
     ListKeys,
     Locations,
     Lookup,
     Proofs,
     Prove,
-    Push,
-    Pushed,
     Reads,
     ReadsTaken,
     RecordsTaken,
@@ -72,8 +70,7 @@ MAX_LIST_LIMIT: Final = 2_000
 def serve(
     core: PeerCore, sender: PeerId, kind: int, request: Message, now: float
 ) -> Message | Operation:
-    """Answer another peer's data request: a reply, or an operation whose result gives the reply
-    (`reply_of`). Raises `ProtocolError` for nonsense."""
+    """Answer another peer's request: a reply, or an operation for `reply_of`. Raises `ProtocolError` for nonsense."""
     if isinstance(request, Lookup):
         return _serve_lookup(core, request, now)
     if isinstance(request, Push):
@@ -120,7 +117,7 @@ def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pu
     member = member_of(sender)
     intake = core.gossip.intake(member, request)
     if intake.step(now):  # as nearly always
-        return home_messages.reply_of(intake.behind, intake.rivals)
+        return pushed_reply(intake.behind, intake.rivals)
     return core.operations.start(TakePushOperation(core, member, intake), now)
 
 
@@ -132,10 +129,6 @@ class TakeRecordsOperation(Operation):
         super().__init__(core)
         self._left = deque(records)
         self._taken = RecordsTaken(core.clock.latest)
-        self._sweep: SweepOperation | None = None
-
-    def start(self, now: float) -> None:
-        self.wake(now)
 
     def wake(self, now: float) -> None:
         some = [self._left.popleft() for _ in range(min(RECORDS_PER_STEP, len(self._left)))]
@@ -145,22 +138,10 @@ class TakeRecordsOperation(Operation):
             self.finish(error, now)
             return
         if self._left:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now)
             return
         self.wake_at = math.inf
-        self._sweep = SweepOperation(self.core, on_finish=self._swept)
-        self.core.operations.start(self._sweep, now)
-
-    def _swept(self, result: Any, now: float) -> None:
-        self.finish(self._taken, now)
-
-    def cancel(self, now: float) -> None:
-        sweep, self._sweep = self._sweep, None
-        if sweep is not None and not self.done:
-            sweep.on_finish = None
-            sweep.cancel(now)
-        super().cancel(now)
+        self.run(SweepOperation(self.core), lambda _, at: self.finish(self._taken, at), now)
 
 
 def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations | Operation:
@@ -181,9 +162,6 @@ class LookupHereOperation(Operation):
         self._items: list[list[Holding]] = []
         self._unsure: list[int] = []
 
-    def start(self, now: float) -> None:
-        self.wake(now)
-
     def wake(self, now: float) -> None:
         partitions = self.core.gossip.partitions
         begin = len(self._items)
@@ -199,8 +177,7 @@ class LookupHereOperation(Operation):
         if len(self._items) == len(self._digests):
             self.finish(Locations(self._items, self._unsure), now)
         else:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now)
 
 
 def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
@@ -219,7 +196,7 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
             core.gossip.cluster_records.floors.forbids(digest, None, version)
             or core.gossip.doubts(known.member, version, now)
         ):
-            (dead if known.hidden else alive).append(home_messages.holding_of(known))
+            (dead if known.hidden else alive).append(holding_of(known))
     return (alive or dead)[:MAX_HOLDINGS]
 
 
@@ -310,7 +287,6 @@ class ProofsHereOperation(Operation):
     def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
         super().__init__(core)
         self._digests = digests
-        self._coming = 0
 
     def start(self, now: float) -> None:
         if len(self._digests) > MAX_PROVED or any(len(d) != DIGEST_BYTES for d in self._digests):
@@ -321,17 +297,12 @@ class ProofsHereOperation(Operation):
                 self.core.objects.find(digest, now) is None
                 and self.core.cold.find(digest, now) is not None
             ):
-                self._coming += 1
-                fetch = FetchOperation(self.core, digest, only_here=True, on_finish=self._came)
-                self.core.operations.start(fetch, now)
-        self._settle(now)
-
-    def _came(self, result: Any, now: float) -> None:
-        self._coming -= 1
+                fetch = FetchOperation(self.core, digest, only_here=True)
+                self.run(fetch, lambda _, at: self._settle(at), now)
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if self._coming or self.done:
+        if self.parts or self.done:
             return
         items = []
         for digest in self._digests:
@@ -346,17 +317,12 @@ class ProofsHereOperation(Operation):
 class ListHereOperation(Operation):
     """One page of the keys held here, looked up in steps. The result is `Keys`."""
 
-    def __init__(
-        self, core: PeerCore, request: ListKeys, on_finish: Callable[[Any, float], None] | None = None
-    ) -> None:
-        super().__init__(core, on_finish)
+    def __init__(self, core: PeerCore, request: ListKeys) -> None:
+        super().__init__(core)
         self._request = request
         self._limit = max(1, min(request.limit, MAX_LIST_LIMIT))
         self._found: list[ObjectEntry | ColdEntry] = []
         self._after: str | None = request.after
-
-    def start(self, now: float) -> None:
-        self.wake(now)
 
     def wake(self, now: float) -> None:
         request = self._request
@@ -366,8 +332,7 @@ class ListHereOperation(Operation):
             keys = [key_info(entry) for entry in self._found]
             self.finish(Keys(keys, self._after is not None), now)
         else:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now)
 
     def _look_on(self, now: float) -> None:
         assert self._after is not None
@@ -381,3 +346,107 @@ class ListHereOperation(Operation):
             if (entry.pin or not request.pinned) and not 0 < entry.expires_unix_ms <= unix_ms
         ]
         self._after = page.complete_to
+
+
+MAX_COMING_OF_ONE: Final = 8
+"""Large pushes of one sender that may wait."""
+
+
+class PushesComing:
+    """The pushes that are being taken in: one step a tick, of one sender after the other, and of each the one that
+    came first. So a sender of many pushes delays only itself."""
+
+    def __init__(self) -> None:
+        self._of: dict[Member, deque[TakePushOperation]] = {}
+        """In the order of their turns; the first one's first push has its step next."""
+
+    @property
+    def next(self) -> TakePushOperation | None:
+        """The push that goes on next."""
+        return next((pushes[0] for pushes in self._of.values()), None)
+
+    def add(self, push: TakePushOperation) -> None:
+        """Raises `CapacityExceeded` for a sender of which too many wait."""
+        pushes = self._of.setdefault(push.sender, deque())
+        if len(pushes) >= MAX_COMING_OF_ONE:
+            raise CapacityExceeded(f"{len(pushes)} pushes of yours are being taken in already")
+        pushes.append(push)
+
+    def turn(self, sender: Member) -> None:
+        """A sender had its step: the others come before it does again."""
+        self._of[sender] = self._of.pop(sender)
+
+    def remove(self, push: TakePushOperation) -> None:
+        """A push has ended."""
+        pushes = self._of[push.sender]
+        pushes.remove(push)
+        if not pushes:
+            del self._of[push.sender]
+
+
+class TakePushOperation(Operation):
+    """Takes a push in. The result is what to answer, or the error that says why not."""
+
+    def __init__(self, core: PeerCore, sender: Member, intake: PushIntake) -> None:
+        super().__init__(core)
+        self.sender = sender
+        self._intake = intake
+        self._waits = False
+
+    def start(self, now: float) -> None:
+        coming = self.core.pushes_coming
+        idle = coming.next is None
+        try:
+            coming.add(self)
+        except CapacityExceeded as error:
+            self.finish(error, now)
+            return
+        self._waits = True
+        if idle:
+            self.set_alarm(now)
+
+    def wake(self, now: float) -> None:
+        try:
+            done = self._intake.step(now)
+        except ProtocolError as error:
+            self.finish(error, now)
+            return
+        if done:
+            self.finish(pushed_reply(self._intake.behind, self._intake.rivals), now)
+            return
+        coming = self.core.pushes_coming
+        coming.turn(self.sender)
+        following = coming.next
+        assert following is not None
+        following.set_alarm(now)
+
+    def finish(self, result: Any, now: float) -> None:
+        if self.done:
+            return
+        super().finish(result, now)
+        if not self._waits:
+            return
+        coming = self.core.pushes_coming
+        first = coming.next is self
+        coming.remove(self)
+        if first and (following := coming.next) is not None:
+            following.set_alarm(now)
+
+
+def holding_of(location: Location) -> Holding:
+    """A location as it travels."""
+    return Holding(location.member, location.incarnation, location.sequence, location.record.encode())
+
+
+def pushed_reply(behind: list[int], rivals: Iterable[Location]) -> Pushed:
+    """A home's reply, from the results of `Gossip.take_push`."""
+    return Pushed(behind, [holding_of(rival) for rival in rivals])
+
+
+def rivals_of(reply: Pushed) -> list[Location]:
+    """The other versions that a home named."""
+    return [
+        Location(rival.member, rival.incarnation, rival.sequence, record, hearsay=True)
+        for rival in reply.rivals
+        if (record := holding_record(rival.record)) is not None
+    ]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.core_effects import KnownCopy, PullFailure, Reply
 from p2pstore.core.operation import Operation
@@ -52,8 +52,7 @@ class CompareOperation(Operation):
         self._answered = False
 
     def start(self, now: float) -> None:
-        self.wake_at = now
-        self.core.operations.set_alarm(self)
+        self.set_alarm(now)
 
     @property
     def takes_more(self) -> bool:
@@ -69,9 +68,9 @@ class CompareOperation(Operation):
             self._go_on(GO_ON_PER_STEP, now)
             return
         self.wake_at, self._asked = math.inf, True
-        self.ask(0, self._peer_id, DataKind.GET, Get(self._items), COMPARE_TIMEOUT_SECONDS)
+        self.ask(None, self._peer_id, DataKind.GET, Get(self._items), COMPARE_TIMEOUT_SECONDS)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
+    def answered(self, about: None, reply: Reply, now: float) -> None:
         self._answered = True
         if isinstance(reply, Objects):
             self._replies.extend(Objects([each]) for each in reply.items)
@@ -89,8 +88,7 @@ class CompareOperation(Operation):
         if not self._waiting:
             self.finish(None, now)
         elif not self.done:
-            self.wake_at = now
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now)
 
 
 class Comparisons:
@@ -137,17 +135,10 @@ class StandingCopy:
 
 
 class CompareCopies(Operation):
-    """Ask holders in turn what they have under a put's key. The result is a `StandingCopy`; None when no copy stands in
-    the way of the put."""
+    """Ask holders in turn what they have under a put's key. The result is a `StandingCopy`, None without one."""
 
-    def __init__(
-        self,
-        put: PutOperation,
-        namespace: bytes,
-        copies: list[KnownCopy],
-        on_finish: Callable[[Any, float], None],
-    ) -> None:
-        super().__init__(put.core, on_finish)
+    def __init__(self, put: PutOperation, namespace: bytes, copies: list[KnownCopy]) -> None:
+        super().__init__(put.core)
         self._put = put
         self._facts = put.facts
         self._digest = put.digest
@@ -189,7 +180,7 @@ class CompareCopies(Operation):
             else:
                 self._rival = found
                 request = CheckCopy(self._digest)
-                self.ask(0, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
+                self.ask(None, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
 
     def _judge(self, copy: KnownCopy, slot: Slot, original: TrailerBody | None) -> StandingCopy:
         facts = self._facts
@@ -210,7 +201,7 @@ class CompareCopies(Operation):
             self._digest, self._namespace, version
         ) or self.core.earlier_life.distrusts(self._put, version)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
+    def answered(self, about: None, reply: Reply, now: float) -> None:
         """Another value stands in the put's way, unless its holder finds that it is spoilt. (A holder of a version
         that does not know the question refuses to answer.)"""
         rival, self._rival = self._rival, None

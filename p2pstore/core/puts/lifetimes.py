@@ -60,7 +60,6 @@ class PinOperation(AfterLookup):
         self._known_anywhere: set[bytes] = set()
         self._copies: Counter[bytes] = Counter()
         self._known: Counter[bytes] = Counter()
-        self._pending: dict[int, list[PinItem]] = {}
         self._items: dict[PeerId, list[PinItem]] = {}
         self._to_pin = deque(self._digests)
 
@@ -79,26 +78,24 @@ class PinOperation(AfterLookup):
                 self._cold[digest] = cold.version
                 self._copies[digest] = self._known[digest] = 1
         if self._to_pin:
-            self._wake_at(now)
+            self.set_alarm(now)
             return
         self._look_up(now, ask_always=not core.gossip.partitions.knows_all)
 
     def _go_on(self, now: float) -> None:
-        """Take in where some more objects are; when that is done, ask all that hold the version that is here, or else
-        the newest."""
+        """Take in where some more objects are; then ask all that hold the version that is here, or else the newest."""
         for _ in range(min(TOLD_PER_STEP, len(self._found))):
             self._take_in(*self._found.popleft())
         if self._found:
-            self._wake_at(now)
+            self.set_alarm(now)
             return
         self.wake_at = math.inf
         soft_ms = int(self._soft_seconds * 1000)
         for peer_id, of_peer in sorted(self._items.items()):
             for start in range(0, len(of_peer), MAX_PINS):
-                tag, some = len(self._pending), of_peer[start : start + MAX_PINS]
-                self._pending[tag] = some
+                some = of_peer[start : start + MAX_PINS]
                 request = SetPins(some, int(self._pin), soft_ms)
-                self.ask(tag, peer_id, DataKind.SET_PINS, request, PIN_TIMEOUT_SECONDS)
+                self.ask(some, peer_id, DataKind.SET_PINS, request, PIN_TIMEOUT_SECONDS)
         self._settle(now)
 
     def _take_in(self, digest: bytes, copies: Sequence[KnownCopy]) -> None:
@@ -117,15 +114,14 @@ class PinOperation(AfterLookup):
                 item = PinItem(digest, version.clock, version.writer)
                 self._items.setdefault(copy.peer_id, []).append(item)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        items = self._pending.pop(tag)
+    def answered(self, items: list[PinItem], reply: Reply, now: float) -> None:
         if isinstance(reply, PinsSet):
             for item, done in zip(items, reply.done, strict=False):
                 self._copies[item.digest] += bool(done)
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if not self._pending and not self._found:
+        if not self.asked and not self._found:
             here, found = self._here, self._known_anywhere
             copies, known = self._copies, self._known
             ends = [
@@ -185,17 +181,15 @@ class ExpiryOperation(Operation):
         super().__init__(core)
         self._items: dict[bytes, ExpiryItem] = {}
         self._waiting: list[Then] = []
-        self._pending: set[int] = set()
         self._changed = 0
-        self._lookup: LookupOperation | None = None
+        self._asks = False
 
     def start(self, now: float) -> None:
-        self.wake_at = now
-        self.core.operations.set_alarm(self)
+        self.set_alarm(now)
 
     @property
     def takes_more(self) -> bool:
-        return not self.done and self._lookup is None and len(self._items) < MAX_TOGETHER
+        return not self.done and not self._asks and len(self._items) < MAX_TOGETHER
 
     def add(self, item: ExpiryItem, then: Then) -> None:
         """One more object, while it `takes_more`."""
@@ -203,17 +197,9 @@ class ExpiryOperation(Operation):
         self._waiting.append(then)
 
     def wake(self, now: float) -> None:
-        self.wake_at = float("inf")
+        self.wake_at, self._asks = math.inf, True
         # The homes are asked even by a peer that follows all logs: a copy may be as young as this operation.
-        self._lookup = LookupOperation(
-            self.core, list(self._items), ask_always=True, on_finish=self._looked
-        )
-        self.core.operations.start(self._lookup, now)
-
-    def cancel(self, now: float) -> None:
-        super().cancel(now)
-        if self._lookup is not None:
-            self._lookup.cancel(now)
+        self.run(LookupOperation(self.core, list(self._items), ask_always=True), self._looked, now)
 
     def finish(self, result: Any, now: float) -> None:
         super().finish(result, now)
@@ -222,8 +208,6 @@ class ExpiryOperation(Operation):
             then(now)
 
     def _looked(self, result: Any, now: float) -> None:
-        if self.done:
-            return
         found = [] if isinstance(result, Exception) else result
         by_holder: dict[PeerId, list[ExpiryItem]] = {}
         for item, copies in zip(self._items.values(), found, strict=False):
@@ -234,19 +218,17 @@ class ExpiryOperation(Operation):
                     by_holder.setdefault(copy.peer_id, []).append(item)
         for peer_id, items in by_holder.items():
             for start in range(0, len(items), MAX_EXPIRIES):
-                tag, request = len(self._pending), SetExpiry(items[start : start + MAX_EXPIRIES])
-                self._pending.add(tag)
-                self.ask(tag, peer_id, DataKind.SET_EXPIRY, request, EXPIRY_TIMEOUT_SECONDS)
+                request = SetExpiry(items[start : start + MAX_EXPIRIES])
+                self.ask(None, peer_id, DataKind.SET_EXPIRY, request, EXPIRY_TIMEOUT_SECONDS)
         self._settle(now)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        self._pending.discard(tag)
+    def answered(self, about: None, reply: Reply, now: float) -> None:
         if isinstance(reply, ExpirySet):
             self._changed += sum(map(bool, reply.done))
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if not self._pending:
+        if not self.asked:
             self.finish(self._changed, now)
 
 

@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.operation import Operation, PutEnd
-from p2pstore.core.puts.describe import location_of
+from p2pstore.core.own_objects import location_of
 from p2pstore.core.puts.put_operation import PutOperation, check_put, trailer_of
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, ProtocolError, Unavailable
 from p2pstore.gossip.gossip_messages import Status
@@ -112,8 +112,7 @@ MAX_INCOMING: Final = 256
 INCOMING_SHARE: Final = 0.5
 """Of this peer's memory that values on their way may take together; a single one may be larger."""
 MEMBER_PART: Final = 2
-"""One member, with its clients, may have this part of either: others find room beside one that begins values and does
-not finish them."""
+"""One member and its clients may have this part of either: others find room beside values that are never finished."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,8 +240,7 @@ def _facts(request: Store, reservation: int) -> PutFacts:
 
 
 def stored_reply(core: PeerCore, request_digest: bytes, operation: Operation, now: float) -> Stored:
-    """A put's end as it travels, with the location for the putting peer to know at once. Raises the
-    error that the put ended with."""
+    """A put's end as it travels, with the location for the putting peer to know at once. Raises the put's error."""
     end = operation.result
     if isinstance(end, Exception):
         raise end

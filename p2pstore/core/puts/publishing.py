@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.copies.replicate import PutAmongMany, ReplicateTogether
 from p2pstore.core.operation import PutEnd
-from p2pstore.core.puts.describe import packed_locations
+from p2pstore.core.own_objects import packed_locations
 from p2pstore.core.puts.put_operation import check_put, trailer_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import writer_of
@@ -130,8 +130,7 @@ Reserved = Reservation | P2PStoreError | ValueError
 def reserve_many(
     core: PeerCore, sizes: Sequence[tuple[int, int]], *, holder: Hashable, namespace: str, now: float
 ) -> Steps[list[Reserved]]:
-    """Room for each value, by length and trailer length, or why there is none. All is given back when the steps are
-    closed."""
+    """Room for each value, by length and trailer length, or why there is none. Closing the steps gives all back."""
     made: list[Reserved] = []
     try:
         while len(made) < len(sizes):

@@ -12,12 +12,12 @@ import msgspec
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation, PutEnd
 from p2pstore.core.puts.comparing import CHECK_TIMEOUT_SECONDS, CompareCopies, Likeness, is_described
 from p2pstore.core.puts.lifetimes import MAX_TTL_MS
-from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.memory.entries import ObjectEntry, Written
 from p2pstore.memory.segment_layout import SlotState, TrailerBody
@@ -82,11 +82,8 @@ class PutOperation(Operation):
         self._namespace = core.namespace_digest(namespace)
         self._verified = verified
         """Whether this peer itself has compared the bytes with the sums."""
-        self._comparison: CompareCopies | None = None
         self._nobody_known = False
         """Whether no copy is known anywhere: true for the step in which that was looked up."""
-        self._lookup: LookupOperation | None = None
-        self._fetch: FetchOperation | None = None
         self._end: PutEnd | None = None
         self._has_room = not facts.overwrite
         """Whether a floor may be written, for which an overwrite waits as a removal does."""
@@ -121,7 +118,7 @@ class PutOperation(Operation):
             if existing.verified:
                 self._keep(existing, now)
             else:
-                self.core.operations.start(CheckOperation(self.core, self.digest, self._checked), now)
+                self.run(CheckOperation(self.core, self.digest), self._decide_anew, now)
         elif cold is not None and (self._is_same(cold) or not facts.overwrite):
             self._keep_cold(cold, now)
         elif not facts.reservation:
@@ -129,14 +126,13 @@ class PutOperation(Operation):
         elif facts.overwrite or not self.core.gossip.partitions.knows_all:
             # Above what there is, also where clocks differ; and where this peer does not know what there is. A home
             # that denies it makes the put a newer version, which the holders hear of.
-            self._lookup = LookupOperation(self.core, [self.digest], believed=1, on_finish=self._looked)
-            self.core.operations.start(self._lookup, now)
+            lookup = LookupOperation(self.core, [self.digest], believed=1)
+            self.run(lookup, lambda _, at: self._compare_known(at), now)
         else:
             self._compare_known(now)
 
-    def _checked(self, result: Any, now: float) -> None:
-        if not self.done:
-            self._decide(now)
+    def _decide_anew(self, result: Any, now: float) -> None:
+        self._decide(now)
 
     def _waits_for_room(self, now: float) -> bool:
         """Whether an overwrite has to wait for room among the floors, or is over as it waited for long enough."""
@@ -146,8 +142,7 @@ class PutOperation(Operation):
         elif now >= self._give_up_at:
             self._give_up(self.core.floor_budget.no_room(), now)
         else:
-            self.wake_at = now + WAIT_STEP_SECONDS
-            self.core.operations.set_alarm(self)
+            self.set_alarm(now + WAIT_STEP_SECONDS)
         return not self._has_room
 
     def _may_write(self, now: float) -> bool:
@@ -165,11 +160,6 @@ class PutOperation(Operation):
         end = self.result
         return isinstance(end, PutEnd) and end.status is not PutStatus.KEPT_EXISTING
 
-    def _looked(self, result: Any, now: float) -> None:
-        if self.done:
-            return
-        self._compare_known(now)
-
     def _compare_known(self, now: float) -> None:
         """Ask up to three holders what they have; to overwrite, one that has the newest version."""
         known = self.core.copies.known(self.digest, now, self._namespace)
@@ -179,13 +169,10 @@ class PutOperation(Operation):
         if not copies:
             self._create(now)
             return
-        self._comparison = CompareCopies(self, self._namespace, copies, self._compared)
-        self.core.operations.start(self._comparison, now)
+        self.run(CompareCopies(self, self._namespace, copies), self._compared, now)
 
     def _compared(self, found: Any, now: float) -> None:
         """The end of the comparison: None when no copy stands in the way of the put."""
-        if self.done:
-            return
         if isinstance(found, Exception):
             self._give_up(found, now)
         elif found is None:
@@ -203,21 +190,18 @@ class PutOperation(Operation):
     def _bring(self, source: KnownCopy | None, now: float) -> None:
         """Another copy has the put's bytes, and its dtype, shape or end are to be those of this one: bring it here from
         that holder, or (None) from this peer's SSD, and decide anew."""
-        self._fetch = FetchOperation(
+        fetch = FetchOperation(
             self.core,
             self.digest,
             soft=not self.facts.pin,
             progress_seconds=CHECK_TIMEOUT_SECONDS,
             source=source,
             only_here=source is None,
-            on_finish=self._brought,
         )
-        self.core.operations.start(self._fetch, now)
+        self.run(fetch, self._brought, now)
 
     def _brought(self, result: Any, now: float) -> None:
         """What cannot be read stands in no put's way."""
-        if self.done:
-            return
         if not isinstance(result, Exception) and self.core.objects.find(self.digest, now) is not None:
             self._decide(now)
         elif not self.facts.reservation:
@@ -335,9 +319,10 @@ class PutOperation(Operation):
         if self.facts.replicas <= 1 or entry.state is not SlotState.LIVE:
             self.finish(self._end, now)
             return
+        replicate = ReplicateOperation(self.core, entry, self.facts.replicas)
         self.core.operations.start(
-            ReplicateOperation(self.core, entry, self.facts.replicas, on_finish=self._replicated), now
-        )
+            replicate, now, self._replicated
+        )  # it goes on when the put is cancelled
 
     def _replicated(self, copies: Any, now: float) -> None:
         assert self._end is not None
@@ -361,9 +346,3 @@ class PutOperation(Operation):
         if not self.done and self._end is None:
             self._give_room_back()
         super().cancel(now)
-        if self._lookup is not None:
-            self._lookup.cancel(now)
-        if self._comparison is not None:
-            self._comparison.cancel(now)
-        if self._fetch is not None:
-            self._fetch.cancel(now)

@@ -173,8 +173,7 @@ class DeltaChecks:
         return taken
 
     def _stands(self, member: Member, coming: PeerRecord | None) -> tuple[PeerId, Position] | None:
-        """Whose log that is, and where its view will stand when the record that comes along is known; None when no
-        operations of it are wanted."""
+        """Whose log, and where its view will stand with the record that comes along; None when it is not wanted."""
         state = self._membership.resolve(member)
         position = self._directory.position(member)
         if member == self._membership.own.member:

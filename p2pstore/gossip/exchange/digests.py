@@ -72,16 +72,14 @@ class MemberSet:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The knowledge of a peer, a row a member: `of` names the members, the columns say how far it is in each member's
-    peer records and in its log."""
+    """The knowledge of a peer, a row a member of `of`: how far it is in that member's peer records and log."""
 
     of: MemberSet
     record_sequences: Column
     log_sequences: Column
 
     def along(self, members: Column) -> tuple[NDArray[np.bool_], Column, Column, Column]:
-        """(named, incarnations, record sequences, log sequences) of other members, in their order; those
-        that are not named here have zeros."""
+        """(named, incarnations, record and log sequences) of other members, in their order; zeros for unnamed ones."""
         if self._names_just(members):
             named = np.ones(len(members), np.bool_)
             return named, self.of.incarnations, self.record_sequences, self.log_sequences
@@ -163,8 +161,7 @@ def pack_record_positions(digest: Digest) -> bytes:
 
 
 def unpack_positions(packed: bytes, of: MemberSet) -> Digest:
-    """The digest of a peer that knows these members, with logs or without. Raises `ProtocolError` when it is of
-    more or fewer."""
+    """The digest of a peer with these members, with logs or without. Raises `ProtocolError` for another size."""
     if len(of) and len(packed) == RECORD_POSITION_BYTES * len(of):
         records = np.frombuffer(packed, "<u4").astype(np.uint64)
         return Digest(of, records, np.full(len(of), MAX_PACKED_SEQUENCE, np.uint64))
@@ -199,8 +196,7 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, bytes, bytes]:
 
 
 def check_runs(packed: bytes, operations: bytes, signatures: bytes) -> tuple[NDArray[Any], bytes]:
-    """The runs as rows, and their operations as they were before `pack_runs`. Raises `ProtocolError` when they make no
-    sense for any members."""
+    """The runs as rows, and their unpacked operations. Raises `ProtocolError` when they make no sense."""
     rows = _rows(packed, _RUN, "a list of runs")
     if len(signatures) not in (0, SIGNATURE_BYTES * len(rows)):  # older peers send none
         raise ProtocolError(f"{len(signatures):,} bytes of signatures for {len(rows):,} runs")

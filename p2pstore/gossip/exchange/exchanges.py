@@ -45,8 +45,7 @@ from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import pack_stamps, unpack_stamps
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import Ask
-from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, ExchangeReply
+from p2pstore.gossip.gossip_messages import Ask, ControlKind, Delta, Exchange, ExchangeReply
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.records import PeerId, member_of
 
@@ -331,8 +330,7 @@ class Exchanges:
     def learn(
         self, asked: Asked, reply: ExchangeReply, theirs: Theirs, now: float, *, new_records: int
     ) -> None:
-        """Compare members and cluster records with those of a reply whose delta was taken in, and brought `new_records`
-        new cluster records."""
+        """Compare members and cluster records with a reply whose delta brought `new_records` new cluster records."""
         peer_id = asked.peer_id
         self._note_members(peer_id, theirs)
         differs = reply.cluster_hash != self._records.hash

@@ -11,13 +11,11 @@ import math
 from typing import Final
 
 from p2pstore.gossip.exchange.anti_entropy import Knowledge, News
-from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.exchange.asking import MessageBudget, Questions
 from p2pstore.gossip.exchange.delta_checks import chunk_of
-from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import Ask
-from p2pstore.gossip.gossip_messages import ControlKind, Delta
-from p2pstore.gossip.homes.directory_mode import KeptDirectory
+from p2pstore.gossip.gossip_messages import Ask, ControlKind, Delta
+from p2pstore.gossip.homes.partition_homes import KeptDirectory
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.records import Member, PeerId
 
@@ -105,8 +103,7 @@ class FreshNews:
         return asks
 
     def _clear(self) -> None:
-        """It has been passed on, but for own operations that are not signed yet. Cluster records count for themselves
-        how often they were."""
+        """It was passed on, but for own unsigned operations. Cluster records count themselves how often they were."""
         self._logs.clear()
         self._records.clear()
         log = self._knowledge.log
@@ -151,8 +148,7 @@ RATE_MEMORY_SECONDS: Final = 1.0
 
 
 class OperationRate:
-    """Whether operations come faster than `limit` a second. Once they did, until there are less than half as
-    many."""
+    """Whether operations come faster than `limit` a second; once they did, until there are less than half as many."""
 
     def __init__(self, limit: float) -> None:
         self.is_high = False

@@ -13,8 +13,7 @@ Name = TypeVar("Name")
 
 
 class Rumors(Generic[Name]):
-    """Names by how often they were sent. Taking some costs no more than their number, however many there
-    are."""
+    """Names by how often they were sent. Taking some costs no more than their number."""
 
     def __init__(self) -> None:
         self._sent: dict[Name, int] = {}

@@ -310,8 +310,7 @@ Cells = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TheirRecords:
-    """What another peer says of its cluster records. `buckets` is None when it did not say; `knows_cells`:
-    it can be asked of them."""
+    """What another peer says of its cluster records; `buckets`: None when unsaid. `knows_cells`: it reads cells."""
 
     buckets: list[int] | None = None
     cells: Cells = field(default_factory=dict)

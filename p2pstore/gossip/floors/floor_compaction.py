@@ -1,9 +1,9 @@
-"""Which floors have all living members heard of? They are dropped when there are many. Pure.
+"""Floors that all living members have heard of are dropped when there are many. Pure.
 
-Floors are dropped only up to where this peer agrees with every living member, and every living member says by its
-signed record that it agrees with all of them, or has agreed in an answer. A member that confirms nothing for ten
-minutes while floors are crowded is not waited for any longer, as if it were away; nor is one that answers and never
-agrees. What crowds out compaction slows the writers down (`core.floors`); it never drops a floor early.
+They are dropped only up to where this peer agrees with every living member, and every living member says by its signed
+record that it agrees with all of them, or has agreed in an answer. A member that confirms nothing for ten minutes while
+floors are crowded is not waited for any longer, as if it were away; nor is one that answers and never agrees. What
+crowds out compaction slows the writers down (`core.floors`); it never drops a floor early.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class FloorCompaction(FloorComparison):
     ) -> None:
         super().__init__(me, records, accepts_clock, wall_clock)
         self.waits_for: list[Member] = []
-        """Members that have not confirmed floors for a while, though floors are crowded: living ones, and where most
-        are gone, those."""
+        """Members that have not confirmed crowded floors for a while: living ones; where most are gone, those."""
         self.passed_over: list[Member] = []
         """Those of them that are not waited for any longer ..."""
         self.disputed: list[Member] = []
@@ -86,8 +85,7 @@ class FloorCompaction(FloorComparison):
         self._compact(members, now)
 
     def _settle_agreement(self, members: Sequence[ShownFloors], now: float) -> Steps[int]:
-        """Up to where floors may be dropped: all members agree with this peer and say that they agree with all. Some
-        thousands of members a step."""
+        """Up to where all members agree with this peer, and say that they agree with all. Some thousands a step."""
         patience = max(self._floors.kept_seconds, PATIENCE_SECONDS)
         mine, everybody = self._announced_end, self._announced_end
         agreements = self.agreements

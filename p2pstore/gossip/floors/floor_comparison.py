@@ -8,17 +8,6 @@
 2. Every peer's signed record announces the hash of the floors that it has below a recent end, with the same promise. A
    peer with the same hash has seen the announcing peer's floors up to there. The record also says up to where its peer
    has found all other living members to agree (`floors_seen`, but for its lowest bit).
-
-Up to where each member has the same floors as this peer, and how long it is waited for.
-
-A member says so in two ways. Its signed record announces a hash, and up to where it agrees with all others. Asked about
-the end of an epoch, it says whether its floors below are the same ones. Its own word is enough: a member that lies
-about that fools itself only.
-
-A member that confirms nothing is waited for as long as `patience_seconds`, as it may be hard to reach. One that answers
-is not: once it knows of a difference, exchanges bring it all that this peer has, and bring what it has here. A member
-that is asked about the same end again and again, for longer than all of that takes, and never agrees, is broken or
-lies: it is *in dispute*.
 """
 
 from __future__ import annotations
@@ -60,8 +49,7 @@ CROWDED: Final = COMPACT_ABOVE / 2
 """Above this share of the limit a peer announces its floors although nothing else of its record has changed."""
 
 LONGEST_ABSENCE: Final = clock_from_unix_seconds(30 * 86_400.0)
-"""A peer that was away for longer than 30 days is trusted with nothing it kept: older stamps are
-forgotten."""
+"""A peer that was away for longer than 30 days is trusted with nothing it kept: older stamps are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +207,7 @@ class FloorComparison:
         self.newest_heard = max(self.newest_heard, newest)
 
     def was_away_too_long(self, last_clock: int, now: float) -> bool:
-        """Whether a peer whose clock last stood at `last_clock` may have missed floors whose stamps are
-        forgotten."""
+        """Whether a peer whose clock last stood at `last_clock` may have missed floors whose stamps are forgotten."""
         return last_clock <= self._oldest(now)
 
     def _oldest(self, now: float) -> int:
@@ -252,8 +239,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Dispute:
-    """A member does not agree up to `end`: how often it has said so, first and last at these times. `found`: that was
-    enough."""
+    """A member does not agree up to `end`: its refusals, the first and the last time. `found`: that was enough."""
 
     end: int
     since: float
@@ -263,7 +249,12 @@ class _Dispute:
 
 
 class Agreements:
-    """See the module's docstring."""
+    """Up to where each member has the same floors as this peer, and how long it is waited for.
+
+    A member says so by its signed record, and when it is asked about an epoch's end; its own word is enough, as a liar
+    fools itself only. One that confirms nothing may be hard to reach, and is waited for. One that refuses the same end
+    again and again, for longer than exchanges take to level all differences, is broken or lies: *in dispute*.
+    """
 
     def __init__(self) -> None:
         self.announced: dict[Member, int] = {}
@@ -323,8 +314,7 @@ class Agreements:
             del self._disputes[member]
 
     def in_dispute(self, member: Member, records: int, slack_seconds: float) -> bool:
-        """Whether the member has refused for longer than `records` floors take to travel, and `slack_seconds`: from
-        then on, until it agrees."""
+        """Whether the member refused for longer than `records` floors travel and `slack_seconds`; until it agrees."""
         dispute = self._disputes.get(member)
         if dispute is None:
             return False
@@ -348,8 +338,7 @@ class Agreements:
         return by_record if announced >= told else max(by_record, told)
 
     def waited(self, member: Member, agreed: int, end: int, now: float) -> float:
-        """For how long, altogether, the member was waited for since it last had agreed about all. `end` is what it is
-        to agree about from now on."""
+        """How long in all the member was waited for since it agreed about all; `end` is next to be agreed about."""
         waiting = self._waiting.get(member)
         if waiting is None or agreed >= waiting.end:
             waiting = self._waiting[member] = _Waiting(end, now)

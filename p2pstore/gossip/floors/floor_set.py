@@ -201,8 +201,7 @@ class FloorSet:
         return total
 
     def hashes_below(self, ends: Iterable[int]) -> dict[int, int]:
-        """`hash_below` of several ends: takes a step for each slice between the first and the last of them, however
-        many there are."""
+        """`hash_below` of several ends, in one step for each slice between the first and the last of them."""
         hashes: dict[int, int] = {}
         total, number = 0, -1
         for end in sorted(ends, reverse=True):
@@ -410,7 +409,7 @@ _MAX_WRITER: Final = (1 << 16) - 1
 
 
 class KeyVersions:
-    """See the module's docstring. Roots are left out: they do not count where versions are compared with floors."""
+    """The highest forbidden version of each digest, packed. Roots are left out: they do not count against floors."""
 
     def __init__(self) -> None:
         self._places: dict[int, bytes] = {}

@@ -32,8 +32,7 @@ _LIMIT: Final = 1 << 64
 
 
 def raise_stamps(stamps: Stamps, others: Mapping[Member, int]) -> bool:
-    """Raise `stamps` to those of `others` that are higher, and leave out the oldest beyond 16,384. Whether
-    that changed any."""
+    """Raise `stamps` to the higher ones of `others`, leaving out the oldest beyond 16,384. Whether that changed any."""
     raised = {member: stamp for member, stamp in others.items() if stamp > stamps.get(member, 0)}
     if not raised:
         return False

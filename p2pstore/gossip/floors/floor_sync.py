@@ -1,22 +1,7 @@
-"""Has this peer heard of every floor, and which floors have all living members heard of? Pure.
+"""Has this peer heard of every floor, and which horizons of others does it take over? Pure.
 
-*Seen* (see `floor_stamps`) says up to where this peer has heard of each writer's floors. Two ways establish it.
-
-1. Every few seconds a peer asks another for its view of the last settled epoch. When their hashes of the floors below
-   that epoch's end agree, whatever the other has seen up to there, this peer has seen as well: the answer names it,
-   writer by writer. The other's own floors are complete by nature, and it promises to make no more below that end.
-2. Every peer's signed record announces the hash of the floors that it has below a recent end, with the same promise. A
-   peer with the same hash has seen the announcing peer's floors up to there. The record also says up to where its peer
-   has found all other living members to agree (`floors_seen`, but for its lowest bit).
-
-*Compaction*: floors are dropped only up to where this peer agrees with every living member, and every living member
-says by 2. that it agrees with all of them, or has agreed by 1. when this peer asked it or it asked this peer. A member
-that confirms nothing for ten minutes while floors are crowded is not waited for any longer, as if it were away; nor is
-one that answers and never agrees. What crowds out compaction slows the writers down (`core.floors`); it
-never drops a floor early.
-
-With every answer comes the other's *horizon*: floors up to there it has dropped. An answer is not signed, and whatever
-it says, it is taken over in two cases only:
+`floor_comparison` says how *seen* is established, `floor_compaction` when floors are dropped here. With every answer
+comes the other's *horizon*: floors up to there it has dropped. An answer is not signed, and is taken over in two cases:
 
 1. This peer might drop the same floors itself: it agreed up to there with all living members, by their signed records.
    It had those floors, so nothing follows for its copies.
@@ -24,18 +9,6 @@ it says, it is taken over in two cases only:
    this peer has seen all of it, floors are crowded, and it was the same for a minute. A floor that this peer had not
    seen may have forbidden one of its copies, and cannot be known any more: so a peer that was away discards copies that
    are not newer than the newest such floor can be (`take_distrusted`).
-
-A member that has just come (back) and whose record does not show the same horizon may still hold such copies: until it
-does, or an answer of its says that it has seen all of this peer's horizon, this peer does not believe its locations of
-such versions (`doubted_up_to`). The same goes for a member that was here and has stayed at another horizon for a
-minute. One that has just taken another horizon over is ahead, not behind.
-
-Members whose copies may have been removed while they were away. Pure.
-
-A member that has just come (back) and whose record does not show this peer's horizon may still hold copies that dropped
-floors forbade. Until it shows that horizon, or an answer of its says that it has seen all of it, this peer does not
-believe its locations of such versions. The same goes for a member that was here and has stayed at another horizon for a
-minute. One that has just taken another horizon over is ahead, not behind.
 """
 
 from __future__ import annotations
@@ -86,7 +59,7 @@ class _Offer:
 
 
 class FloorSync(FloorCompaction):
-    """Learns from answers and from the horizons of others: see the module's docstring."""
+    """Learns from answers and from the horizons of others."""
 
     def __init__(
         self,
@@ -108,14 +81,12 @@ class FloorSync(FloorCompaction):
         """By the member that told it, the oldest first."""
 
     def load(self, seen: Mapping[Member, int], alive_clock: int = 0) -> None:
-        """Load the stamps seen in an earlier life, which ended after `alive_clock`; the records
-        were loaded before."""
+        """Load the stamps seen in an earlier life, which ended after `alive_clock`. The records were loaded before."""
         self.seen, self._alive_clock = dict(seen), alive_clock
         self._distrusted = newest_unseen(self._floors.horizon, self.seen)
 
     def clock_was_fast(self, limit: int, by: int) -> None:
-        """The wall clock was fast by `by` and is right again: stamps above `limit` say of a time to come what was
-        meant of another one."""
+        """The wall clock was fast by `by` and is right again: stamps above `limit` are too high by that."""
         self._floors.lower_horizon(limit, by)
         self.seen = lower_stamps(self.seen, limit, by)
         self.agreements.clear()
@@ -249,8 +220,7 @@ class FloorSync(FloorCompaction):
         return bool(self._offers)
 
     def disbelieved(self, now: float) -> dict[Member, int]:
-        """Members that for a while have said that floors are gone of which this peer has not heard, and up to which
-        stamp: it is not believed."""
+        """Members that for a while told of dropped floors unknown here, and up to which stamp: not believed."""
         late = now - DISBELIEVED_SECONDS
         return {
             sender: offer.unseen
@@ -261,8 +231,7 @@ class FloorSync(FloorCompaction):
     # --- time --------------------------------------------------------------------------------
 
     def housekeep(self, now: float, *, alone: bool, members: Sequence[ShownFloors]) -> None:
-        """Do what is due a few times a second. `alone`: there is no other member, none to wait for. `members` are
-        the other living members."""
+        """Do what is due a few times a second. `alone`: no other member is waited for. `members`: the living ones."""
         clock_now = self._wall_clock(now)
         if self._started_clock is None:
             self._started_clock, self._started_at = clock_now, now
@@ -350,7 +319,12 @@ class _OtherHorizon:
 
 
 class DoubtedMembers:
-    """See the module's docstring. `floors` tells clients whether any member is doubted."""
+    """Members whose copies may have been removed while they were away; `floors` tells clients whether there are any.
+
+    A member that has just come (back) may hold copies that dropped floors forbade. Until its record shows this peer's
+    horizon, or an answer of its says that it has seen all of it, its locations of such versions are not believed. The
+    same goes for a member that has stayed at another horizon for a minute; one that just took another over is ahead.
+    """
 
     def __init__(self, floors: FloorSet) -> None:
         self._floors = floors

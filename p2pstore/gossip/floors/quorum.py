@@ -30,8 +30,7 @@ LATELY_SECONDS: Final = 3600.0
 LIVED_FACTOR: Final = 4.0
 """... nor longer than this many times as long as it had lived here."""
 MARGIN_SECONDS: Final = 20.0
-"""Others may begin to wait for this peer earlier than it finds out, by about as much: its clock is saved every 10 s,
-and may be 10 s ahead."""
+"""How much earlier others may begin to wait for this peer than it finds out: its clock is saved every 10 s."""
 SETTLE_SECONDS: Final = 60.0
 """After members came, those that have not yet come count for this long: a peer must not judge by the first it meets."""
 FIRST_SECONDS: Final = 5.0
@@ -51,8 +50,7 @@ class Showing:
 
 
 class Quorum:
-    """See the module's docstring. Times `now` are monotonic; `wall` is the wall clock, which also goes on while the
-    machine sleeps."""
+    """Times `now` are monotonic; `wall` is the wall clock, which also goes on while the machine sleeps."""
 
     def __init__(self) -> None:
         self.living = 1

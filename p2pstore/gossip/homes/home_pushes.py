@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
-from p2pstore.gossip.gossip_effects import PartitionSet, Push
+from p2pstore.gossip.gossip_messages import HomePush
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, LARGEST_SET_RECORDS, PartitionSets
 from p2pstore.gossip.homes.partition_homes import (
     NO_HOMES,
@@ -35,6 +35,7 @@ from p2pstore.gossip.homes.partition_homes import (
 )
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId
+from p2pstore.home_messages import PartitionSet, Push
 
 MAX_RUNS: Final = 4_096
 """Operations that wait for one home; of more the partitions are sent whole."""
@@ -59,7 +60,7 @@ class _Home:
     behind: bool = False
     """Partitions that it has not are to be sent to it now."""
     audit: bool = False
-    push: Push | None = None
+    push: HomePush | None = None
     """The message under way."""
     tokens: tuple[int, ...] = ()
     """Of that, and of its second copy."""
@@ -294,16 +295,15 @@ class HomePushes:
             due = min(due, waits)
         return max(due, self._pushed_at + self._config.push_seconds)
 
-    def take(self, now: float) -> list[Push]:
-        """Messages that are due, one a home; where they are large, to some homes now and to the others with the next
-        call."""
+    def take(self, now: float) -> list[HomePush]:
+        """Messages that are due, one a home; of large ones some now, and the others with the next call."""
         if now < self.due():
             return []
         self._pushed_at = now
         self._expire(now)
         self._choose_new(now)
         self._choose_audits(now)
-        pushes: list[Push] = []
+        pushes: list[HomePush] = []
         composed = 0
         for member, home in list(self._homes.items()):
             if home.tokens and home.resend_at <= now:
@@ -321,15 +321,15 @@ class HomePushes:
                 pushes.append(push)
         return pushes
 
-    def _sent(self, home: _Home, push: Push, now: float) -> None:
+    def _sent(self, home: _Home, push: HomePush, now: float) -> None:
         config = self._config
         home.push, home.sent_at = push, now
         home.expires_at = now + config.push_timeout_seconds + 1.0
-        if push.numbers and not push.sets:
+        if push.message.numbers and not push.message.sets:
             patience = max(config.push_resend_seconds, SLOW_ANSWER * self._answer_seconds)
             home.resend_at = now + patience
 
-    def _resend(self, member: Member, home: _Home) -> Push:
+    def _resend(self, member: Member, home: _Home) -> HomePush:
         """The message once more: operations are numbered, so the home takes in what comes twice once."""
         assert home.push is not None
         home.resend_at = math.inf
@@ -341,7 +341,7 @@ class HomePushes:
         home.tokens += (self._last_token,)
         return self._last_token
 
-    def _compose(self, member: Member, home: _Home) -> Push | None:
+    def _compose(self, member: Member, home: _Home) -> HomePush | None:
         peer_id = self._peer_of(member)
         if peer_id is None:
             return None
@@ -359,10 +359,7 @@ class HomePushes:
         home.sent_runs = frozenset(partition for partition, number, _, _ in runs if number)
         home.sent_sets = tuple((each.partition, each.number) for each in sets)
         self.whole_partitions_sent += len(sets)
-        return Push(
-            self._new_token(member, home),
-            peer_id,
-            self._config.push_timeout_seconds,
+        message = Push(
             self._log.incarnation,
             [run[2] for run in runs],
             b"".join(run[3] for run in runs),
@@ -371,6 +368,9 @@ class HomePushes:
             sets,
             audit,
             math.ceil(self._audit_round_seconds()) if audit else 0,
+        )
+        return HomePush(
+            self._new_token(member, home), peer_id, self._config.push_timeout_seconds, message
         )
 
     def _sets_for(self, member: Member, home: _Home) -> list[PartitionSet]:

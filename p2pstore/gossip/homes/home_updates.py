@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy
 
@@ -17,6 +17,7 @@ from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.member_table import MAX_INCARNATION
 from p2pstore.gossip.records import LOCATION_BYTES, Member
+from p2pstore.home_messages import PartitionSet, Push
 from p2pstore.location_table import WHOLE
 
 AUDIT_ENTRY: Final = struct.Struct("<HIQ")
@@ -37,40 +38,6 @@ CHECKED_AT_ONCE: Final = 4_096
 """Records whose sum is made in one step: 0.3 us each."""
 
 
-class WholePartition(Protocol):
-    """What a partition held after one operation; see `effects.PartitionSet`."""
-
-    @property
-    def partition(self) -> int: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def set_hash(self) -> int: ...
-    @property
-    def records(self) -> bytes: ...
-
-
-class HomeUpdate(Protocol):
-    """What an owner tells a home; see `effects.Push`."""
-
-    @property
-    def incarnation(self) -> int: ...
-    @property
-    def sequences(self) -> list[int]: ...
-    @property
-    def operations(self) -> bytes: ...
-    @property
-    def numbers(self) -> bytes: ...
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def sets(self) -> Sequence[WholePartition]: ...
-    @property
-    def audit(self) -> bytes: ...
-    @property
-    def audit_seconds(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class CheckedUpdate:
     """An update, or a part of one, that is well formed."""
@@ -78,7 +45,7 @@ class CheckedUpdate:
     incarnation: int
     operations: list[tuple[int, int, bytes]]
     """(number in the partition, log sequence, operation)."""
-    sets: list[WholePartition]
+    sets: list[PartitionSet]
     audit: list[tuple[int, int, int]]
     """(partition, number, set hash)."""
     sequence: int
@@ -91,7 +58,7 @@ class CheckedUpdate:
         return b"".join(operation for _, _, operation in self.operations)
 
 
-def in_steps(update: HomeUpdate) -> Iterator[CheckedUpdate | None]:
+def in_steps(update: Push) -> Iterator[CheckedUpdate | None]:
     """An update in parts, each of which takes a few milliseconds to check and to take in, in their order. None:
     go on; the check is still under way. Raises `ProtocolError` for nonsense before the first part."""
     _check_form(update)
@@ -102,7 +69,7 @@ def in_steps(update: HomeUpdate) -> Iterator[CheckedUpdate | None]:
         if room <= 0:
             yield None
             room = CHECKED_AT_ONCE
-    sets: list[WholePartition] = []
+    sets: list[PartitionSet] = []
     room = STEP_COST
     for whole in update.sets:
         cost = _cost(whole)
@@ -120,16 +87,16 @@ def in_steps(update: HomeUpdate) -> Iterator[CheckedUpdate | None]:
     yield _part(update, operations=_operations(update, start, count), sets=sets, last=True)
 
 
-def _cost(whole: WholePartition) -> int:
+def _cost(whole: PartitionSet) -> int:
     count = len(whole.records) // LOCATION_BYTES
     return SET_COST + count * RECORD_COST_PERCENT // 100 if count else 1
 
 
 def _part(
-    update: HomeUpdate,
+    update: Push,
     *,
     operations: list[tuple[int, int, bytes]] | None = None,
-    sets: list[WholePartition] | None = None,
+    sets: list[PartitionSet] | None = None,
     last: bool = False,
 ) -> CheckedUpdate:
     return CheckedUpdate(
@@ -143,7 +110,7 @@ def _part(
     )
 
 
-def _operations(update: HomeUpdate, start: int, stop: int) -> list[tuple[int, int, bytes]]:
+def _operations(update: Push, start: int, stop: int) -> list[tuple[int, int, bytes]]:
     sequences = update.sequences[start:stop]
     count = len(sequences)
     numbers = (
@@ -156,7 +123,7 @@ def _operations(update: HomeUpdate, start: int, stop: int) -> list[tuple[int, in
     ]
 
 
-def _check_form(update: HomeUpdate) -> None:
+def _check_form(update: Push) -> None:
     """Everything but what is in whole partitions."""
     count = check_run(update.operations)
     if count != len(update.sequences) or len(update.numbers) not in (0, 4 * count):
@@ -176,7 +143,7 @@ def _check_partition(partition: int) -> None:
         raise ProtocolError(f"a partition {partition}")
 
 
-def _check_set(whole: WholePartition) -> None:
+def _check_set(whole: PartitionSet) -> None:
     _check_partition(whole.partition)
     if not 0 <= whole.number < 1 << 32:
         raise ProtocolError(f"a partition after operation {whole.number}")
@@ -204,7 +171,7 @@ class PushIntake:
     part is taken in as if it had come by itself.
     """
 
-    def __init__(self, owner: Member, update: HomeUpdate, take: TakePart) -> None:
+    def __init__(self, owner: Member, update: Push, take: TakePart) -> None:
         self.behind: list[int] = []
         """Partitions that the owner should send whole."""
         self.rivals: list[Location] = []

@@ -14,12 +14,13 @@ from typing import Final
 
 import numpy
 
-from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS, CheckedUpdate, WholePartition
+from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS, CheckedUpdate
 from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
 from p2pstore.gossip.locations.views import Location, Position, who_makes_room
 from p2pstore.gossip.records import LOCATION_BYTES, Member, decode_location
+from p2pstore.home_messages import PartitionSet
 from p2pstore.location_table import BLOCK_ROWS
 from p2pstore.objects import DIGEST_BYTES
 
@@ -108,7 +109,7 @@ class HomeViews:
             known.vouched_until = now + self._config.trusted_audits * update.audit_seconds
         return list(behind)
 
-    def _install(self, owner: Member, known: _Owner, whole: WholePartition, sequence: int) -> bool:
+    def _install(self, owner: Member, known: _Owner, whole: PartitionSet, sequence: int) -> bool:
         view = self._views.get(whole.partition, {}).get(owner)
         if view is not None and view.whole:
             same = view.number == whole.number and self._hash(view) == whole.set_hash
@@ -184,8 +185,7 @@ class HomeViews:
     def _room_for(
         self, owner: Member, count: int, replaced: _View | None = None
     ) -> LocationIndex | None:
-        """The index, when it has room for `more` records of the owner, in place of a view. Owners who have
-        more make room."""
+        """The index, when it has room for `more` records of the owner. Owners that have more make room."""
         if self._index is None:
             self._index = LocationIndex(self._config.max_records, self._salt)
         index = self._index
@@ -231,7 +231,7 @@ class HomeViews:
         queries = self._index.find_many(b"".join(keys)).queries
         return {keys[place] for place in numpy.unique(queries).tolist()}
 
-    def contested(self, sets: Iterable[WholePartition]) -> list[bytes]:
+    def contested(self, sets: Iterable[PartitionSet]) -> list[bytes]:
         """Keys of these sets that several owners hold."""
         found: list[bytes] = []
         for whole in sets:

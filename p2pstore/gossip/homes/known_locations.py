@@ -1,15 +1,12 @@
 """The known holders of each key, from all sources. Pure.
 
 Three sources: views of whole logs (`directory`), views of the partitions that this peer is a home of
-(`home_views`), and what homes, holders and rumours said (`location_cache`). Of what a member said itself of a key that
+(`home_views`), and what homes, holders and rumours said (`LocationCache`). Of what a member said itself of a key that
 counts which belongs to the latest place of its log. The word of others hides none of that: it comes as hearsay,
 which shows where to look and decides nothing.
 
-Hot keys: their locations are passed on, so that their homes are not asked by all members.
-
-Each peer counts what it is asked for, and what it looks for itself. Counts are halved every few seconds; a key with
-enough of them is hot. Locations that are passed on go into the receiver's cache (`known_locations`), like the answer of
-a home.
+Hot keys' locations are passed on into others' caches, so that their homes are not asked by all members. Each peer
+counts what it is asked for and looks for; counts are halved every few seconds.
 """
 
 from __future__ import annotations
@@ -24,9 +21,8 @@ from enum import Enum
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.homes.directory_mode import DirectoryMode, Phase
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import PartitionConfig
+from p2pstore.gossip.homes.partition_homes import DirectoryMode, PartitionConfig, Phase
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.location_lookups import Denials, Holding
 from p2pstore.gossip.locations.log import OwnLog
@@ -156,8 +152,7 @@ class KnownLocations:
         return chosen
 
     def held(self, digests: Set[bytes], believed: Callable[[Member], range], now: float) -> set[bytes]:
-        """Which of the keys have a holder that is not hidden, in a version whose clock is in the range that is
-        believed of that member."""
+        """Which of the keys have a holder that is not hidden, in a version whose clock is believed of that member."""
         found = self._directory.held(digests, believed) if self._mode.follows_logs else set()
         if self._mode.phase is Phase.FULL:
             return found
@@ -307,8 +302,7 @@ class LocationCache:
         return {digest for digest in digests if digest in self._keys}
 
     def holders(self, digest: bytes, now: float, *, hearsay: bool = True) -> list[Location]:
-        """The members said to hold the key, twice where the member itself and others say so; without hearsay, when that
-        is not wanted."""
+        """The members said to hold the key, twice where the member and others say so; hearsay if it is wanted."""
         heard = self._keys.get(digest)
         if heard is None:
             return []

@@ -11,16 +11,19 @@ members never tie. Tables are shared by all who know the same members: they neve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, IntEnum
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal
 from weakref import WeakValueDictionary
 
 import numpy
 import xxhash
 from numpy.typing import NDArray
 
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
 from p2pstore.gossip.records import Member
 
 PARTITION_COUNT: Final = 1_024
@@ -44,6 +47,9 @@ Words = NDArray[numpy.uint64]
 _OFFSETS: Final[Words] = numpy.arange(1, PARTITION_COUNT + 1, dtype=numpy.uint64) * numpy.uint64(
     0x9E3779B97F4A7C15
 )
+
+if TYPE_CHECKING:
+    from p2pstore.gossip.members.member_table import MemberState
 _FIRST: Final = 0xBF58476D1CE4E5B9
 _SECOND: Final = 0x94D049BB133111EB
 _UNDO_FIRST: Final = pow(_FIRST, -1, 1 << 64)
@@ -185,8 +191,7 @@ class HomeTable:
 
 
 def _lowest(weights: Words, member_count: int) -> Words:
-    """The weight above which a member belongs in each partition's row: that of its last one, or none where the row has
-    all of the members."""
+    """The weight above which a member belongs in each row: that of its last one; none where the row has all members."""
     counts = numpy.count_nonzero(weights, axis=1)
     if not member_count:
         return numpy.zeros(len(weights), numpy.uint64)
@@ -238,8 +243,7 @@ def table_of(members: Iterable[Member]) -> HomeTable:
 
 
 def places_of(members: Words, member_count: int, needed: int) -> NDArray[numpy.intp]:
-    """How many partitions each of these members may be home to, when all `member_count` members have to be `needed`
-    times, together: at least one."""
+    """How many partitions each member may be home to, at least one, when all together have to be `needed` times."""
     rounding = members.astype(numpy.float64) / 2.0**64
     places = (ROOM * needed / member_count + rounding).astype(numpy.intp)
     return numpy.maximum(places, 1)
@@ -291,3 +295,149 @@ def _assign(
         if not needed:
             break
     return held.reshape(names.shape), numpy.array(wanted, numpy.intp)
+
+
+DirectorySetting = Literal["auto", "full", "partitioned"]
+
+RECORD_BYTES: Final = 40
+"""What one location costs in a full directory's memory."""
+RATE_SAMPLE_SECONDS: Final = 10.0
+RATE_SMOOTHING: Final = 0.3
+"""Weight of the newest sample."""
+
+
+class KeptDirectory(IntEnum):
+    """What a peer's record says. Numbers are never used twice; one that is not known reads as FULL."""
+
+    FULL = 0
+    PARTITIONED = 1
+
+
+def kept_name(number: int) -> str:
+    """What a record's `directory` says, in words; empty for a number that is not known."""
+    return KeptDirectory(number).name.lower() if number in KeptDirectory.__members__.values() else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModeLimits:
+    """Above these a peer does not keep the full directory."""
+
+    index_bytes: int = 1 << 30
+    changes_per_second: float = 200_000.0
+    members: int = 1_000
+    return_at: float = 0.8
+    """Share of the limits below which it does so again."""
+    dwell_seconds: float = 60.0
+    """Shortest time between two changes of mode."""
+    overlap_seconds: float = 120.0
+    """How long a peer keeps both at most before it lets go of the full directory."""
+
+
+class Phase(Enum):
+    FULL = "full"
+    NARROWING = "narrowing"
+    """Full until the partitions that it is a home of are complete."""
+    PARTITIONED = "partitioned"
+    WIDENING = "widening"
+    """Partitioned until it has followed all logs."""
+
+
+class DirectoryMode:
+    """Which part of the directory this peer keeps. `tick` moves the state machine.
+
+    In `full` mode a peer has a view of every other's log; in `partitioned` mode it has what homes have, and asks the
+    homes of other partitions. Every peer decides for itself and says so in its record; both kinds work together. In
+    between it does both, so that it can answer for its partitions at every moment: it says that it is partitioned, is
+    told what homes are told, and follows the logs as well.
+    """
+
+    def __init__(self, setting: DirectorySetting, limits: ModeLimits) -> None:
+        self.phase = Phase.PARTITIONED if setting == "partitioned" else Phase.FULL
+        self.setting = setting
+        self._limits = limits
+        self._since = -math.inf
+        """Of the last change of mode: a peer that starts decides at once."""
+
+    @property
+    def shown(self) -> KeptDirectory:
+        """For the peer's record."""
+        return KeptDirectory.FULL if self.phase is Phase.FULL else KeptDirectory.PARTITIONED
+
+    @property
+    def follows_logs(self) -> bool:
+        """Whether gossip is to bring the logs of others."""
+        return self.phase is not Phase.PARTITIONED
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether what this peer does not know is most likely nowhere."""
+        return self.phase in (Phase.FULL, Phase.NARROWING)
+
+    def tick(self, load: float, *, views_complete: bool, homes_complete: bool, now: float) -> bool:
+        """Go on as the load (share of the limits) asks for it. Whether the phase is another now.
+
+        `views_complete`: all logs were followed; `homes_complete`: all owners have told what this peer is home
+        of.
+        """
+        before = self.phase
+        waited = now - self._since
+        match self.phase:
+            case Phase.FULL:
+                if self.setting == "auto" and load > 1.0 and waited >= self._limits.dwell_seconds:
+                    # Who has not followed the logs yet does not begin with it.
+                    self.phase = Phase.NARROWING if views_complete else Phase.PARTITIONED
+            case Phase.NARROWING:
+                if homes_complete or waited >= self._limits.overlap_seconds:
+                    self.phase = Phase.PARTITIONED
+            case Phase.PARTITIONED:
+                if (
+                    self.setting == "auto"
+                    and load < self._limits.return_at
+                    and waited >= self._limits.dwell_seconds
+                ):
+                    self.phase = Phase.WIDENING
+            case Phase.WIDENING:
+                if load > 1.0:
+                    self.phase = Phase.PARTITIONED
+                elif views_complete:
+                    self.phase = Phase.FULL
+        began = {Phase.NARROWING, Phase.WIDENING}
+        if self.phase is not before and (self.phase in began or before not in began):
+            self._since = now
+        return self.phase is not before
+
+
+class ClusterLoad:
+    """How much a full directory would have to hold and to follow, from what records say."""
+
+    def __init__(self, limits: ModeLimits) -> None:
+        self._limits = limits
+        self._heads: dict[Member, tuple[int, int]] = {}
+        self._sampled_at = -math.inf
+        self.changes_per_second = 0.0
+
+    def of(self, live: Iterable[MemberState], now: float) -> float:
+        """Share of the limits: above 1 a full directory is too large."""
+        states = [state for state in live if state.signed is not None]
+        if now >= self._sampled_at + RATE_SAMPLE_SECONDS:
+            self._sample(states, now)
+        counts = (state.location_count for state in states)
+        locations = sum(count for count in counts if count <= MAX_OWN_RECORDS)  # others are refused
+        limits = self._limits
+        return max(
+            locations * RECORD_BYTES / limits.index_bytes,
+            self.changes_per_second / limits.changes_per_second,
+            len(states) / limits.members,
+        )
+
+    def _sample(self, states: list[MemberState], now: float) -> None:
+        heads = {state.member: (state.record_incarnation, state.log_sequence) for state in states}
+        changes = 0
+        for member, (incarnation, sequence) in heads.items():
+            known = self._heads.get(member)
+            if known is not None and known[0] == incarnation:
+                changes += max(0, sequence - known[1])
+        if self._heads and math.isfinite(self._sampled_at):
+            rate = changes / (now - self._sampled_at)
+            self.changes_per_second += RATE_SMOOTHING * (rate - self.changes_per_second)
+        self._heads, self._sampled_at = heads, now

@@ -1,10 +1,8 @@
 """The directory of locations, whichever part of it this peer keeps. Pure.
 
-Puts together the views of whole logs (`directory`), the views of partitions that this peer is a home of
-(`home_views`), locations it merely heard of (`location_cache`), and this peer's own pushes to homes (`home_pushes`);
-and moves from one way of keeping the directory to the other (`directory_mode`).
-
-Which members are homes now: the table of homes follows the live members.
+Puts together the views of whole logs (`directory`), what this peer knows as a home and has merely heard of
+(`known_locations`), and its own pushes to homes (`home_pushes`); follows the live members, of which the table of homes
+is made; and moves from one way of keeping the directory to the other (`DirectoryMode`).
 """
 
 from __future__ import annotations
@@ -15,19 +13,27 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_effects import Push
-from p2pstore.gossip.homes.directory_mode import ClusterLoad, DirectoryMode, KeptDirectory, Phase
+from p2pstore.gossip.gossip_messages import HomePush
 from p2pstore.gossip.homes.home_pushes import HomePushes
-from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition
+from p2pstore.gossip.homes.home_updates import CheckedUpdate
 from p2pstore.gossip.homes.known_locations import HotKeyNews, KnownLocations, Word
-from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, partition_of
-from p2pstore.gossip.locations.catch_up import FollowedLogs
+from p2pstore.gossip.homes.partition_homes import (
+    NO_HOMES,
+    ClusterLoad,
+    DirectoryMode,
+    HomeTable,
+    KeptDirectory,
+    Phase,
+    partition_of,
+)
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.snapshots import FollowedLogs
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId, PeerRecord, member_of
+from p2pstore.home_messages import PartitionSet
 from p2pstore.objects import DIGEST_BYTES
 
 MODE_SECONDS: Final = 1.0
@@ -99,7 +105,7 @@ class PartitionedDirectory:
         self._follow_members(now)
         self.pushes.note(operations)
 
-    def take_pushes(self, now: float) -> list[Push]:
+    def take_pushes(self, now: float) -> list[HomePush]:
         """Messages for homes that are due now."""
         self._follow_members(now)
         return self.pushes.take(now)
@@ -159,7 +165,7 @@ class PartitionedDirectory:
         self,
         owner: Member,
         operations: list[tuple[int, int, bytes]],
-        sets: Iterable[WholePartition],
+        sets: Iterable[PartitionSet],
         limit: int,
         now: float,
     ) -> list[Location]:
@@ -203,8 +209,7 @@ class PartitionedDirectory:
 
     @property
     def knows_all(self) -> bool:
-        """Whether keys that are not known here are most likely nowhere: no homes need be asked before a key is
-        said to be absent."""
+        """Whether keys unknown here are most likely nowhere, so that no home need be asked before saying so."""
         return self.mode.knows_all
 
     def vouches(self, digest: bytes, now: float) -> bool:
@@ -262,8 +267,7 @@ class PartitionedDirectory:
     # --- time --------------------------------------------------------------------------------
 
     def housekeep(self, now: float, *, agreed: bool) -> bool:
-        """Call it a few times a second. Whether this peer's record would say something else now. `agreed`:
-        another peer knows the same members."""
+        """Call it a few times a second. Whether the own record changes. `agreed`: another knows the same members."""
         if agreed and self._agreed_at == math.inf:
             self._agreed_at = now
         self._follow_members(now)

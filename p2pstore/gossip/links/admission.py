@@ -87,8 +87,7 @@ class _Side:
         software: str,
         allowed: AllowList | None = None,
     ) -> None:
-        """`peer_id`: the other end as authenticated by Noise. `nonce`: 32 fresh random bytes. `allowed`:
-        the peers that may come in; None for all."""
+        """`peer_id`: the other end, by Noise. `nonce`: 32 fresh random bytes. `allowed`: None for all peers."""
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"a nonce is {NONCE_BYTES} bytes, not {len(nonce)}")
         self.ring = ring

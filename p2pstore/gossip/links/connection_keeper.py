@@ -13,14 +13,15 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 import trio
 
-from p2pstore.access.crowding import Holder, yielding
-from p2pstore.gossip.links.connection_limits import (
+from p2pstore.access.crowding import (
     SPARE_AFTER_SECONDS,
     ConnectionLimits,
+    Holder,
     Use,
     idle,
     next_due,
     surplus,
+    yielding,
 )
 from p2pstore.gossip.links.control_link import ADMISSION_SECONDS, Activity, AskingStream, LinkError
 from p2pstore.gossip.links.multiplexer import Multiplexer
@@ -92,8 +93,7 @@ class ConnectionKeeper:
         return Holder(owner.host, owner.member, busy, activity.used_at)
 
     def make_room(self, newcomer: Connection, limit: int) -> bool:
-        """Whether a connection may be admitted beside the others: at most `limit`, of which one may have to go for
-        it."""
+        """Whether a connection may be admitted beside the others: at most `limit`; one may have to go for it."""
         if newcomer.ever_admitted:
             return True  # one stream more
         connections = self.admitted()
@@ -191,8 +191,7 @@ class Attempts(Generic[T]):
         return attempt.result
 
     async def end(self, peer_id: PeerId) -> None:
-        """End all attempts that concern a peer, and wait until they have: a task that wants one's outcome gets a
-        `LinkError`."""
+        """End all attempts that concern a peer, and wait for that: tasks that want an outcome get a `LinkError`."""
         ended = [each for (of, _), each in self._under_way.items() if of == peer_id]
         for attempt in ended:
             attempt.scope.cancel()

@@ -87,8 +87,7 @@ class Frames:
         self._sent = trio.Event()
 
     async def read(self) -> tuple[FrameHeader, bytes]:
-        """The next frame. Raises `ProtocolError`, and `OSError` at the end of the stream and for a frame that is not
-        whole in time."""
+        """The next frame. Raises `ProtocolError`, and `OSError` at the end or for a frame that is not whole in time."""
         while (frame := self._buffer.next_frame()) is None:
             if self._buffer.pending_bytes:
                 await self._read_rest()

@@ -165,10 +165,7 @@ class AskingStream:
         return pending.reply
 
     async def run(self) -> None:
-        """Read replies and send requests until the stream ends; then every request fails.
-
-        Raises `ProtocolError` and `OSError`.
-        """
+        """Read replies and send requests until the stream ends and all requests fail (`ProtocolError`, `OSError`)."""
         try:
             with single_error():
                 async with trio.open_nursery() as nursery:

@@ -26,11 +26,11 @@ from typing import Final, TypeVar
 
 import trio
 
+from p2pstore.access.crowding import ConnectionLimits
 from p2pstore.access.keyring import AllowList, KeyRing
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.connection_keeper import Attempts, Connection, ConnectionKeeper, Connections
-from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.control_link import (
     ADMISSION_SECONDS,
     Handler,
@@ -180,8 +180,7 @@ class ControlHost:
         await trio.lowlevel.checkpoint()
 
     def recheck(self) -> None:
-        """Ring or allow list were replaced: end the connections that would not be admitted any more. What
-        is still wanted connects anew."""
+        """Ring or allow list were replaced: end connections not admitted now. What is wanted connects anew."""
         for connection in self.connections.each():
             self._recheck(connection)
 

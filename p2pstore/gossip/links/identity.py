@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Final
 
 from p2pstore.errors import PeerNotInstalled, ProtocolError
@@ -59,8 +59,7 @@ class Ed25519Verifier:
     """Checks other peers' signatures; keeps the most recently used public keys parsed."""
 
     def __init__(self, max_cached_keys: int = MAX_CACHED_KEYS) -> None:
-        self._max_cached_keys = max_cached_keys
-        self._keys: OrderedDict[PeerId, Ed25519PublicKey] = OrderedDict()
+        self._key = lru_cache(max_cached_keys)(_parsed_key)
 
     def verify(self, peer_id: PeerId, message: bytes, signature: bytes) -> bool:
         """Whether `peer_id` signed `message`. False, never an error, for whatever a stranger may send."""
@@ -70,13 +69,6 @@ class Ed25519Verifier:
             return False
         return True
 
-    def _key(self, peer_id: PeerId) -> Ed25519PublicKey:
-        key = self._keys.get(peer_id)
-        if key is None:
-            key = Ed25519PublicKey.from_public_bytes(public_key_from_peer_id(peer_id))
-            self._keys[peer_id] = key
-            if len(self._keys) > self._max_cached_keys:
-                self._keys.popitem(last=False)
-        else:
-            self._keys.move_to_end(peer_id)
-        return key
+
+def _parsed_key(peer_id: PeerId) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(public_key_from_peer_id(peer_id))

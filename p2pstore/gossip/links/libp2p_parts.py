@@ -18,8 +18,7 @@ from typing import Any
 
 
 class _DeferredPackage(ModuleType):
-    """A package of which submodules can be imported, and whose own code runs when a name is asked for that is not
-    there."""
+    """A package with importable submodules, whose own code runs when a name is asked for that is not there."""
 
     __spec__: ModuleSpec
 

@@ -159,8 +159,7 @@ def reason_of(error: BaseException) -> str:
 
 
 TCP_SECONDS: Final = 3.0
-"""By when the other machine has answered at all. The kernel repeats itself ever less often: a machine that is
-back would not be noticed for long."""
+"""By when the other machine must answer at all: the kernel's retries become so rare that its return goes unnoticed."""
 
 OWN_ARRIVAL_SECONDS: Final = 2.0
 """By when a dial of this peer's own address has arrived here."""
@@ -239,8 +238,6 @@ class Dialler:
             return OwnAddress(f"{endpoint} is this peer itself")
         return TwinAddress(f"another process with this peer's identity listens at {endpoint}")
 
-
-logger = logging.getLogger("p2pstore.host")
 
 MAX_STRANGERS: Final = 256
 """Incoming connections that have not been admitted yet."""
@@ -322,8 +319,6 @@ class Arrivals:
                 sock.abort()
             accepted.close()
 
-
-logger = logging.getLogger("p2pstore.host")
 
 QUIET_SECONDS: Final = 60.0
 """After a line about one host the next ones are for DEBUG only."""

@@ -231,8 +231,7 @@ class Directory(LocationLookups):
 
     @changing
     def work(self, limit_records: int | None = None) -> bool:
-        """Go on with what takes long, a few milliseconds of it (`STEP_RECORDS`). Whether a view was
-        replaced."""
+        """Go on with what takes long, a few milliseconds of it (`STEP_RECORDS`). Whether a view was replaced."""
         limit_records = STEP_RECORDS if limit_records is None else limit_records
         self._index.sweep(limit_records)
         self._watched.work(limit_records)

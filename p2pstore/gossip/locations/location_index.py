@@ -73,8 +73,7 @@ class LocationRows:
         """Records in all slots that were not discarded."""
 
     def close(self) -> None:
-        """Let go of the memory, which others have mapped, without waiting for the garbage collector. Nothing else may
-        be called after that."""
+        """Let go of memory that others have mapped, not by the garbage collector. Nothing may be called after it."""
         del self._table, self._slots, self._chains, self._fields, self._whole
 
     # --- slots ---------------------------------------------------------------------------------
@@ -245,8 +244,7 @@ class LocationIndex(LocationRows):
         self._slots.drop_last(slot, 0)  # blocks only where they are needed
 
     def add_new(self, slot: int, records: Sequence[bytes]) -> None:
-        """Put in records of digests that the slot does not hold, each of another one. A slot of few rows stays without
-        blocks of its own."""
+        """Put in records of digests new to the slot, each of another one. A slot of few rows has no blocks."""
         if len(records) >= _FEW_NEW:
             self.load(slot, b"".join(records))
         else:

@@ -111,8 +111,7 @@ class LocationLookups(ViewTable):
 
     @exclusive
     def holders(self, digest: bytes) -> list[Location]:
-        """The holders of the key, hearsay included: owners believed alive first, among them the newest version
-        first."""
+        """The key's holders, hearsay included: owners believed alive first, among them the newest version first."""
         found = [
             Location(member, *position, decode_location(packed), hidden)
             for member, position, packed, hidden in self._standing(digest)
@@ -272,8 +271,7 @@ class LocationLookups(ViewTable):
         self._early.overtaken(view.member, view.position, digests)
 
     def watch(self, held: Set[bytes], awaited: Set[bytes]) -> None:
-        """Note every change that concerns a digest in one of these live views of sets, for
-        `take_touched`."""
+        """Note every change that concerns a digest in one of these live views of sets, for `take_touched`."""
         self._watched.watch(held, awaited)
 
     @property
@@ -340,8 +338,7 @@ class EarlyOperations:
     def note(
         self, member: Member, position: Position, operation: bytes, now: float, *, hearsay: bool = False
     ) -> bool:
-        """Keep an operation. False when one of the same key is as new. What the owner says itself goes before
-        hearsay, whatever place that claims."""
+        """Keep an operation; False when one of the key is as new. The owner's own word goes before any hearsay."""
         digest = operation[:DIGEST_BYTES]
         known = self._entries.get(digest, _NONE).get(member)
         if known is not None and (
@@ -436,8 +433,7 @@ class Denials:
     def covers(
         self, member: Member, digest: bytes, position: Position, *, hearsay: bool = False
     ) -> bool:
-        """Whether what the owner said at `position` is denied. A denial that is past is forgotten, but not because
-        others claim a place that is."""
+        """Whether what the owner said at `position` is denied. Only the owner's going past a denial forgets it."""
         key = (digest, member)
         denied = self._positions.get(key)
         if denied is None:

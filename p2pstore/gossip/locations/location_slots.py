@@ -377,8 +377,7 @@ class RowChains:
             self._split(self._rows // ROWS_PER_BUCKET - self._words[Word.BUCKETS])
 
     def _split(self, count: int) -> None:
-        """Split the next `count` buckets (fewer at the end of a round): about half of each one's rows go to
-        a new bucket."""
+        """Split the next `count` buckets (fewer at a round's end): about half of the rows go to new buckets."""
         table, words = self._table, self._words
         buckets, level = words[Word.BUCKETS], words[Word.LEVEL]
         start = buckets - level
@@ -412,8 +411,7 @@ class ApartKeys:
         self._counters = counters
 
     def add(self, digest: bytes) -> None:
-        """Something more is known. As often as this is said, `remove` takes it back. Names that are no digests are
-        left out."""
+        """Something more is known; `remove` takes it back as often. Names that are no digests are left out."""
         counters = self._counters
         if counters is None or len(digest) != DIGEST_BYTES:
             return
@@ -466,15 +464,13 @@ class PublishedLocations:
         self._words[Word.BELIEVED_AFTER] = max(self._forbidden_up_to, clock)
 
     def forbid_key_up_to(self, digest: bytes, clock: int) -> None:
-        """`forbid_up_to` for one key. It is not taken back: newer versions count all the same. Names that are no
-        digests are left out."""
+        """`forbid_up_to` for one key, for good: newer versions count all the same. Other names are left out."""
         if len(digest) == DIGEST_BYTES:
             at, floors = floor_clock(digest), self.table.floors
             floors[at] = max(floors[at], clock)
 
     def vouch(self, now: float, newest_clock: int) -> None:
-        """At this monotonic time the table says all that is known here. Versions above `newest_clock` are
-        not believed yet."""
+        """At this time the table says all that is known here; versions above `newest_clock` are not believed."""
         self._words[Word.BELIEVED_BEFORE] = newest_clock + 1
         self._words[Word.ALIVE_AT] = max(1, int(now * 1e9))
 

@@ -368,8 +368,7 @@ RUNS_PER_SECOND: Final = 150.0
 """Of all owners together, about: 1 % of a core for their readers."""
 LEAST_SECONDS: Final = 0.05
 LEAST_SECONDS_UNDER_LOAD: Final = 0.4
-"""Shortest time between two signatures of one owner. Under load the bytes of signatures are to stay few beside those of
-operations."""
+"""Shortest time between two signatures: under load their bytes are to stay few beside those of operations."""
 MOST_SECONDS: Final = 2.0
 """Owners wait no longer than that, however many there are."""
 

@@ -14,10 +14,7 @@ _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def reserve(length_bytes: int) -> mmap.mmap:
-    """Zeroed anonymous memory that costs nothing until it is written to.
-
-    Raises `MemoryError` where the system does not let a process reserve that much.
-    """
+    """Zeroed anonymous memory that costs nothing until it is written. Raises `MemoryError` past a limit."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
         memory = mmap.mmap(-1, length_bytes, flags=flags)

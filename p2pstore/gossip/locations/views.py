@@ -349,8 +349,7 @@ STEP_RECORDS: Final = 2_048
 """A step of what takes long: one or two milliseconds."""
 
 MAX_AHEAD: Final = 8 * STEP_RECORDS
-"""Touched digests that are waited for to be taken, before more of whole slots are. (A set of half a million
-takes 10 ms to grow.)"""
+"""Touched digests that wait to be taken, before more of whole slots are. (Half a million take 10 ms to add.)"""
 
 
 class WatchedKeys:
@@ -413,8 +412,7 @@ class WatchedKeys:
             limit -= self._go_through(next(iter(self._left)), limit)
 
     def _go_through(self, slot: int, limit: int) -> int:
-        """From the last record to the first: one that takes the place of another comes from behind, so none
-        is left out."""
+        """From the last record to the first: one that takes the place of another comes from behind."""
         left = min(self._left.pop(slot), self._index.count(slot))
         start = max(0, left - limit)
         self.heard_of(set(self._index.digests(slot, start, left)))

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final, NamedTuple, TypeVar
 
-from p2pstore.gossip.exchange.message_budget import MessageBudget
+from p2pstore.gossip.exchange.asking import MessageBudget
 from p2pstore.gossip.members.member_table import MemberTable
+from p2pstore.gossip.members.suspicion import put_newest
 from p2pstore.gossip.records import PeerId
 
 FIRST_DELAY_SECONDS: Final = 0.5
@@ -250,8 +251,7 @@ class Newcomers:
         self._to_ping: list[PeerId] = []
 
     def told_of(self, peer_id: PeerId, control: Sequence[str], by: PeerId, now: float) -> None:
-        """The member `by` tells of a peer at these addresses. Ping it, unless that was done just now, or too many are
-        under way."""
+        """Member `by` tells of a peer at these addresses: ping it, unless that was just done or too many are."""
         if peer_id in self._in_flight or len(self._in_flight) >= MAX_PINGED or not control:
             return
         if now < self._pinged_at.get(peer_id, -AGAIN_SECONDS) + AGAIN_SECONDS:
@@ -260,7 +260,7 @@ class Newcomers:
         if under_way[by] >= MAX_IN_FLIGHT_A_MEMBER or not self._affords(by, now):
             return
         self._in_flight[peer_id] = _Ping(by, tuple(control))
-        _remember(self._pinged_at, peer_id, now)
+        put_newest(self._pinged_at, peer_id, now, MAX_REMEMBERED)
         self._to_ping.append(peer_id)
 
     def addresses_of(self, peer_id: PeerId) -> list[str]:
@@ -287,12 +287,5 @@ class Newcomers:
         if not budget.has(1, now):
             return False
         budget.take(1, now)
-        _remember(self._budgets, by, budget)
+        put_newest(self._budgets, by, budget, MAX_REMEMBERED)
         return True
-
-
-def _remember(table: OrderedDict[PeerId, Value], peer_id: PeerId, value: Value) -> None:
-    table[peer_id] = value
-    table.move_to_end(peer_id)
-    if len(table) > MAX_REMEMBERED:
-        table.popitem(last=False)

@@ -49,8 +49,7 @@ class MembershipConfig:
     claims_per_message: int = 32
     recontact_interval_seconds: float = 1.0
     observes: bool = False
-    """Whether this peer is a reader: members do not know it, so it is no home, and no member refutes what it holds of
-    others (`answered`)."""
+    """Whether this peer is a reader: it is no home, and no member refutes what it holds of others (`answered`)."""
     dead_kept_seconds: float = 24 * 3600.0
     max_members: int = 10_000
     met_before_trust: int = 64

@@ -43,7 +43,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from p2pstore.gossip.exchange.message_budget import MessageBudget
+from p2pstore.gossip.exchange.asking import MessageBudget
 from p2pstore.gossip.exchange.rumors import ClaimRumors
 from p2pstore.gossip.gossip_messages import Claim, Status
 from p2pstore.gossip.members.contacts import Newcomers
@@ -235,8 +235,7 @@ class Membership(MemberTable):
     # --- time --------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Judge what ran out. Call it every 0.25 s or more often, after everything that arrived until now was
-        fed in."""
+        """Judge what ran out. Call it at least every 0.25 s, after everything that arrived until now was fed in."""
         stalled = now - self._ticked_at
         if STALL_SECONDS <= stalled < math.inf:
             # No refutation reached this process while it stalled, and what came meanwhile may be

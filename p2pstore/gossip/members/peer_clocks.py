@@ -53,8 +53,7 @@ class ClockView:
 
 
 class PeerClocks:
-    """The latest reading of each member. Times are monotonic seconds, `unix_ms` a member's wall clock (0: it does not
-    say)."""
+    """The latest reading of each member. Times are monotonic seconds, `unix_ms` its wall clock (0: it does not say)."""
 
     def __init__(self) -> None:
         self.version = 0

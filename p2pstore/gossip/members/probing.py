@@ -21,8 +21,16 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.asking import Asked, Questions
-from p2pstore.gossip.gossip_effects import Answer, Ask, Later
-from p2pstore.gossip.gossip_messages import Ack, ControlKind, Ping, PingRequest, Status
+from p2pstore.gossip.gossip_messages import (
+    Ack,
+    Answer,
+    Ask,
+    ControlKind,
+    Later,
+    Ping,
+    PingRequest,
+    Status,
+)
 from p2pstore.gossip.members.member_table import MemberChange, MemberState
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import PeerId
@@ -154,10 +162,7 @@ class Probing:
     def relay(
         self, sender: PeerId, request: PingRequest, now: float
     ) -> tuple[Later | Failure, list[Ask]]:
-        """Ping a member on behalf of another. The outcome is no verdict of this peer's own.
-
-        Raises `ProtocolError` for a request that makes no sense.
-        """
+        """Ping a member for another one: no verdict of this peer's own. Raises `ProtocolError` for nonsense."""
         if request.timeout_ms <= 0:
             raise ProtocolError(f"a ping wanted within {request.timeout_ms} ms")
         state = self._membership.get(request.peer_id)

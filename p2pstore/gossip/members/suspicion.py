@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from p2pstore.gossip.exchange.message_budget import MessageBudget
+from p2pstore.gossip.exchange.asking import MessageBudget
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.records import Member, PeerId
 
@@ -173,7 +173,7 @@ class Accusers:
             return False
         if not self.may_claim(accuser, now):
             return False
-        _put(self._unrefuted, accused, self._unrefuted.get(accused, set()) | {accuser}, MAX_PAIRS)
+        put_newest(self._unrefuted, accused, self._unrefuted.get(accused, set()) | {accuser}, MAX_PAIRS)
         return True
 
     def may_claim(self, accuser: Member, now: float) -> bool:
@@ -184,7 +184,7 @@ class Accusers:
         if not budget.has(1, now):
             return False
         budget.take(1, now)
-        _put(self._budgets, accuser, budget, MAX_ACCUSERS)
+        put_newest(self._budgets, accuser, budget, MAX_ACCUSERS)
         return True
 
     def heard(self, accused: Member, now: float) -> None:
@@ -192,14 +192,14 @@ class Accusers:
         for accuser in self._unrefuted.pop(accused, ()):
             times, at = self._refuted.get((accuser, accused), (0, 0.0))
             times = times + 1 if now < at + DISBELIEVED_SECONDS else 1
-            _put(self._refuted, (accuser, accused), (times, now), MAX_PAIRS)
+            put_newest(self._refuted, (accuser, accused), (times, now), MAX_PAIRS)
 
     def died(self, accused: Member) -> None:
         """This peer believes it, too."""
         self._unrefuted.pop(accused, None)
 
 
-def _put(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+def put_newest(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
     """Keep an entry as the newest of at most `most`."""
     table[key] = value
     table.move_to_end(key)

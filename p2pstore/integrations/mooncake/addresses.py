@@ -26,6 +26,7 @@ from p2pstore.integrations.mooncake.object_calls import (
     INVALID,
     ITEM_FAILURES,
     ObjectCalls,
+    filled,
     is_key,
 )
 
@@ -63,8 +64,7 @@ class AddressCalls(ObjectCalls):
         return 0 if self._buffers.drop(buffer_ptr) else INVALID
 
     def alloc_from_mem_pool(self, size: int) -> int:
-        """The address of `size` bytes of new memory, which is freed when the store is closed; 0 before `setup` and when
-        there is no memory."""
+        """The address of `size` new bytes, freed when the store is closed; 0 when there is no store or no memory."""
         try:
             self._live  # noqa: B018 - raises when there is no connection
             return self._allocator.alloc(size)
@@ -103,8 +103,7 @@ class AddressCalls(ObjectCalls):
         metadata_size: int,
         config: ReplicateConfig = DEFAULT_CONFIG,
     ) -> int:
-        """Store metadata and then the value as one object; size 0 stores nothing. As in Mooncake, errors are
-        *positive* here: 600 for -600."""
+        """Store metadata and value as one object; size 0 stores nothing. As in Mooncake, errors are *positive* here."""
         try:
             if not size:
                 return 0
@@ -144,20 +143,19 @@ class AddressCalls(ObjectCalls):
         values = {number: value_in([place]) for number, place in places.items() if len(place)}
         good = [keys[number] for number in values]
         stored = self._store_many(good, list(values.values()), config, overwrite=overwrite)
-        return _filled(codes, values, stored)
+        return filled(codes, values, stored)
 
     batch_put_from, batch_upsert_from = put_and_upsert(_batch_put_from)
 
     def batch_get_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """`get_into` for many, in few requests; a length or a code for each. Lists of different lengths: -600 for each
-        key."""
+        """`get_into` for many, in few requests; a length or code for each. Lists of different lengths: -600 each."""
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
         codes, places = self._places(buffer_ptrs, sizes, writes=True)
         got = self._get_many_into([keys[number] for number in places], list(places.values()))
-        return _filled(codes, places, got)
+        return filled(codes, places, got)
 
     def _batch_put_from_multi_buffers(
         self,
@@ -173,7 +171,7 @@ class AddressCalls(ObjectCalls):
         good = self._buffers.several(all_buffer_ptrs, all_sizes)
         some, values = [keys[number] for number in good], [value_in(each) for each in good.values()]
         stored = self._store_many(some, values, config, overwrite=overwrite, same_node=True)
-        return _filled([INVALID] * len(keys), good, stored)
+        return filled([INVALID] * len(keys), good, stored)
 
     batch_put_from_multi_buffers, batch_upsert_from_multi_buffers = put_and_upsert(
         _batch_put_from_multi_buffers
@@ -279,13 +277,8 @@ class AddressCalls(ObjectCalls):
         try:
             return codes, dict(enumerate(self._buffers.places(pointers, sizes, writes=writes)))
         except ITEM_FAILURES:
-            found: dict[int, Place] = {}
-        for number, each in enumerate(zip(pointers, sizes, strict=True)):
-            try:
-                found[number] = self._buffers.place(*each, writes=writes)
-            except ITEM_FAILURES as error:
-                codes[number] = self._item_code(error)
-        return codes, found
+            items = zip(pointers, sizes, strict=True)
+            return self._sorted_out(items, lambda each: self._buffers.place(*each, writes=writes))
 
     def _get_many_into(self, keys: Sequence[str], places: Sequence[Place]) -> list[int]:
         on_gpu = {
@@ -295,7 +288,7 @@ class AddressCalls(ObjectCalls):
             codes = self._get_scattered(keys, on_gpu)
             left = [number for number in range(len(keys)) if number not in on_gpu]
             got = self._get_many_into([keys[n] for n in left], [places[n] for n in left])
-            return _filled(codes, left, got)
+            return filled(codes, left, got)
         try:
             outcomes = self._live.get_into_views(keys, cast(Sequence[memoryview], places))
         except (P2PStoreError, ValueError) as error:
@@ -319,15 +312,8 @@ class AddressCalls(ObjectCalls):
                     for pair in scattered(value[: max(code, 0)], places_of[number])
                 ]
                 failed = self._copied(pairs)
-            _filled(codes, group, [failed if failed and code >= 0 else code for code in got])
+            filled(codes, group, [failed if failed and code >= 0 else code for code in got])
         return codes
-
-
-def _filled(codes: list[int], places: Iterable[int], answers: Sequence[int]) -> list[int]:
-    """The codes, with the answers to the items at these places filled in."""
-    for number, code in zip(places, answers, strict=True):
-        codes[number] = code
-    return codes
 
 
 MAX_BYTES = 2**32
@@ -384,12 +370,10 @@ class SessionCalls(AddressCalls):
         if not alike(keys, all_buffer_ptrs, all_sizes, all_src_offsets):
             return [INVALID] * len(keys)
         codes, client = [], self._client
-        for key, pointers, sizes, offsets in zip(
-            keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
-        ):
+        for key, *parts in zip(keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True):
             held = self._read.get(key) if is_key(key) else None
-            pairs = self._buffers.pairs(held, pointers, sizes, offsets, writes=True)
-            codes.append(INVALID if pairs is None else self._copied(pairs) or sum(sizes))
+            pairs = self._buffers.pairs(held, *parts, writes=True)
+            codes.append(INVALID if pairs is None else self._copied(pairs) or sum(parts[1]))
         if self._client is not client:  # its leases have ended: the bytes may be another object's
             return [int(ErrorCode.RPC_FAIL)] * len(keys)
         return codes
@@ -397,8 +381,7 @@ class SessionCalls(AddressCalls):
     def batch_put_session_start(
         self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig = DEFAULT_CONFIG
     ) -> list[int]:
-        """Begin objects of these sizes: 0 for each, -705 for one that exists or was begun, -600 for one without
-        bytes."""
+        """Begin objects of these sizes: 0 for each, -705 for one that exists or was begun, -600 without bytes."""
         if not alike(keys, sizes):
             return [INVALID] * len(keys)
         try:
@@ -439,13 +422,11 @@ class SessionCalls(AddressCalls):
         if not alike(keys, all_buffer_ptrs, all_sizes, all_dst_offsets):
             return [INVALID] * len(keys)
         codes = []
-        for key, pointers, sizes, offsets in zip(
-            keys, all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True
-        ):
+        for key, *parts in zip(keys, all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True):
             begun = self._written.get(key) if is_key(key) else None
-            pairs = self._buffers.pairs(begun and begun[0], pointers, sizes, offsets)
+            pairs = self._buffers.pairs(begun and begun[0], *parts)
             turned = [(inside, outside) for outside, inside in pairs or ()]
-            codes.append(INVALID if pairs is None else self._copied(turned) or sum(sizes))
+            codes.append(INVALID if pairs is None else self._copied(turned) or sum(parts[1]))
         return codes
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
@@ -459,9 +440,9 @@ class SessionCalls(AddressCalls):
                 by_config.setdefault(id(config), []).append((number, value, config))
         for some in by_config.values():
             numbers, values, (config, *_) = zip(*some, strict=True)
-            stored = self._store_many([keys[number] for number in numbers], values, config)
-            for number, code in zip(numbers, stored, strict=True):
-                codes[number] = code
+            filled(
+                codes, numbers, self._store_many([keys[number] for number in numbers], values, config)
+            )
         return codes
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:

@@ -1,13 +1,24 @@
-"""The base of all calls of a set-up store: its connection, and errors as codes."""
+"""The base of all calls of a set-up store: its connection, its own peer, and errors as codes."""
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import json
 import logging
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import weakref
-from typing import Final, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 from p2pstore import blocking
 from p2pstore.addresses import split_address
@@ -15,6 +26,7 @@ from p2pstore.blocking import BlockingClient
 from p2pstore.errors import (
     AmbiguousLocalPeer,
     ConfigError,
+    DeadlineExceeded,
     NoLocalPeer,
     NoSuchKey,
     P2PStoreError,
@@ -23,7 +35,6 @@ from p2pstore.errors import (
 from p2pstore.integrations.lasting_client import PATIENCE_SECONDS
 from p2pstore.integrations.mooncake.memory import Registrations
 from p2pstore.integrations.mooncake.mooncake_types import ErrorCode, code_of
-from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
 from p2pstore.integrations.mooncake.setup_settings import (
     SetupSettings,
     free_port,
@@ -33,6 +44,8 @@ from p2pstore.integrations.mooncake.setup_settings import (
 from p2pstore.local.socket_paths import SOCKET_VARIABLE, find_socket
 from p2pstore.objects import is_about_a_key
 from p2pstore.results import PeerInfo
+from p2pstore.runtime.linux import read_line
+from p2pstore.ssd_tier.log_layout import FILE_NAME
 
 LOG: Final = logging.getLogger("p2pstore.mooncake")
 RECONNECT_SECONDS: Final = 1.0
@@ -70,8 +83,7 @@ class StoreBase:
         self._closed = False
 
     def _begin(self, settings: SetupSettings, *, may_start: bool = True) -> None:
-        """Connect to this machine's peer; where none runs, start one if that `may_start`. Raises `P2PStoreError`,
-        `ValueError` or `OSError`."""
+        """Connect to this machine's peer, or start one. Raises `P2PStoreError`, `ValueError` or `OSError`."""
         for text in settings.ignored:
             LOG.info("%s is no peer: ignored, as only peers are needed", text)
         with self._lock:
@@ -177,8 +189,7 @@ class StoreBase:
         return code
 
     def _read_code(self, error: Exception) -> int:
-        """`_code` for reads and removals: a text that cannot be a key is an unknown key. Any other `ValueError`
-        is about what was asked for."""
+        """`_code` for reads and removals: a text that cannot be a key is an unknown key."""
         if is_about_a_key(error) and self._client is not None:
             return int(ErrorCode.OBJECT_NOT_FOUND)
         return self._code(error)
@@ -191,16 +202,14 @@ class StoreBase:
             self._pools.add(pool)
 
     def _segment_name(self, peer: PeerInfo) -> str:
-        """The name of a peer's memory. Other stores know a peer by its name, which is what its own one was told
-        as `local_hostname`."""
+        """The name of a peer's memory. Others know a peer by its name, which its store was told as `local_hostname`."""
         name = self._settings.hostname if peer.me and self._settings is not None else peer.name
         if not peer.data or has_port(name):
             return name if peer.data else NO_SEGMENT
         return f"{name}:{peer.data[0].rpartition(':')[2]}"
 
     def _segments_by_name(self) -> dict[str, str]:
-        """The ids of the living peers by the names of their segments, and by the addresses where they are read. Raises
-        what the client raises."""
+        """The ids of living peers by the names of their segments and by their addresses. Raises as the client."""
         peers = sorted(self._live.peers(), key=lambda peer: peer.me)  # of one name, this one
         names = {each.removeprefix("tls://"): peer.peer_id for peer in peers for each in peer.data}
         return names | {self._segment_name(peer): peer.peer_id for peer in peers}
@@ -221,8 +230,7 @@ class StoreBase:
             LOG.warning("%s", text)
 
     def _reconnect(self) -> None:
-        """The peer has gone: connect to the one that took its place at that socket, if one did; one of the store's own
-        is started again. At most once a second."""
+        """The peer has gone: connect to the one in its place, or start the own one again. At most once a second."""
         client = self._client
         if client is None or time.monotonic() < self._retry_at:
             return
@@ -310,3 +318,152 @@ def _start_peer(settings: SetupSettings) -> OwnPeer:
             ", ".join(settings.bootstrap),
         )
     return peer
+
+
+READY_SECONDS: Final = 30.0
+STOP_SECONDS: Final = 15.0
+LOG_LINES: Final = 5
+MAX_FOLDERS: Final = 256
+LONGEST_FOLDER: Final = 60
+"""A socket's path has at most 107 bytes."""
+
+
+class OwnPeer:
+    """One `mooncake-p2p join` in a folder of its own. The kernel ends it when the program ends, however that is; its
+    socket is not in the usual places, as it may end at any moment.
+
+    A thread starts the process and waits for its end: the kernel's tie is to the thread that started it, so that one
+    must last.
+    """
+
+    def __init__(self, options: Sequence[str], *, inherited: int | None = None) -> None:
+        """`inherited` is a descriptor that stays open in the peer. Raises `P2PStoreError` or `OSError`."""
+        self._inherited = () if inherited is None else (inherited,)
+        self._made_by = os.getpid()
+        place = tempfile.gettempdir()
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="p2pstore-", dir=place if len(place) <= LONGEST_FOLDER else "/tmp")
+        )
+        self.socket = self.folder / "peer.sock"
+        self._log = self.folder / "peer.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = threading.Event()
+        self._problem: BaseException | None = None
+        self.ready: dict[str, Any] = {}
+        try:
+            self._start(options)
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self.close)
+
+    @property
+    def process_id(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def _start(self, options: Sequence[str]) -> None:
+        command = [
+            *(sys.executable, "-P", "-m", "mooncake_p2p.tied", str(os.getpid()), "join"),
+            *("--state-dir", str(self.folder / "state"), "--socket", str(self.socket)),
+            *options,
+        ]
+        threading.Thread(
+            target=self._keep, args=(command,), name="p2pstore-own-peer", daemon=True
+        ).start()
+        self._started.wait(READY_SECONDS)
+        if self._problem is not None:
+            raise P2PStoreError(f"no peer could be started: {self._problem}") from self._problem
+        if self._process is None or self._process.stdout is None:
+            raise DeadlineExceeded(f"no peer was started within {READY_SECONDS:g} s")
+        line = read_line(self._process.stdout, time.monotonic() + READY_SECONDS)
+        if not line.startswith(b"ready "):
+            raise P2PStoreError(f"the peer that setup() started did not get ready: {self.last_words()}")
+        self.ready = json.loads(line.removeprefix(b"ready "))
+
+    def _keep(self, command: list[str]) -> None:
+        try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    pass_fds=self._inherited,
+                    process_group=0,  # Ctrl-C in the terminal is for the program, which then closes it
+                )
+        except OSError as error:
+            self._problem = error
+            return
+        finally:
+            self._started.set()
+        self._process.wait()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process ended without `close`."""
+        return self._process is not None and self._process.poll() is not None
+
+    def last_words(self) -> str:
+        """The end of what the peer logged, as one line."""
+        try:
+            lines = self._log.read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        return " / ".join(lines[-LOG_LINES:]) or "it logged nothing"
+
+    def close(self) -> None:
+        """End the peer in good order, and remove its folder; idempotent. A forked child does nothing."""
+        if os.getpid() != self._made_by:
+            return
+        atexit.unregister(self.close)
+        process = self._process
+        if process is not None:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_SECONDS)
+            if process.stdout is not None:
+                process.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def ssd_folder(path: str) -> Iterator[tuple[str, int | None]]:
+    """Where under `path` a peer may have its SSD tier, and the descriptor of a lock for it to keep: a folder of its own
+    for each of the peers that are told one path, the first one that no living peer has. A path that is no directory,
+    such as a device, is taken as it is; "" stays "". Raises `ConfigError`."""
+    if not path or (os.path.exists(path) and not os.path.isdir(path)):
+        yield path, None
+        return
+    descriptor = -1
+    try:
+        for number in range(MAX_FOLDERS):
+            folder = Path(path)
+            if number or not (folder / FILE_NAME).exists():  # one that an earlier version made
+                folder /= f"store-{number}"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(
+                    folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                )
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                descriptor = -1
+                continue
+            except OSError as error:
+                raise ConfigError(
+                    f"ssd_offload_path: {folder} cannot be used ({error.strerror}): name a directory that this "
+                    "program may write to"
+                ) from error
+            yield str(folder), descriptor
+            return
+        raise ConfigError(f"ssd_offload_path: {path} is used by {MAX_FOLDERS} peers already")
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)  # the peer's own copy keeps the lock

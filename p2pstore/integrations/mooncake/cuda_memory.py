@@ -155,8 +155,7 @@ Place = memoryview | DeviceMemory
 
 
 def copy_all(pairs: Iterable[tuple[Place, Place]]) -> None:
-    """Copy each second to its first, of which at most one is a GPU's. Raises `GpuCopyFailed`, and then any of
-    them may have been copied."""
+    """Copy each second to its first, of which one may be a GPU's. After `GpuCopyFailed` any may have been copied."""
     by_context: dict[tuple[CudaDriver, int], list[Copy]] = defaultdict(list)
     for target, source in pairs:
         if isinstance(target, DeviceMemory):

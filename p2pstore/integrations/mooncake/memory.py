@@ -57,8 +57,7 @@ def view_at(address: int, size: int) -> memoryview:
 
 
 def views_at(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-    """`view_at` of each. All are slices of one view, which takes a third of the time; the bytes in between are
-    not read."""
+    """`view_at` of each: slices of one view, in a third of the time; the bytes in between are not read."""
     if not len(addresses):
         return []
     ends = map(operator.add, addresses, sizes)
@@ -112,8 +111,7 @@ def are_readable(addresses: Sequence[int], sizes: Sequence[int]) -> bool | None:
 
 
 def place_at(address: int, size: int, *, writes: bool) -> Place:
-    """The memory at an address that was not registered: of this process, or of a GPU. Raises `ValueError` for
-    neither, and as `view_at`."""
+    """The memory at an unregistered address: of this process, or of a GPU. Raises `ValueError`, and as `view_at`."""
     view = view_at(address, size)
     address, size = operator.index(address), operator.index(size)
     told = are_readable([address], [size]) if size else True
@@ -400,8 +398,7 @@ class Scratch:
 
 
 def scattered(source: memoryview, parts: Sequence[Place]) -> Iterator[tuple[Place, memoryview]]:
-    """Copies of the beginning of `source` to the first part, of what follows to the next, and so on, as far as it
-    goes."""
+    """Copies of the beginning of `source` to the first part, of what follows to the next, as far as it goes."""
     at = 0
     for part in parts:
         count = min(len(part), len(source) - at)

@@ -101,8 +101,7 @@ class MooncakeConfig:
 
     @staticmethod
     def from_file(file_path: str | os.PathLike[str]) -> MooncakeConfig:
-        """The settings in a JSON file. Raises `OSError`, and `ValueError` for what is wrong in it; the log names keys
-        that mean nothing."""
+        """The settings in a JSON file; the log names unknown keys. Raises `OSError`, `ValueError` for what is wrong."""
         with open(file_path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from p2pstore.errors import (
     BufferTooSmall,
@@ -28,6 +28,8 @@ from p2pstore.objects import encode_key
 from p2pstore.results import Buffer
 from p2pstore.values import Gathered, source_view
 
+T = TypeVar("T")
+Failures = tuple[type[Exception], ...]
 FAILURES = (P2PStoreError, ValueError)
 """Errors that become a code. Others are mistakes of a program, and raised."""
 ITEM_FAILURES = (*FAILURES, TypeError)
@@ -170,8 +172,7 @@ class ObjectCalls(StoreBase):
     # --- for the other calls -----------------------------------------------------------------
 
     def _wholes(self, keys: Sequence[str]) -> list[memoryview | int]:
-        """The objects in place, or the codes that say why not. Objects beyond the lease limit or the peer's
-        room are copied."""
+        """The objects in place, or codes. Objects beyond the lease limit or the peer's room are copied."""
         try:
             results = self._live.take_leases(keys)
         except FAILURES as error:
@@ -193,6 +194,20 @@ class ObjectCalls(StoreBase):
     def _item_code(self, error: Exception) -> int:
         """`_code` for one item of a batch."""
         return self._code(ValueError(str(error)) if isinstance(error, TypeError) else error)
+
+    def _sorted_out(
+        self, items: Iterable[Any], make: Callable[[Any], T], failures: Failures = ITEM_FAILURES
+    ) -> tuple[list[int], dict[int, T]]:
+        """What `make` makes of the items of a batch, by their numbers; and a code for each item, that of its error."""
+        codes: list[int] = []
+        made: dict[int, T] = {}
+        for number, item in enumerate(items):
+            try:
+                made[number] = make(item)
+                codes.append(INVALID)
+            except failures as error:
+                codes.append(self._item_code(error))
+        return codes, made
 
     def _say_lease(self, options: ExistOptions | None) -> None:
         if options is not None and options.asked:
@@ -242,10 +257,7 @@ class ObjectCalls(StoreBase):
             return [self._code(error)] * len(keys)
         codes = [0 if each.error is None else self._code(each.error) for each in results]
         stored = [number for number, code in enumerate(codes) if not code]
-        pinned = self._keep_pinned([keys[number] for number in stored], config)
-        for number, code in zip(stored, pinned, strict=True):
-            codes[number] = code
-        return codes
+        return filled(codes, stored, self._keep_pinned([keys[number] for number in stored], config))
 
     def _keep_pinned(self, keys: Sequence[str], config: ReplicateConfig) -> list[int]:
         """Give the soft pins of what was stored their length, where that is not the usual half an hour; a code for
@@ -260,6 +272,13 @@ class ObjectCalls(StoreBase):
             except FAILURES as error:
                 codes[number] = self._code(error)
         return codes
+
+
+def filled(codes: list[int], places: Iterable[int], answers: Sequence[int]) -> list[int]:
+    """The codes, with the answers to the items at these places filled in."""
+    for number, code in zip(places, answers, strict=True):
+        codes[number] = code
+    return codes
 
 
 def is_key(key: Any) -> bool:

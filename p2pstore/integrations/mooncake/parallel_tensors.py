@@ -459,8 +459,7 @@ def _divides(whole: tuple[int, ...], split: int, *counts: int) -> bool:
 def _with_length(
     shape: tuple[int, ...], dimension: int, length: int, *, times: bool = False
 ) -> tuple[int, ...]:
-    """The shape with another length (or `length` times as long) in one dimension. Raises `ValueError` when it has no
-    such dimension."""
+    """The shape with another length (or `length` times as long) in one dimension. Raises `ValueError` without it."""
     if dimension >= len(shape):
         raise ValueError(f"a tensor with {len(shape)} dimensions has no dimension {dimension}")
     changed = shape[dimension] * length if times else length

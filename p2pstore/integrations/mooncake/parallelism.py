@@ -71,8 +71,7 @@ class Manifest:
 
 
 def axes_of(parallelism: Any) -> list[LayoutAxis]:
-    """The axes that were said, checked. Raises `ValueError` for axes that cannot be, `TypeError` for numbers that are
-    none."""
+    """The checked axes. Raises `ValueError` for axes that cannot be, `TypeError` for numbers that are none."""
     said = getattr(parallelism, "axes", None)
     if not isinstance(said, Iterable):
         raise ValueError(f"a TensorParallelism has axes; this is {type(parallelism).__name__}")

@@ -14,10 +14,9 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.integrations.mooncake.addresses import SessionCalls
 from p2pstore.integrations.mooncake.mooncake_types import ErrorCode, code_of
 from p2pstore.integrations.mooncake.parallel_tensors import ParallelTensorCalls
-from p2pstore.integrations.mooncake.replicas import ReplicaCalls
-from p2pstore.integrations.mooncake.segments import SegmentCalls
+from p2pstore.integrations.mooncake.replicas import ReplicaCalls, SegmentCalls
 from p2pstore.integrations.mooncake.setup_settings import DEFAULT_SEGMENT_BYTES, from_arguments
-from p2pstore.integrations.mooncake.tensor_shards import ShardCalls
+from p2pstore.integrations.mooncake.tensors import ShardCalls
 
 LOG: Final = logging.getLogger("p2pstore.mooncake")
 

@@ -80,8 +80,7 @@ def tp_shard(rank: int, count: int, dimension: int) -> tuple[LayoutAxis, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A decoded header. `whole` is the shape of the tensor that this is a shard of, or its own; `axes`
-    say which shard it is."""
+    """A decoded header. `whole`: the shape of the tensor that this is a shard of, by its `axes`; or its own."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -206,8 +205,7 @@ def fill_tensor(tensor: Any, values: Any) -> None:
 
 
 def shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements of a tensor may lie in the same place, as when it was expanded. Unusual strides that torch
-    itself never makes are taken to."""
+    """Whether elements of a tensor may lie in the same place, as when it was expanded, or by unusual strides."""
     reach = 0
     for stride, length in sorted(
         (stride, length) for stride, length in zip(strides, shape, strict=True) if length > 1
@@ -219,8 +217,7 @@ def shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def tensor_in(header: TensorHeader, memory: memoryview) -> Any:
-    """The torch tensor whose header and elements are in `memory`, which it keeps and shares. Raises `ValueError` when
-    they do not fit each other."""
+    """The torch tensor in `memory`, which it keeps and shares. Raises `ValueError` when header and length differ."""
     import torch
 
     dtype = getattr(torch, header.dtype)
@@ -273,8 +270,7 @@ _SHORT: Final = {name: short for short, name in SAFETENSORS_DTYPES.items()}
 
 
 def write_one(path: str, name: str, dtype: str, shape: Sequence[int], data: memoryview) -> None:
-    """A file with one tensor; appears when it is complete. Raises `OSError`, and `ValueError` for a dtype that such
-    files do not have."""
+    """A file with one tensor; appears when complete. Raises `OSError`, `ValueError` for a dtype that files lack."""
     if dtype not in _SHORT:
         raise ValueError(f"safetensors files have no {dtype}")
     entry = {"dtype": _SHORT[dtype], "shape": list(shape), "data_offsets": [0, len(data)]}
@@ -294,8 +290,7 @@ def write_one(path: str, name: str, dtype: str, shape: Sequence[int], data: memo
 
 
 def read_one(path: str, name: str) -> Any:
-    """The torch tensor of that name, or the first one in the file; and the name it has there. Raises `OSError`, and
-    `ValueError` for what is no such file."""
+    """The torch tensor of that name, or the first in the file; and its name. Raises `OSError` and `ValueError`."""
     import torch
 
     with open(path, "rb") as file:

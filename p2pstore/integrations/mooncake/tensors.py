@@ -1,4 +1,5 @@
-"""Tensors of torch, in Mooncake's format: what one side puts, the other can read."""
+"""Tensors of torch, in Mooncake's format: what one side puts, the other can read. Whole ones, and ones in equal shards
+along one dimension, each an object of its own, `KEY_tp_RANK`."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     alike,
     put_and_upsert,
 )
-from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ITEM_FAILURES
+from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ITEM_FAILURES, filled
 from p2pstore.integrations.mooncake.tensor_format import (
     TensorHeader,
+    cut,
     decode_header,
     describe,
     elements_of,
@@ -24,8 +26,10 @@ from p2pstore.integrations.mooncake.tensor_format import (
     fill_tensor,
     read_one,
     tensor_in,
+    tp_shard,
     write_one,
 )
+from p2pstore.objects import encode_key
 from p2pstore.values import Gathered, source_view
 
 Tensor = Any
@@ -37,8 +41,7 @@ SMALL_BYTES: Final = 2**16
 
 
 class TensorCalls(AddressCalls):
-    """Calls about tensors. They need torch, which is imported with the first of them. Tensors on a GPU are copied to
-    the host first."""
+    """Calls about tensors. Torch is imported with the first of them. Tensors on a GPU are copied to the host first."""
 
     # --- put -----------------------------------------------------------------------------------
 
@@ -88,24 +91,15 @@ class TensorCalls(AddressCalls):
         """`put_tensor_from` for many; a code for each."""
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
-        codes = [INVALID] * len(keys)
-        memory: dict[int, memoryview] = {}
-        for number, place in enumerate(zip(buffer_ptrs, sizes, strict=True)):
-            try:
-                view = self._buffers.host(*place)
-                if decode_header(view).total_bytes == len(view):
-                    memory[number] = view
-            except ITEM_FAILURES as error:
-                codes[number] = self._item_code(error)
-        stored = self._store_some(
-            [keys[number] for number in memory],
-            list(memory.values()),
-            DEFAULT_CONFIG,
-            overwrite=overwrite,
-        )
-        for number, code in zip(memory, stored, strict=True):
-            codes[number] = code
-        return codes
+
+        def tensor_at(place: tuple[int, int]) -> memoryview | None:
+            view = self._buffers.host(*place)
+            return view if decode_header(view).total_bytes == len(view) else None
+
+        codes, memory = self._sorted_out(zip(buffer_ptrs, sizes, strict=True), tensor_at)
+        good = {number: view for number, view in memory.items() if view is not None}
+        some, values = [keys[number] for number in good], list(good.values())
+        return filled(codes, good, self._store_some(some, values, DEFAULT_CONFIG, overwrite=overwrite))
 
     batch_put_tensor_from, batch_upsert_tensor_from = put_and_upsert(_batch_put_tensor_from)
 
@@ -134,8 +128,7 @@ class TensorCalls(AddressCalls):
         return [tensor_in_answer(each) for each in self._read_tensors(keys, places)]
 
     def get_tensor_into_cuda(self, key: str, tensor: Tensor) -> int:
-        """Copy the elements into a tensor of the same dtype and shape, on whatever device: 0, -704, or -600 when they
-        differ. They come by way of the host."""
+        """Copy the elements, by way of the host, into a tensor of the same dtype and shape: 0, -704, or -600."""
         return self.batch_get_tensor_into_cuda([key], [tensor])[0]
 
     def batch_get_tensor_into_cuda(
@@ -144,17 +137,12 @@ class TensorCalls(AddressCalls):
         """`get_tensor_into_cuda` for many; a code for each."""
         if not alike(keys, tensors_list):
             return [INVALID] * len(keys)
-        codes = [0] * len(keys)
-        lengths: dict[int, int] = {}
-        for number, tensor in enumerate(tensors_list):
-            try:
-                lengths[number] = describe(tensor).data_bytes
-            except FAILURES as error:
-                codes[number] = self._code(error)
+        codes, headers = self._sorted_out(tensors_list, describe, FAILURES)
+        lengths = {number: header.data_bytes for number, header in headers.items()}
         for some in in_groups(lengths):  # limits the host memory in use
             got = self._read_tensors([keys[number] for number in some])
-            for number, found in zip(some, got, strict=True):
-                codes[number] = self._copy_to(tensors_list[number], found)
+            pairs = zip(some, got, strict=True)
+            filled(codes, some, [self._copy_to(tensors_list[number], found) for number, found in pairs])
         return codes
 
     # --- files ---------------------------------------------------------------------------------
@@ -199,13 +187,8 @@ class TensorCalls(AddressCalls):
         """`_read_tensor` for many, in one go."""
         if places is None:
             return self._read_new_tensors(keys)
-        found: list[Found] = [INVALID] * len(keys)
-        rooms: dict[int, memoryview] = {}
-        for number, place in enumerate(places):
-            try:
-                rooms[number] = self._buffers.host(*place, writes=True)
-            except ITEM_FAILURES as error:
-                found[number] = self._item_code(error)
+        codes, rooms = self._sorted_out(places, lambda each: self._buffers.host(*each, writes=True))
+        found: list[Found] = [*codes]
         lengths = self._get_many_into([keys[number] for number in rooms], list(rooms.values()))
         for (number, room), length in zip(rooms.items(), lengths, strict=True):
             found[number] = length if length < 0 else self._decoded(room[:length])
@@ -256,27 +239,18 @@ class TensorCalls(AddressCalls):
         """Store tensors, as many at a time as 64 MiB; a code for each."""
         if not alike(keys, tensors):
             return [INVALID] * len(keys)
-        codes = [0] * len(keys)
-        lengths: dict[int, int] = {}
-        about: dict[int, TensorHeader] = {}
-        for number, tensor in enumerate(tensors):
-            try:
-                about[number] = describe(tensor) if headers is None else headers[number]
-                lengths[number] = about[number].total_bytes
-            except FAILURES as error:
-                codes[number] = self._code(error)
-        for some in in_groups(lengths):
-            packed: dict[int, Gathered] = {}
-            for number in some:
-                try:
-                    packed[number] = _packed(about[number], tensors[number])
-                except FAILURES as error:
-                    codes[number] = self._code(error)
-            stored = self._store_some(
-                [keys[number] for number in packed], list(packed.values()), config, overwrite=overwrite
+        codes, about = [0] * len(keys), dict(enumerate(headers or ()))
+        if headers is None:
+            codes, about = self._sorted_out(tensors, describe, FAILURES)
+        for some in in_groups({number: header.total_bytes for number, header in about.items()}):
+            pairs = [(about[number], tensors[number]) for number in some]
+            failed, made = self._sorted_out(
+                pairs, lambda pair: Gathered([encode_header(pair[0]), elements_of(pair[1])]), FAILURES
             )
-            for number, code in zip(packed, stored, strict=True):
-                codes[number] = code
+            filled(codes, some, failed)
+            packed = {some[place]: value for place, value in made.items()}
+            keys_of, values = [keys[number] for number in packed], list(packed.values())
+            filled(codes, packed, self._store_some(keys_of, values, config, overwrite=overwrite))
         return codes
 
     def _store_some(
@@ -291,11 +265,6 @@ class TensorCalls(AddressCalls):
             return [self._item_code(error)]
 
 
-def _packed(header: TensorHeader, tensor: Tensor) -> Gathered:
-    """Header and elements, as they are stored."""
-    return Gathered([encode_header(header), elements_of(tensor)])
-
-
 def tensor_in_answer(found: Found) -> Tensor | None:
     """The tensor that was read, if it was."""
     return None if isinstance(found, int) else found[1]
@@ -308,3 +277,154 @@ def fresh_memory(size: int) -> memoryview:
     if size < SMALL_BYTES:
         return memoryview(bytearray(size))
     return memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+
+
+class ShardCalls(TensorCalls):
+    """The calls `..._with_tp`."""
+
+    def put_tensor_with_tp(
+        self, key: str, tensor: Tensor, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
+    ) -> int:
+        """Store all `tp_size` equal shards of a whole tensor along a dimension (`tp_rank` does not matter); with one
+        shard, the tensor under its own key. -600 when it cannot be divided so."""
+        return self._put_shards(key, tensor, tp_size, split_dim, DEFAULT_CONFIG)
+
+    def pub_tensor_with_tp(
+        self,
+        key: str,
+        tensor: Tensor,
+        config: ReplicateConfig = DEFAULT_CONFIG,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> int:
+        """`put_tensor_with_tp` with a config."""
+        return self._put_shards(key, tensor, tp_size, split_dim, config)
+
+    def batch_put_tensor_with_tp(
+        self,
+        base_keys: Sequence[str],
+        tensors_list: Sequence[Tensor],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        """`put_tensor_with_tp` for many; a code for each."""
+        return self.batch_pub_tensor_with_tp(
+            base_keys, tensors_list, DEFAULT_CONFIG, tp_rank, tp_size, split_dim
+        )
+
+    def batch_pub_tensor_with_tp(
+        self,
+        base_keys: Sequence[str],
+        tensors_list: Sequence[Tensor],
+        config: ReplicateConfig = DEFAULT_CONFIG,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        """`pub_tensor_with_tp` for many; a code for each."""
+        if not alike(base_keys, tensors_list):
+            return [INVALID] * len(base_keys)
+        return [
+            self._put_shards(key, tensor, tp_size, split_dim, config)
+            for key, tensor in zip(base_keys, tensors_list, strict=True)
+        ]
+
+    def put_tensor_with_tp_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> int:
+        """`put_tensor_with_tp` of a whole tensor that lies in memory, header and elements."""
+        try:
+            memory = self._buffers.host(buffer_ptr, size)
+            header = decode_header(memory)
+            if header.total_bytes != size:
+                return INVALID
+            tensor = tensor_in(header, memory)
+        except ITEM_FAILURES as error:
+            return self._item_code(error)
+        return self._put_shards(key, tensor, tp_size, split_dim, DEFAULT_CONFIG)
+
+    def batch_put_tensor_with_tp_from(
+        self,
+        base_keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        """`put_tensor_with_tp_from` for many; a code for each."""
+        if not alike(base_keys, buffer_ptrs, sizes):
+            return [INVALID] * len(base_keys)
+        return [
+            self.put_tensor_with_tp_from(*each, tp_rank, tp_size, split_dim)
+            for each in zip(base_keys, buffer_ptrs, sizes, strict=True)
+        ]
+
+    def get_tensor_with_tp(
+        self, key: str, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
+    ) -> Tensor | None:
+        """The shard of a rank, as it was put; None when there is none. It is not cut out of a whole tensor."""
+        return self.get_tensor(_shard_key(key, tp_rank, tp_size))
+
+    def batch_get_tensor_with_tp(
+        self, base_keys: Sequence[str], tp_rank: int = 0, tp_size: int = 1
+    ) -> list[Tensor | None]:
+        """`get_tensor_with_tp` for many."""
+        return self.batch_get_tensor([_shard_key(key, tp_rank, tp_size) for key in base_keys])
+
+    def get_tensor_with_tp_into(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> Tensor | None:
+        """`get_tensor_into` for the shard of a rank."""
+        return self.get_tensor_into(_shard_key(key, tp_rank, tp_size), buffer_ptr, size)
+
+    def batch_get_tensor_with_tp_into(
+        self,
+        base_keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> list[Any]:
+        """`get_tensor_with_tp_into` for many."""
+        keys = [_shard_key(key, tp_rank, tp_size) for key in base_keys]
+        return self.batch_get_tensor_into(keys, buffer_ptrs, sizes)
+
+    # -------------------------------------------------------------------------------------------
+
+    def _put_shards(
+        self, key: str, tensor: Tensor, count: int, dimension: int, config: ReplicateConfig
+    ) -> int:
+        try:
+            encode_key(key)
+            whole = describe(tensor).shape
+            if count == 1:
+                return self.pub_tensor(key, tensor, config)
+            parts = list(cut(tensor, count, dimension))
+            headers = [
+                describe(part, whole, tp_shard(rank, count, dimension))
+                for rank, part in enumerate(parts)
+            ]
+        except ITEM_FAILURES as error:
+            return self._item_code(error)
+        keys = [f"{key}_tp_{rank}" for rank in range(count)]
+        codes = self._store_tensors(keys, parts, config, headers=headers)
+        return next((code for code in codes if code), 0)
+
+
+def _shard_key(key: str, rank: int, count: int) -> str:
+    return key if count <= 1 else f"{key}_tp_{rank}"

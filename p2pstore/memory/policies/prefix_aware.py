@@ -8,8 +8,7 @@ from itertools import chain
 from typing import Final
 
 from p2pstore.memory.entries import EntryList, ObjectEntry
-from p2pstore.memory.policies.ghosts import Ghosts
-from p2pstore.memory.policies.interface import NEW_SHARE, EvictionPolicy, EvictionQueue, worth
+from p2pstore.memory.policies.interface import NEW_SHARE, EvictionPolicy, EvictionQueue, Ghosts, worth
 from p2pstore.memory.segment_layout import SlotState
 
 MOST_CREDITS: Final = 3

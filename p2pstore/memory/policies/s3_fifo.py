@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from p2pstore.memory.entries import EntryList, ObjectEntry
-from p2pstore.memory.policies.ghosts import Ghosts
-from p2pstore.memory.policies.interface import NEW_SHARE, EvictionPolicy, EvictionQueue, worth
+from p2pstore.memory.policies.interface import NEW_SHARE, EvictionPolicy, EvictionQueue, Ghosts, worth
 
 MOST_READS_COUNTED: Final = 3
 READS_TO_STAY: Final = 2

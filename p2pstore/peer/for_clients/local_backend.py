@@ -1,10 +1,4 @@
-"""Requests of local clients, dispatched to their handlers. Requests of one step are answered at once.
-
-Removing keys and flushing namespaces: by this peer's own word, or for and by way of another peer.
-
-The word of a writer's peer does not count with members. So it asks a member, with a ticket for the namespace, and the
-member removes in its own name.
-"""
+"""Requests of local clients, dispatched to their handlers. Requests of one step are answered at once."""
 
 from __future__ import annotations
 
@@ -14,8 +8,6 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import msgspec
-
 import p2pstore
 from p2pstore.access.keyring import KeyRing, Role
 from p2pstore.checkpoint import checkpoint_messages
@@ -24,8 +16,7 @@ from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.puts.lifetimes import PinEnd, PinOperation
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
-from p2pstore.core.removals.flush import FlushEnd, FlushOperation
-from p2pstore.core.removals.remove import RemoveOperation
+from p2pstore.core.remove import FlushEnd, FlushOperation, RemoveOperation
 from p2pstore.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -36,8 +27,7 @@ from p2pstore.errors import (
 from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
-from p2pstore.local.local_clients import LocalClient
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import LocalClient, LocalKind
 from p2pstore.local.server import WRITING
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
@@ -55,13 +45,13 @@ from p2pstore.peer.for_clients.local_queries import (
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
 from p2pstore.put_facts import PutStatus
-from p2pstore.runtime import memory_barrier
+from p2pstore.runtime import linux
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS, Flush, Flushed, Remove, Removed
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Empty, Message
 
-logger = logging.getLogger("p2pstore.local")
+logger = logging.getLogger("p2pstore.peer")
 
 _WITH_EFFECTS: Final = frozenset(
     {
@@ -89,7 +79,7 @@ _FOR_WRITERS: Final = frozenset(
 
 
 class PeerLocalBackend:
-    """Satisfies `p2pstore.local.local_clients.LocalBackend`."""
+    """Satisfies `p2pstore.local.local_protocol.LocalBackend`."""
 
     def __init__(
         self,
@@ -116,7 +106,7 @@ class PeerLocalBackend:
         self.request_types = {**local_protocol.REQUESTS, **checkpoint_messages.REQUESTS}
         self._max_leased_bytes = max_leased_bytes
         self._has_effects = False
-        self._has_barriers = memory_barrier.is_available()
+        self._has_barriers = linux.has_barriers()
         self._hazard_pages: dict[int, SharedMemory] = {}
         queries = LocalQueries(node)
         self._handlers: dict[LocalKind, Any] = {
@@ -160,6 +150,19 @@ class PeerLocalBackend:
         segment = local_protocol.SegmentInfo(
             self._segment.segment_id, self._segment.geometry.total_bytes, memory.pieces
         )
+        passed, besides = list(descriptors), dict[str, Any]()
+        if self._location_table is not None and client.reads_locations:
+            besides["location_table_bytes"] = self._location_table.length
+            passed.append(self._table_descriptor)
+        target = self._checkpoints.use_memory(client) if client.checkpoint else None
+        page = self._give_hazards(client)
+        if page is not None:
+            besides["hazards"] = True
+            passed.append(page.descriptor)
+        if target is not None:
+            besides["checkpoint_bytes"] = target.layout.total_bytes
+            besides["checkpoint_manifest"] = target.layout.manifest
+            passed.append(target.descriptor)
         reply = local_protocol.HelloReply(
             version,
             self._core.peer_id,
@@ -169,22 +172,8 @@ class PeerLocalBackend:
             self._max_leased_bytes,
             p2pstore.__version__,
             access=int(client.access),
+            **besides,
         )
-        table, passed = self._location_table, list(descriptors)
-        if table is not None and client.reads_locations:
-            reply = msgspec.structs.replace(reply, location_table_bytes=table.length)
-            passed.append(self._table_descriptor)
-        target = self._checkpoints.use_memory(client) if client.checkpoint else None
-        page = self._give_hazards(client)
-        if page is not None:
-            reply = msgspec.structs.replace(reply, hazards=True)
-            passed.append(page.descriptor)
-        if target is not None:
-            layout = target.layout
-            reply = msgspec.structs.replace(
-                reply, checkpoint_bytes=layout.total_bytes, checkpoint_manifest=layout.manifest
-            )
-            passed.append(target.descriptor)
         self._node.local_clients += 1
         return reply, passed
 
@@ -275,7 +264,7 @@ class PeerLocalBackend:
             )
         self._core.objects.strengthen(entry, entry.pin, message.copies, self._now)
         operation = ReplicateOperation(self._core, entry, message.copies)
-        copies = await self._node.complete(self._core.operations.start(operation, self._now))
+        copies = await self._node.complete(operation)
         if copies < message.copies:
             self._core.repair.fell_short(copies, self._now)
         version = entry.version
@@ -289,7 +278,7 @@ class PeerLocalBackend:
         pin = Pin(message.pin)
         digests = check_batch(split_digests(message.digests))
         operation = PinOperation(self._core, digests, pin, message.ttl_ms / 1000)
-        ends: list[PinEnd] = await self._node.complete(self._core.operations.start(operation, self._now))
+        ends: list[PinEnd] = await self._node.complete(operation)
         # An object to pin has to be here; one to unpin may be anywhere.
         done = [end.here or (pin is Pin.NONE and end.found) for end in ends]
         return local.Pinned(
@@ -330,8 +319,6 @@ def check_rights(ring: KeyRing, kind: LocalKind, message: Message) -> None:
         )
 
 
-logger = logging.getLogger("p2pstore.peer")
-
 MAX_MEMBERS_ASKED: Final = 3
 """Members that may fail or refuse before an order of a writer gives up."""
 ANSWER_SECONDS: Final = 10.0
@@ -344,8 +331,8 @@ _NEXT_MEMBER: Final = (
 
 
 class Erasing:
-    """REMOVE and FLUSH of local clients and of writers' peers. Both can be carried out twice, so an order that was not
-    answered goes to another member."""
+    """REMOVE and FLUSH of local clients and of writers' peers. A writer's peer, whose word does not count with members,
+    asks one with a ticket for the namespace. Both can be carried out twice, so an unanswered order goes to another."""
 
     def __init__(self, node: Node, office: TicketOffice) -> None:
         self._node = node
@@ -383,16 +370,14 @@ class Erasing:
 
     async def _remove_here(self, namespace: str, keys: Sequence[str]) -> list[bool]:
         operation = RemoveOperation(self._node.core, namespace, keys)
-        existed: list[bool] = await self._node.complete(
-            self._node.core.operations.start(operation, self._node.now)
-        )
+        existed: list[bool] = await self._node.complete(operation)
         await self._node.forget_for_good()
         return existed
 
     async def _flush_here(self, namespace: str, seconds: float) -> Flushed:
         core = self._node.core
         operation = FlushOperation(core, namespace, min(max(0.0, seconds), MAX_WAIT_SECONDS))
-        end: FlushEnd = await self._node.complete(core.operations.start(operation, self._node.now))
+        end: FlushEnd = await self._node.complete(operation)
         await self._node.forget_for_good()
         return Flushed(end.told, [core.name_of(peer_id) for peer_id in end.not_told])
 

@@ -16,8 +16,8 @@ from p2pstore.core.gets.lookup import LookupOperation, split_digests
 from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
+from p2pstore.local.local_protocol import LocalClient
 from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
 from p2pstore.memory.segment_layout import GRANULE_BYTES
 from p2pstore.objects import MIB, format_bytes
@@ -138,7 +138,7 @@ class LocalGets:
         if message.wait_ms:  # not a part of the fetch, which others share who wait less, or longer
             wait_seconds = min(message.wait_ms / 1000, MAX_WAIT_SECONDS)
             lookup = LookupOperation(self._core, [digest], wait_seconds=wait_seconds)
-            await self._node.settle(self._core.operations.start(lookup, self._node.now))
+            await self._node.settle(lookup)
         for _ in range(FETCH_ROUNDS):  # a fetched object may be evicted before it is leased
             operation = self._core.operations.fetch(
                 digest, self._node.now, progress_seconds=message.deadline_ms / 1000

@@ -17,7 +17,7 @@ from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
+from p2pstore.local.local_protocol import LocalClient
 from p2pstore.objects import DIGEST_BYTES, check_object_length
 from p2pstore.peer.for_clients.local_queries import Answer, failed_put, item_error, put_outcome
 from p2pstore.peer.node import Node
@@ -125,8 +125,7 @@ class LocalPuts:
         return await take_turns(self._committed(client, message, operations))
 
     async def _make_durable(self, message: local.Commit, operations: list[Started]) -> None:
-        """Write the durable values of a batch to the SSD at once: they share their syncs. A value that fails stays in
-        memory."""
+        """Write a batch's durable values to the SSD at once: they share syncs. A value that fails stays in memory."""
 
         async def keep(number: int, digest: bytes) -> None:
             assert self._node.ssd is not None
@@ -180,8 +179,7 @@ class LocalPuts:
         return reservation
 
     def make_room_ahead(self) -> None:
-        """Evict for the next put while no put waits for room. One value's room, however many clients put: the first
-        put takes it."""
+        """Evict for the next put while no put waits for room: one value's room, however many clients put."""
         if self._next_put is None:
             return
         item, namespace = self._next_put

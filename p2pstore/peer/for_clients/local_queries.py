@@ -12,12 +12,12 @@ from p2pstore.core.operation import PutEnd
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.directory_mode import kept_name
+from p2pstore.gossip.homes.partition_homes import kept_name
 from p2pstore.gossip.records import PeerRecord, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
-from p2pstore.memory.segment import ObjectEntry
+from p2pstore.local.local_protocol import LocalClient
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import DIGEST_BYTES, namespace_digest
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import MEMBERS_PER_STEP, cluster_document, json_in_steps
@@ -181,7 +181,7 @@ class LocalQueries:
         known = known_keys(self._core, digests, self._now, namespace)
         missing = [digest for digest in digests if digest not in known]
         operation = LookupOperation(self._core, missing, namespace=namespace)
-        found = await self._node.complete(self._core.operations.start(operation, self._now))
+        found = await self._node.complete(operation)
         for digest, copies in zip(missing, found, strict=True):
             if any(copy.reachable for copy in copies):
                 known.add(digest)
@@ -197,7 +197,7 @@ class LocalQueries:
         """The known copies of each digest."""
         digests = check_batch(split_digests(message.digests))
         operation = LookupOperation(self._core, digests)
-        found = await self._node.complete(self._core.operations.start(operation, self._now))
+        found = await self._node.complete(operation)
         return await take_turns(self._located(found))
 
     def _located(self, found: Sequence[Sequence[KnownCopy]]) -> Steps[local.Located]:
@@ -212,9 +212,7 @@ class LocalQueries:
         request = ListKeys(
             message.namespace, message.prefix, message.after, message.limit, message.pinned
         )
-        operation = self._core.operations.start(
-            ListOperation(self._core, request, local=message.local), self._now
-        )
+        operation = ListOperation(self._core, request, local=message.local)
         page: ListedPage = await self._node.complete(operation)
         silent = [self._core.name_of(peer_id) for peer_id in page.silent]
         return local.Keys(page.items, page.more, silent)

@@ -25,16 +25,14 @@ from p2pstore.errors import (
     ProtocolMismatch,
     StoreClosed,
 )
-from p2pstore.gossip.gossip_effects import Answer, Ask, Contact, Later
-from p2pstore.gossip.gossip_effects import Effect as GossipEffect
-from p2pstore.gossip.gossip_messages import Ack, ControlKind
+from p2pstore.gossip.gossip_messages import Ack, Answer, Ask, Contact, ControlKind, Later
+from p2pstore.gossip.gossip_messages import Effect as GossipEffect
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.records import PeerId, PeerRecord, Tier, format_peer_id, writer_of
-from p2pstore.objects import SIZE_UNIT_BYTES
+from p2pstore.objects import SIZE_UNIT_BYTES, Announced
 from p2pstore.peer.lifetime.joining import MAX_REPORTED, Joining
 from p2pstore.transfer.failover import order_copies
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
-from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.transport import RemoteCopy, RemotePeer, Transport
 from p2pstore.wire import Code, Failure, Message, error_of
 
@@ -151,33 +149,29 @@ class ControlTraffic:
 
     async def serve(self, sender: PeerId, kind: int, request: Message) -> Message:
         """The control host's handler. Raises `StoreClosed` when this peer does not run any more."""
-        if self._node.ended:
-            raise StoreClosed("this peer has left")
-        self._node.watch.measures.messages[_kind_name(kind), "received"] += 1
+        self._received(kind)
         reply, effects = self._core.gossip.serve(sender, ControlKind(kind), request, self._node.now)
         for effect in effects:
             self._core.emit(effect)
         self._node.process()
         if isinstance(reply, Later):
             reply = await self.later_replies.wait(reply)
-        if isinstance(reply, Failure):
-            raise error_of(reply.code, reply.text, reply.detail)
-        return reply
+        return _checked(reply)
 
     async def serve_reader(self, sender: PeerId, kind: int, request: Message) -> Message:
         """The control host's handler for peers that may only read."""
+        self._received(kind)
+        reply = self._core.gossip.serve_reader(sender, ControlKind(kind), request, self._node.now)
+        self._node.process()
+        return _checked(reply)
+
+    def _received(self, kind: int) -> None:
         if self._node.ended:
             raise StoreClosed("this peer has left")
         self._node.watch.measures.messages[_kind_name(kind), "received"] += 1
-        reply = self._core.gossip.serve_reader(sender, ControlKind(kind), request, self._node.now)
-        self._node.process()
-        if isinstance(reply, Failure):
-            raise error_of(reply.code, reply.text, reply.detail)
-        return reply
 
     def lost(self, peer_id: PeerId) -> None:
-        """The control connection to a peer broke: readers turn to others at once; whether the peer is gone,
-        gossip finds out."""
+        """The control connection to a peer broke: readers turn to others at once; gossip finds out why."""
         self._core.holders.peer_failed(peer_id, self._node.now)
         self._node.process()
 
@@ -224,6 +218,12 @@ class ControlTraffic:
 _KIND_NAMES: Final = {int(kind): kind.name.lower() for kind in ControlKind}
 
 
+def _checked(reply: Message) -> Message:
+    if isinstance(reply, Failure):
+        raise error_of(reply.code, reply.text, reply.detail)
+    return reply
+
+
 def _kind_name(kind: int) -> str:
     return _KIND_NAMES.get(kind, "unknown")
 
@@ -260,8 +260,7 @@ class Routes:
         return way
 
     def way_to(self, copy: KnownCopy) -> RemoteCopy:
-        """The route to what the holder of a copy has in memory. A strict transport leaves the other routes out, for
-        clients as well."""
+        """The route to what a copy's holder has in memory. A strict transport leaves out all others."""
         record = self.record_of(copy.peer_id)
         strict = self._config.transport
         by_socket = record is not None and record.host_id == self.host_id and strict in ("auto", "shm")

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from p2pstore.checkpoint.peer.running import RunningSwarms
-from p2pstore.core.gets.hot_objects import HOT_BYTES, SentOn
+from p2pstore.core.gets.reads import HOT_BYTES, SentOn
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.placing import Incoming, IncomingStores, digest_of, stored_reply
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
-from p2pstore.memory.entries import SmallObjectsLent
+from p2pstore.memory.entries import ObjectEntry, SmallObjectsLent
 from p2pstore.memory.references import Loan
-from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.peer.for_clients.local_backend import Erasing
 from p2pstore.peer.node import Node

@@ -28,16 +28,15 @@ from p2pstore.errors import (
     ProtocolError,
     Unavailable,
 )
-from p2pstore.gossip.gossip_effects import FetchSnapshot, SnapshotHead
+from p2pstore.gossip.gossip_messages import FetchSnapshot, SnapshotHead
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
-from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES
+from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES, Announced
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
-from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part, Parts, part_slices
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import PullReport, RemotePeer, pull_with_failover

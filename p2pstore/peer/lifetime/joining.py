@@ -188,8 +188,7 @@ class Joining:
         self._take(lambda: self._gossip.contacted(peer_id, addresses, self._now()))
 
     def _met_itself(self, address: str, addresses: tuple[str, ...]) -> None:
-        """The first peer of a cluster may name itself: nobody else is there to wait for. A name may stand for
-        others later on."""
+        """The first peer of a cluster may name itself: no other is there. A name may stand for others later on."""
         self._own.add(address)
         if is_name(address):
             self._take(lambda: self._gossip.contact_failed(addresses, self._now()))

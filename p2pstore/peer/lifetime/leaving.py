@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
-from p2pstore.gossip.gossip_effects import Ask
+from p2pstore.gossip.gossip_messages import Ask
 from p2pstore.objects import counted, format_bytes
 
 if TYPE_CHECKING:

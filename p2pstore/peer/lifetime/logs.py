@@ -161,10 +161,7 @@ class _LogFile(logging.Handler):
 
 
 def configure_logs(config: PeerConfig) -> None:
-    """Send this package's logs, and other libraries' warnings, to stderr or the configured file.
-
-    Raises `ConfigError` when the file cannot be written.
-    """
+    """Send this package's logs, and others' warnings, to stderr or a file. Raises `ConfigError` for that."""
     handler: logging.Handler
     if config.log_file:
         try:

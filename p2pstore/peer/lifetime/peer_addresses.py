@@ -207,8 +207,7 @@ def interface_address(wanted: str) -> str:
 
 
 def _addresses_on(wanted: str) -> list[str]:
-    """This machine's addresses on that interface or in that network: IPv4, else IPv6. Raises `ConfigError` when there
-    is none."""
+    """This machine's addresses on an interface or in a network: IPv4, else IPv6. Raises `ConfigError`."""
     interfaces = interface_addresses()
     if "/" in wanted:
         try:

@@ -300,8 +300,6 @@ def short_collections() -> Iterator[None]:
         gc.callbacks.remove(callback)
 
 
-logger = logging.getLogger("p2pstore.peer")
-
 SIGNS_PER_PERIOD: Final = 3
 """How often a sign of life is given within the time after which the manager misses it."""
 RETRY_SECONDS: Final = 1.0
@@ -324,8 +322,7 @@ class ServiceManager:
 
     @classmethod
     def of_environment(cls, environment: MutableMapping[str, str]) -> ServiceManager:
-        """The one that the environment names. Takes its variables out, as what this process starts is not that
-        service."""
+        """The one that the environment names. Takes its variables out: child processes are not that service."""
         address, period, process = (environment.pop(name, None) for name in _VARIABLES)
         if process is not None and process != str(os.getpid()):
             period = None

@@ -1,5 +1,4 @@
-"""Writing what must survive this process: floors at once, the address book soon after members came, the clock now
-and then. Shell."""
+"""Writing what must survive: floors at once, the address book after members came, the clock now and then. Shell."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import p2pstore
 from p2pstore import blocking
@@ -21,7 +21,6 @@ from p2pstore.errors import ConfigError, NoLocalPeer, P2PStoreError, PeerNotInst
 from p2pstore.local.socket_paths import SOCKET_VARIABLE, find_socket, live_sockets, socket_directories
 from p2pstore.memory.mapped.mapped_memory import makes_huge_pages
 from p2pstore.status.doctor import machine_rules, network_rules, readings
-from p2pstore.status.doctor import readings as speed
 from p2pstore.status.doctor.finding import Finding, broken, fine, skipped, warning
 from p2pstore.status.doctor.network_rules import (
     LocalPeerReading,
@@ -40,39 +39,38 @@ class Check:
     """A reading and its judgement. `run` may block; what it cannot read it raises as `OSError`."""
 
     name: str
-    run: Callable[[], Sequence[Finding]]
+    run: Callable[[], Finding | Sequence[Finding]]
     seconds: float = CHECK_SECONDS
 
 
-def run_check(check: Check) -> list[Finding]:
-    """The check's findings. Never raises, and never takes longer than `check.seconds`.
+T = TypeVar("T")
 
-    The check runs in a thread that is left behind when it hangs: nothing else helps against a file system
-    whose server is gone. Being a daemon, it does not keep the process alive.
+
+def in_time(name: str, work: Callable[[], T], seconds: float) -> list[T]:
+    """The outcome of `work`, which must not raise; none after `seconds`.
+
+    It runs in a thread that is left behind when it hangs: nothing else helps against a file system whose server is
+    gone. Being a daemon, it does not keep the process alive.
     """
-    outcome: list[list[Finding]] = []
-
-    def run() -> None:
-        outcome.append(_guarded(check))
-
-    thread = threading.Thread(target=run, name=f"doctor: {check.name}", daemon=True)
+    outcome: list[T] = []
+    thread = threading.Thread(target=lambda: outcome.append(work()), name=name, daemon=True)
     thread.start()
-    thread.join(check.seconds)
-    if outcome:
-        return outcome[0]
-    return [
-        warning(
-            check.name,
-            "",
-            f"no answer within {check.seconds:g} s: a device or a file system hangs",
-            "look at `dmesg`, and for mounts whose server is gone",
-        )
-    ]
+    thread.join(seconds)
+    return outcome
+
+
+def run_check(check: Check) -> list[Finding]:
+    """The check's findings. Never raises, and never takes longer than `check.seconds`."""
+    cause = f"no answer within {check.seconds:g} s: a device or a file system hangs"
+    cure = "look at `dmesg`, and for mounts whose server is gone"
+    hangs = [warning(check.name, "", cause, cure)]
+    return next(iter(in_time(f"doctor: {check.name}", lambda: _guarded(check), check.seconds)), hangs)
 
 
 def _guarded(check: Check) -> list[Finding]:
     try:
-        return list(check.run())
+        found = check.run()
+        return [found] if isinstance(found, Finding) else list(found)
     except PeerNotInstalled as error:  # an environment of clients is whole without a peer
         return [skipped(check.name, str(error))]
     except OSError as error:
@@ -81,14 +79,8 @@ def _guarded(check: Check) -> list[Finding]:
     except P2PStoreError as error:
         return [broken(check.name, "", str(error), "see above")]
     except Exception as error:
-        return [
-            broken(
-                check.name,
-                "",
-                f"the check itself failed ({type(error).__name__}: {error})",
-                "please report it",
-            )
-        ]
+        cause = f"the check itself failed ({type(error).__name__}: {error})"
+        return [broken(check.name, "", cause, "please report it")]
 
 
 DISK_SECONDS = 20.0
@@ -105,33 +97,22 @@ def examine_machine(
     """
     peers = LocalPeers()
     named = socket is not None or SOCKET_VARIABLE in os.environ
-    groups: list[Callable[[], Sequence[Check]]] = [
-        _software_checks,
-        _memory_checks,
-        _place_checks,
-        lambda: peers.checks(socket, named),
-        lambda: _network_checks(peers),
-        lambda: _device_checks(rdma_topology),
-        lambda: _speed_checks(directory),
-    ]
-    for group in groups:
-        for check in group():
-            yield from run_check(check)
+    for check in (*_MACHINE, *peers.checks(socket, named), *_network_checks(peers)):
+        yield from run_check(check)
+    topology = Check("rdma topology", lambda: _topology(rdma_topology))
+    for check in (
+        *_DEVICES,
+        topology,
+        Check("gpus", lambda: network_rules.judge_gpus(readings.read_gpus())),
+    ):
+        yield from run_check(check)
+    for check in _SPEEDS:
+        yield from run_check(check)
+    if directory is not None:
+        yield from run_check(Check("disk", lambda: _disk(directory), DISK_SECONDS))
 
 
-def _software_checks() -> list[Check]:
-    return [
-        Check(
-            "python",
-            lambda: [machine_rules.judge_python(sys.version_info[:3], platform.python_implementation())],
-        ),
-        Check("kernel", lambda: [machine_rules.judge_kernel(platform.system(), platform.release())]),
-        Check("libraries", _check_libraries, 15.0),
-        Check("clock", lambda: [machine_rules.judge_clock(readings.read_clock())]),
-    ]
-
-
-def _check_libraries() -> list[Finding]:
+def _libraries() -> Finding:
     problem = ""
     try:
         importlib.import_module("p2pstore.peer")
@@ -140,46 +121,28 @@ def _check_libraries() -> list[Finding]:
     except ImportError as error:
         problem = f"a peer cannot be started: {error}"
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES} if not problem else {}
-    return [machine_rules.judge_libraries(versions, problem)]
+    return machine_rules.judge_libraries(versions, problem)
 
 
-def _memory_checks() -> list[Check]:
-    def locked() -> list[Finding]:
-        soft, _ = readings.read_limit(resource.RLIMIT_MEMLOCK)
-        unlimited = readings.may_lock_all_memory()
-        rdma = bool(readings.read_rdma_ports())
-        return [machine_rules.judge_memlock(soft, unlimited=unlimited, rdma=rdma)]
-
-    def huge_pages() -> list[Finding]:
-        rdma = bool(readings.read_rdma_ports())
-        made = makes_huge_pages()
-        return [machine_rules.judge_huge_pages(*readings.read_huge_pages(), made=made, rdma=rdma)]
-
-    return [
-        Check("memory", lambda: [machine_rules.judge_memory(readings.read_memory())]),
-        Check("huge pages", huge_pages),
-        Check("numa", lambda: [machine_rules.judge_numa(*readings.read_numa())]),
-        Check("shared memory", lambda: [machine_rules.judge_memfd(readings.try_memfd())]),
-        Check("/dev/shm", lambda: [machine_rules.judge_shm_directory(*readings.read_shm_directory())]),
-        Check("locked memory", locked),
-        Check(
-            "open files",
-            lambda: [machine_rules.judge_open_files(*readings.read_limit(resource.RLIMIT_NOFILE))],
-        ),
-    ]
+def _locked_memory() -> Finding:
+    soft, _ = readings.read_limit(resource.RLIMIT_MEMLOCK)
+    unlimited = readings.may_lock_all_memory()
+    return machine_rules.judge_memlock(soft, unlimited=unlimited, rdma=bool(readings.read_rdma_ports()))
 
 
-def _place_checks() -> list[Check]:
-    def state() -> list[Finding]:
-        from p2pstore.state.places import state_root
-
-        path = state_root()
-        return [machine_rules.judge_state_directory(str(path), *readings.read_directory(path))]
-
-    return [Check("socket directory", _check_socket_directories), Check("state directory", state)]
+def _huge_pages() -> Finding:
+    rdma, made = bool(readings.read_rdma_ports()), makes_huge_pages()
+    return machine_rules.judge_huge_pages(*readings.read_huge_pages(), made=made, rdma=rdma)
 
 
-def _check_socket_directories() -> list[Finding]:
+def _state_directory() -> Finding:
+    from p2pstore.state.places import state_root
+
+    path = state_root()
+    return machine_rules.judge_state_directory(str(path), *readings.read_directory(path))
+
+
+def _socket_directories() -> Finding:
     reasons = []
     for directory in socket_directories():
         # The peer makes the directory itself, not the ones above it.
@@ -187,83 +150,85 @@ def _check_socket_directories() -> list[Finding]:
         problem = "" if place.exists() else f"{place} is not there"
         problem = problem or readings.read_directory(place)[0]
         if not problem:
-            return [machine_rules.judge_socket_directories(str(directory), [])]
+            return machine_rules.judge_socket_directories(str(directory), [])
         reasons.append(problem)
-    return [machine_rules.judge_socket_directories("", reasons)]
+    return machine_rules.judge_socket_directories("", reasons)
 
 
-def _network_checks(peers: LocalPeers) -> list[Check]:
-    def port(number: int, what: str) -> Check:
-        return Check(
-            f"port {number}",
-            lambda: [
-                network_rules.judge_port(
-                    number, what, readings.try_port(number), peers.ports.get(number, "")
-                )
-            ],
-        )
-
-    return [
-        port(network_rules.CONTROL_PORT, "control"),
-        port(network_rules.DATA_PORT, "data"),
-        Check(
-            "congestion control",
-            lambda: [network_rules.judge_congestion_control(*readings.read_congestion_control())],
-        ),
-        Check(
-            "somaxconn",
-            lambda: [
-                network_rules.judge_backlog(int(readings.read_text("/proc/sys/net/core/somaxconn")))
-            ],
-        ),
-    ]
+def _rdma() -> list[Finding]:
+    ports = readings.read_rdma_ports()
+    problem = readings.read_pyverbs_problem() if ports else ""
+    return network_rules.judge_rdma(ports, pyverbs_problem=problem)
 
 
-def _device_checks(rdma_topology: str | None) -> list[Check]:
-    def rdma() -> list[Finding]:
-        ports = readings.read_rdma_ports()
-        problem = readings.read_pyverbs_problem() if ports else ""
-        return network_rules.judge_rdma(ports, pyverbs_problem=problem)
-
-    def topology() -> list[Finding]:
-        machine = read_machine()
-        try:
-            matrix = read_matrix(rdma_topology, "rdma_topology")
-        except ConfigError as error:
-            return [network_rules.judge_wrong_topology(str(error))]
-        return network_rules.judge_topology(machine, matrix, told=rdma_topology is not None)
-
-    return [
-        Check(
-            "interfaces",
-            lambda: [network_rules.judge_interface(each) for each in readings.read_interfaces()],
-        ),
-        Check("rdma", rdma),
-        Check("rdma topology", topology),
-        Check("gpus", lambda: [network_rules.judge_gpus(readings.read_gpus())]),
-    ]
+def _topology(told: str | None) -> Finding | list[Finding]:
+    machine = read_machine()
+    try:
+        matrix = read_matrix(told, "rdma_topology")
+    except ConfigError as error:
+        return network_rules.judge_wrong_topology(str(error))
+    return network_rules.judge_topology(machine, matrix, told=told is not None)
 
 
-def _speed_checks(directory: str | None) -> list[Check]:
-    checks = [
-        Check("memory copy", lambda: [machine_rules.judge_copy(speed.measure_copy())]),
-        Check("checksums", lambda: [machine_rules.judge_hash(speed.measure_hash())]),
-    ]
-    if directory is not None:
-        checks.append(
-            Check(
-                "disk",
-                lambda: [
-                    machine_rules.judge_disk(
-                        directory, *speed.measure_disk(Path(directory)), speed.DISK_BYTES
-                    )
-                ],
-                DISK_SECONDS,
-            )
-        )
-    return checks
+def _disk(directory: str) -> Finding:
+    rates = readings.measure_disk(Path(directory))
+    return machine_rules.judge_disk(directory, *rates, readings.DISK_BYTES)
 
 
+def _network_checks(peers: LocalPeers) -> Iterator[Check]:
+    ports = ((network_rules.CONTROL_PORT, "control"), (network_rules.DATA_PORT, "data"))
+    for number, what in ports:
+
+        def port(number: int = number, what: str = what) -> Finding:
+            user = peers.ports.get(number, "")
+            return network_rules.judge_port(number, what, readings.try_port(number), user)
+
+        yield Check(f"port {number}", port)
+    yield from _NETWORK
+
+
+_NETWORK: Final = (
+    Check(
+        "congestion control",
+        lambda: network_rules.judge_congestion_control(*readings.read_congestion_control()),
+    ),
+    Check(
+        "somaxconn",
+        lambda: network_rules.judge_backlog(int(readings.read_text("/proc/sys/net/core/somaxconn"))),
+    ),
+)
+_MACHINE: Final = (
+    Check(
+        "python",
+        lambda: machine_rules.judge_python(sys.version_info[:3], platform.python_implementation()),
+    ),
+    Check("kernel", lambda: machine_rules.judge_kernel(platform.system(), platform.release())),
+    Check("libraries", _libraries, 15.0),
+    Check("clock", lambda: machine_rules.judge_clock(readings.read_clock())),
+    Check("memory", lambda: machine_rules.judge_memory(readings.read_memory())),
+    Check("huge pages", _huge_pages),
+    Check("numa", lambda: machine_rules.judge_numa(*readings.read_numa())),
+    Check("shared memory", lambda: machine_rules.judge_memfd(readings.try_memfd())),
+    Check("/dev/shm", lambda: machine_rules.judge_shm_directory(*readings.read_shm_directory())),
+    Check("locked memory", _locked_memory),
+    Check(
+        "open files",
+        lambda: machine_rules.judge_open_files(*readings.read_limit(resource.RLIMIT_NOFILE)),
+    ),
+    Check("socket directory", _socket_directories),
+    Check("state directory", _state_directory),
+)
+_DEVICES: Final = (
+    Check(
+        "interfaces",
+        lambda: [network_rules.judge_interface(each) for each in readings.read_interfaces()],
+    ),
+    Check("rdma", _rdma),
+)
+_SPEEDS: Final = (
+    Check("memory copy", lambda: machine_rules.judge_copy(readings.measure_copy())),
+    Check("checksums", lambda: machine_rules.judge_hash(readings.measure_hash())),
+)
 ANSWER_SECONDS: Final = 2.0
 
 
@@ -277,7 +242,7 @@ class LocalPeers:
         """A check per peer. `named`: the socket was named, by option or environment, so it must answer."""
         paths = [find_socket(socket)] if named else live_sockets()
         if not paths:
-            return [Check("peer", lambda: [fine("peer", "none runs on this machine")])]
+            return [Check("peer", lambda: fine("peer", "none runs on this machine"))]
         return [
             Check(f"peer at {path}", lambda path=path: self._examine(path), 2 * CHECK_SECONDS)  # type: ignore[misc]  # bound now
             for path in paths

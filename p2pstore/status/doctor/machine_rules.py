@@ -241,29 +241,22 @@ def judge_clock(reading: ClockReading) -> Finding:
 
 
 def judge_copy(bytes_per_second: float) -> Finding:
-    text = f"{bytes_per_second / 1e9:.1f} GB/s"
-    if bytes_per_second < SLOW_COPY:
-        return warning(
-            "memory copy",
-            text,
-            "every get and put copies: this machine is busy, or its memory is slow",
-            "look for other load (`top`); a virtual machine may lack huge pages on its host",
-            bytes_per_second=round(bytes_per_second),
-        )
-    return fine("memory copy", text, bytes_per_second=round(bytes_per_second))
+    cause = "every get and put copies: this machine is busy, or its memory is slow"
+    cure = "look for other load (`top`); a virtual machine may lack huge pages on its host"
+    return _judge_speed("memory copy", "", bytes_per_second, SLOW_COPY, cause, cure)
 
 
 def judge_hash(bytes_per_second: float) -> Finding:
-    text = f"{bytes_per_second / 1e9:.1f} GB/s"
-    if bytes_per_second < SLOW_HASH:
-        return warning(
-            "checksums",
-            text,
-            "xxh3 should be faster than memory: this machine is busy, or xxhash was built without SIMD",
-            "look for other load (`top`), or install the xxhash wheel from PyPI",
-            bytes_per_second=round(bytes_per_second),
-        )
-    return fine("checksums", f"xxh3 {text}", bytes_per_second=round(bytes_per_second))
+    cause = "xxh3 should be faster than memory: this machine is busy, or xxhash was built without SIMD"
+    cure = "look for other load (`top`), or install the xxhash wheel from PyPI"
+    return _judge_speed("checksums", "xxh3 ", bytes_per_second, SLOW_HASH, cause, cure)
+
+
+def _judge_speed(name: str, how: str, rate: float, slow: float, cause: str, cure: str) -> Finding:
+    text = f"{rate / 1e9:.1f} GB/s"
+    if rate < slow:
+        return warning(name, text, cause, cure, bytes_per_second=round(rate))
+    return fine(name, how + text, bytes_per_second=round(rate))
 
 
 def judge_disk(

@@ -112,8 +112,7 @@ class RdmaPortReading:
 
 
 def judge_rdma(ports: Sequence[RdmaPortReading], *, pyverbs_problem: str) -> list[Finding]:
-    """One finding per port, and one for pyverbs where there is a device; `pyverbs_problem` is why it does not
-    load, if it does not."""
+    """One finding per port, and one for pyverbs, with the problem of loading it, where there is a device."""
     if not ports:
         return [fine("rdma", "no device: data goes by shared memory and TCP")]
     findings = [_judge_rdma_port(port) for port in ports]

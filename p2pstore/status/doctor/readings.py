@@ -98,8 +98,7 @@ def read_huge_pages() -> tuple[int, int, int, str]:
 
 
 def read_numa() -> tuple[dict[int, int], str]:
-    """Bytes available by node, and why memory cannot be bound to one, or nothing. Tries it on a page where there are
-    several."""
+    """Bytes available by node, and why memory cannot be bound to one, or nothing; tried where there are several."""
     nodes = numa.read_nodes()
     available = {number: node.available_bytes for number, node in nodes.items()}
     if len(nodes) < 2:
@@ -165,8 +164,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def read_directory(path: Path) -> tuple[str, int]:
-    """(why this user cannot write there, or nothing; free bytes) of a directory, or of where it would be
-    made."""
+    """(why this user cannot write there, or nothing; free bytes) of a directory, or of where it would be made."""
     place = nearest_existing(path)
     status = os.statvfs(place)
     free_bytes = status.f_bavail * status.f_frsize

@@ -19,7 +19,6 @@ import platform
 import re
 import sys
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -33,6 +32,7 @@ from p2pstore import blocking
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.socket_paths import live_sockets
 from p2pstore.state.folder import open_regular_file
+from p2pstore.status.doctor.checks import in_time
 
 ANSWER_SECONDS: Final = 5.0
 DOCTOR_SECONDS: Final = 120.0
@@ -72,22 +72,16 @@ class Bundle:
 
     def gather(self, name: str, read: Callable[[], str], seconds: float = PART_SECONDS) -> None:
         """Have a part read, in a thread that is left behind when it hangs."""
-        outcome: list[str] = []
-        problem = [f"nothing within {seconds:g} s"]
 
-        def run() -> None:
+        def run() -> tuple[dict[str, str], str]:
             try:
-                outcome.append(read())
+                return self.parts, read()
             except (OSError, P2PStoreError, ValueError) as error:
-                problem[0] = str(error) or type(error).__name__
+                return self.problems, str(error) or type(error).__name__
 
-        thread = threading.Thread(target=run, name=f"support: {name}", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if outcome:
-            self.parts[name] = outcome[0]
-        else:
-            self.problems[name] = problem[0]
+        hangs = self.problems, f"nothing within {seconds:g} s"
+        where, text = next(iter(in_time(f"support: {name}", run, seconds)), hangs)
+        where[name] = text
 
     def write(self, file: IO[bytes], folder: str, redactor: Redactor) -> None:
         """As a gzipped tar archive, without secrets."""
@@ -173,8 +167,7 @@ def log_of(settings: dict[str, Any]) -> Path | None:
 
 
 def secrets_of(settings: dict[str, Any]) -> Iterator[bytes]:
-    """The secrets in the files of a peer with these settings, as far as this user may read them. A user who may not
-    cannot put them into the bundle either."""
+    """The secrets in the files of a peer with these settings, as far as this user may read them."""
     state = settings.get("state_dir")
     paths = [Path(state) / name for name in SECRET_FILES] if state else []
     if settings.get("cluster_key_file"):

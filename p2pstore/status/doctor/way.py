@@ -28,7 +28,7 @@ from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.links.sockets import Endpoint, connect
 from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id, open_peer_record
 from p2pstore.runtime.trio_tasks import sole_cause
-from p2pstore.state.key_files import ephemeral
+from p2pstore.state.folder import ephemeral
 from p2pstore.status.doctor import way_rules
 from p2pstore.status.doctor.finding import Finding, broken, fine, skipped
 from p2pstore.status.doctor.way_transports import (
@@ -68,8 +68,7 @@ class _Ended(Exception):
 
 
 def examine_way(way: Way, report: Report) -> None:
-    """Examine the way; every finding is reported as soon as it is there. Raises `ConfigError` for an address
-    that is none."""
+    """Examine the way; each finding is reported as soon as it is there. Raises `ConfigError` for a bad address."""
     split_address(way.address, "--peer")
     # The findings say it all; without a handler, Python would print the host's warnings to stderr.
     logging.getLogger("p2pstore").addHandler(logging.NullHandler())

@@ -72,8 +72,7 @@ def judge_connect(attempts: Sequence[ConnectAttempt], timeout_seconds: float) ->
 
 
 def judge_greeting(address: str, greeting: bytes | None) -> Finding | None:
-    """Judge the first bytes of the other side: None for none so far, empty when it closed. A peer that speaks first
-    names its protocol."""
+    """Judge the other side's first bytes: None for none so far, empty when it closed. A peer names its protocol."""
     if greeting is None or greeting.startswith(GREETING[: max(1, len(greeting))]):
         return None
     said = greeting.decode("ascii", "backslashreplace").strip()

@@ -27,9 +27,15 @@ from p2pstore.objects import DEFAULT_NAMESPACE, KIB, MIB
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.status.doctor import way_rules
 from p2pstore.status.doctor.finding import Failure, Finding, fine, skipped, warning
-from p2pstore.transfer.data_addresses import split_data_address
-from p2pstore.transfer.data_messages import MAX_MEASURE_BYTES, DataKind, Measure, Measured, Ping
-from p2pstore.transfer.rdma.rdma_opening import device_names, open_devices
+from p2pstore.transfer.data_messages import (
+    MAX_MEASURE_BYTES,
+    DataKind,
+    Measure,
+    Measured,
+    Ping,
+    split_data_address,
+)
+from p2pstore.transfer.rdma.rdma_serving import device_names, open_devices
 from p2pstore.transfer.rdma.rdma_staging import Staging
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.read_tickets import GrantedTicket
@@ -176,8 +182,7 @@ STAGING_BYTES: Final = 8 * MIB
 async def examine_rdma(
     record: PeerRecord, granted: GrantedTicket, seconds: float, report: Callable[[Finding], None]
 ) -> None:
-    """Read from the peer's memory for `seconds`. Peers only read each other's memory, so there is no other
-    direction."""
+    """Read from the peer's memory for `seconds`. Peers only read each other's, so there is no other direction."""
     names = device_names(PeerConfig())
     if all(offer.name != RdmaTransport.name for offer in record.transports):
         report(skipped(RDMA_NAME, "the peer does not let others read it by RDMA"))
@@ -229,8 +234,7 @@ async def examine_shared_memory(
     timeout_seconds: float,
     report: Callable[[Finding], None],
 ) -> None:
-    """Map the peer's memory as a reader does, and copy from it. Peers only read each other's memory, so there
-    is no other direction."""
+    """Map the peer's memory as a reader does, and copy from it. There is no other direction: peers only read."""
     reason = f"no answer within {timeout_seconds:g} s"
     driver = TrioDriver()
     with trio.move_on_after(timeout_seconds + seconds):

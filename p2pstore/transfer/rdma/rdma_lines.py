@@ -18,6 +18,7 @@ import trio
 from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.memory.segment_layout import SEGMENT_HEADER_BYTES, Geometry, decode_segment_header
 from p2pstore.transfer.data_messages import DataKind, Ping, RdmaConnect, RdmaConnected
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.rdma.rdma_addresses import wake_neighbour
 from p2pstore.transfer.rdma.rdma_payload import read_bytes
 from p2pstore.transfer.rdma.rdma_reads import Line, ReadEngine, ReadFailed, SeenSlots
@@ -33,7 +34,7 @@ from p2pstore.transfer.rdma.rdma_staging import BlockPool
 from p2pstore.transfer.rdma.rdma_verbs import LinkDown, QueuePair
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.transport import PullFailed, RemoteCopy
+from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import Code
 
 logger = logging.getLogger("p2pstore.transfer")
@@ -312,3 +313,34 @@ class Lines:
                 return
             if idle_seconds < PING_SECONDS:
                 await connection.request(DataKind.PING, Ping())
+
+
+class ChosenLines:
+    """Which line to read each chunk of one object through."""
+
+    def __init__(self, lines: Lines, copy: RemoteCopy) -> None:
+        self._lines = lines
+        self._copy = copy
+        self._holder = lines.of(copy.peer_id)
+        self._given_up: set[int] = set()
+
+    def count(self) -> int:
+        """How many lines work, at least 1."""
+        return max(1, len(self._lines.in_use(self._holder, self._given_up)))
+
+    async def line(self) -> Line:
+        """The one to use next. Raises `PullFailed` when there is none."""
+        return await self._lines.connected(self._copy, self._given_up)
+
+    async def another(self, line: Line, reason: str) -> bool:
+        """Whether there is a line to use instead of this one, which failed for that reason."""
+        number = line.engine.number
+        if number in self._given_up:  # several reads of it fail
+            return True
+        self._given_up.add(number)
+        try:
+            await self._lines.connected(self._copy, self._given_up)
+        except PullFailed:
+            return False
+        self._lines.give_up(line, self._holder, reason)
+        return True

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import trio
 from xxhash import xxh3_64
@@ -18,6 +18,9 @@ from p2pstore.transfer.rdma.rdma_reads import Line, Piece, Read, ReadFailed
 from p2pstore.transfer.rdma.rdma_rules import Meaning, first_of_two
 from p2pstore.transfer.rdma.rdma_staging import Block, BlockPool, Registered
 from p2pstore.transfer.reading.arriving import Arriving
+
+if TYPE_CHECKING:
+    from p2pstore.transfer.rdma.rdma_lines import ChosenLines
 
 CHUNKS_UNDER_WAY: Final = 8
 """Of one object, by each line; more of them hardly fill a path better, and take blocks away from others."""
@@ -33,22 +36,6 @@ class Payload:
     offset: int
     arriving: Arriving
     flow: Flow
-
-
-class Choosing(Protocol):
-    """Which line to read each chunk through."""
-
-    def count(self) -> int:
-        """How many lines work, at least 1."""
-        ...
-
-    async def line(self) -> Line:
-        """The one to use next. Raises `PullFailed` when there is none."""
-        ...
-
-    async def another(self, line: Line, reason: str) -> bool:
-        """Whether there is a line to use instead of this one, which failed for that reason."""
-        ...
 
 
 # --- where chunks go -------------------------------------------------------------------------
@@ -141,7 +128,7 @@ class Chunk:
     block: Block
 
 
-async def read_payload(choosing: Choosing, payload: Payload, places: Places) -> None:
+async def read_payload(choosing: ChosenLines, payload: Payload, places: Places) -> None:
     """Read an object's chunks to their places, each verified before it is delivered. What a line that fails had
     under way is read again through another one.
 
@@ -204,7 +191,7 @@ async def _take_blocks(places: Places, chunks: Sequence[Wanted], *, wait: bool) 
 
 
 async def _begin(
-    choosing: Choosing, payload: Payload, chunks: Sequence[Wanted], blocks: Sequence[Block]
+    choosing: ChosenLines, payload: Payload, chunks: Sequence[Wanted], blocks: Sequence[Block]
 ) -> list[Chunk]:
     """Begin to read the first of these chunks, as many as there are blocks, all of one memory, and the line takes at
     once. None when the line failed, and another one is there to try. Other blocks are given back."""
@@ -233,7 +220,7 @@ async def _begin(
     return []
 
 
-async def change_line(choosing: Choosing, line: Line, failure: ReadFailed) -> None:
+async def change_line(choosing: ChosenLines, line: Line, failure: ReadFailed) -> None:
     """Raise the failure, unless another line may do better."""
     if failure.meaning is Meaning.STALE or not await choosing.another(line, failure.text):
         raise failure

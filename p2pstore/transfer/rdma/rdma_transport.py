@@ -34,7 +34,8 @@ from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES
 from p2pstore.runtime.flow import ASSUMED_RATE, LOWEST_RATE, PATIENCE, Flow
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.transfer.rdma.rdma_lines import Lines
+from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.rdma.rdma_lines import ChosenLines, Lines
 from p2pstore.transfer.rdma.rdma_payload import (
     MOST_PIECES,
     Direct,
@@ -58,20 +59,13 @@ from p2pstore.transfer.rdma.rdma_staging import (
     Staging,
 )
 from p2pstore.transfer.rdma.rdma_verbs import Device
+from p2pstore.transfer.reading.arriving import Destination, checked_view, resume, watch_of
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.segment_reader import expired
 from p2pstore.transfer.reading.shm import ON_SSD
 from p2pstore.transfer.reading.span_reads import failure_of
 from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import (
-    Destination,
-    Pulled,
-    PullFailed,
-    RemoteCopy,
-    checked_view,
-    resume,
-    watch_of,
-)
+from p2pstore.transfer.transport import Pulled, RemoteCopy
 from p2pstore.wire import Code
 
 STRIPED_BYTES: Final = 4 * CHUNK_BYTES
@@ -248,7 +242,7 @@ class RdmaTransport:
             checked_view(destination, found.slot, found.trailer)
             return
         arriving = resume(destination, found.slot, found.trailer)
-        choosing = _Choosing(self.lines, copy)
+        choosing = ChosenLines(self.lines, copy)
         if found.extent is not None:
             try:
                 await found.extent.deliver(arriving)
@@ -300,34 +294,6 @@ def _checked(packed: bytes, slot: Slot) -> TrailerBody | None:
     if trailer is None or not trailer_matches(trailer, slot) or expired(trailer):
         return None
     return trailer
-
-
-class _Choosing:
-    """`rdma_payload.Choosing` for one object."""
-
-    def __init__(self, lines: Lines, copy: RemoteCopy) -> None:
-        self._lines = lines
-        self._copy = copy
-        self._holder = lines.of(copy.peer_id)
-        self._given_up: set[int] = set()
-
-    def count(self) -> int:
-        return max(1, len(self._lines.in_use(self._holder, self._given_up)))
-
-    async def line(self) -> Line:
-        return await self._lines.connected(self._copy, self._given_up)
-
-    async def another(self, line: Line, reason: str) -> bool:
-        number = line.engine.number
-        if number in self._given_up:  # several reads of it fail
-            return True
-        self._given_up.add(number)
-        try:
-            await self._lines.connected(self._copy, self._given_up)
-        except PullFailed:
-            return False
-        self._lines.give_up(line, self._holder, reason)
-        return True
 
 
 @asynccontextmanager

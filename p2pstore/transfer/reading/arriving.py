@@ -17,7 +17,7 @@ import numpy as np
 
 from p2pstore.errors import NoSuchKey
 from p2pstore.memory.segment_layout import Slot, TrailerBody
-from p2pstore.objects import CHUNK_BYTES, PART_BYTES, ZERO_VERSION, Version, chunk_count, chunk_sum
+from p2pstore.objects import CHUNK_BYTES, PART_BYTES, Announced, Version, chunk_count, chunk_sum
 from p2pstore.runtime.flow import ASSUMED_RATE, PATIENCE, is_outrun
 from p2pstore.transfer.failover import PullFailed, Unannounced
 from p2pstore.transfer.transfer_trace import ReadWatch
@@ -41,20 +41,6 @@ CHANGE_SECONDS: Final = 0.02
 """Cost of stopping a reader: its connection, and bytes in flight."""
 MIN_WAIT_SECONDS: Final = 0.002
 MAX_WAIT_SECONDS: Final = 1.0
-
-
-class Announced(NamedTuple):
-    """What a holder may send of an object: the version that was announced, with the root that its writer vouches for;
-    or a newer one that the holder wrote itself. `writer` is the holder's hash, as versions carry it."""
-
-    writer: int
-    version: Version = ZERO_VERSION
-
-    def allows(self, version: Version) -> bool:
-        """Whether this is one of them."""
-        return version == self.version or (
-            version.writer == self.writer and version.covers(self.version)
-        )
 
 
 class Destination(Protocol):

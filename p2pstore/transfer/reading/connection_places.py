@@ -12,8 +12,8 @@ from typing import Final
 
 from p2pstore.errors import DeadlineExceeded, StoreClosed, Unavailable
 from p2pstore.runtime.streams import Driver, Event
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.transport import PullFailed
 from p2pstore.wire import Code
 
 IDLE_SECONDS: Final = 300.0

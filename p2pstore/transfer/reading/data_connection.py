@@ -1,28 +1,19 @@
-"""The connecting side of a data connection: requests, verified pulls, stores. Over any `ByteStream`.
-
-Bytes are received straight into the destination and each 1 MiB chunk is checked as soon as it is
-there, while it is still in the cache: checking after the fact would cost a quarter of the throughput.
-"""
+"""The connecting side of a data connection: requests other than reads, and stores. Over any `ByteStream`."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.memory.segment_layout import Slot, TrailerBody
-from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES
-from p2pstore.runtime.flow import NO_HASTE, Haste
+from p2pstore.objects import KIB
 from p2pstore.runtime.streams import ByteStream
 from p2pstore.transfer.data_messages import (
     REPLIES,
     DataKind,
-    GetItem,
     GetPiece,
-    Keeps,
     Measure,
     Measured,
     PieceReply,
@@ -34,24 +25,10 @@ from p2pstore.transfer.data_messages import (
     StoreReply,
     SwarmLink,
 )
-from p2pstore.transfer.reading.arriving import Arriving
 from p2pstore.transfer.reading.data_requests import DataRequests
-from p2pstore.transfer.reading.span_reads import (
-    BatchItem,
-    ItemOutcome,
-    SpanReader,
-    Wanted,
-    ask,
-    check_reply,
-    failure_of,
-    receive_answer,
-)
 from p2pstore.transfer.transfer_trace import Progress
-from p2pstore.transfer.transport import Destination, Pulled, PullFailed, resumable
-from p2pstore.wire import DATA_REQUEST_LIMITS, ONE_WAY, Code, Message, encode_frame
+from p2pstore.wire import DATA_REQUEST_LIMITS, ONE_WAY, Message, encode_frame
 
-NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
-"""Beyond the end of any object: asks for its slot and trailer alone."""
 WAKE_BYTES: Final = 512 * KIB
 """Of a piece of a checkpoint that are waited for at once."""
 STORE_PART_BYTES: Final = DATA_REQUEST_LIMITS.bulk_bytes
@@ -194,76 +171,3 @@ class DataConnection(DataRequests):
             await self.stream.send(frame, bulk)
             if progress is not None:
                 progress(end, len(source))
-
-    async def pull(
-        self,
-        digest: bytes,
-        destination: Destination,
-        slot_hint: int = 0,
-        haste: Haste = NO_HASTE,
-        expected_bytes: int = 0,
-        keeps: Keeps = Keeps.NO,
-    ) -> Pulled:
-        """Read one object; `expected_bytes` is about its length, where that is known. Raises `PullFailed`, or
-        what `destination.prepare` raises. When the haste is finite, the other side may be too busy for a large object
-        (`PullFailed`, BUSY); when the object is kept, or could be, it may also be BUSY because others have it."""
-        wanted = Wanted(digest, resumable(destination), slot_hint)
-        may_refuse = haste.answer_seconds < math.inf
-        with self.operation(haste):
-            await SpanReader(
-                self, [wanted], keeps=keeps, may_refuse=may_refuse, expected_bytes=expected_bytes
-            ).run()
-            return _pulled(wanted)
-
-    async def look(
-        self, digest: bytes, slot_hint: int = 0, haste: Haste = NO_HASTE
-    ) -> tuple[Slot, TrailerBody]:
-        """An object's slot and trailer, verified, and none of its bytes. Raises like `pull`."""
-        with self.operation(haste):
-            expected = await ask(self, (GetItem(digest, NO_CHUNK, 0, slot_hint),))
-            (reply,) = await receive_answer(self, expected)
-            return check_reply(reply, expected.items[0])
-
-    async def pull_many(
-        self, items: Sequence[BatchItem], haste: Haste = NO_HASTE, keeps: Keeps = Keeps.NO
-    ) -> list[ItemOutcome]:
-        """Read many objects, small ones together in few frames: per item what was pulled, or why not.
-
-        An item's own failure, and what its `destination.prepare` raises, is that item's result. When the
-        connection fails on the way, what was pulled before stands and the rest is `PullFailed`; raises
-        only when nothing was pulled. `haste` and `keeps` as for `pull`.
-        """
-        wanted = [Wanted(digest, destination) for digest, destination in items]
-        with self.operation(haste):
-            failure = PullFailed(Code.INTERNAL, "it was not read")
-            try:
-                await SpanReader(self, wanted, keeps=keeps).run()
-            except (OSError, ProtocolError, PullFailed) as error:
-                if all(each.outcome is None for each in wanted):
-                    raise
-                self.close()
-                failure = failure_of(error)
-                if any(each.outcome is error for each in wanted):
-                    text = "the connection ended with an item before this one"
-                    failure = PullFailed(Code.UNAVAILABLE, text, retriable=True)
-            return [failure if each.outcome is None else each.outcome for each in wanted]
-
-    async def pull_slices(
-        self, digest: bytes, arriving: Arriving, reader: int, slot_hint: int = 0, haste: Haste = NO_HASTE
-    ) -> None:
-        """Bring chunks of a value that others read as well, until none are free. Raises as `pull`, and
-        `AnotherVersion` when this holder has another one."""
-        wanted = Wanted(digest, None, slot_hint, arriving)
-        may_refuse = haste.answer_seconds < math.inf
-        with self.operation(haste):
-            await SpanReader(self, [wanted], reader, may_refuse=may_refuse).run()
-            _pulled(wanted)
-
-
-def _pulled(wanted: Wanted) -> Pulled:
-    """The outcome of the only object that was wanted. Raises it when it is an error."""
-    outcome = wanted.outcome
-    if isinstance(outcome, Exception):
-        raise outcome
-    assert isinstance(outcome, Pulled)
-    return outcome

@@ -24,24 +24,31 @@ from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import KIB
 from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver
-from p2pstore.transfer.data_addresses import DataAddress, split_data_address
-from p2pstore.transfer.data_messages import DataKind, GetPiece, PieceReply, Store, Stored
+from p2pstore.transfer.data_messages import (
+    DataAddress,
+    DataKind,
+    GetPiece,
+    PieceReply,
+    Store,
+    Stored,
+    split_data_address,
+)
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import Arriving
+from p2pstore.transfer.reading.arriving import Arriving, Destination, ResumableDestination, resumable
 from p2pstore.transfer.reading.connection_places import MAX_IDLE, MAX_PLACES, ConnectionPlaces
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.small_reads import Parts, in_parts, pull_one, pull_small
-from p2pstore.transfer.reading.span_reads import ItemOutcome, failure_of
-from p2pstore.transfer.transfer_trace import Progress
-from p2pstore.transfer.transport import (
-    Destination,
-    Pulled,
-    PullFailed,
-    RemoteCopy,
-    RemotePeer,
-    ResumableDestination,
-    resumable,
+from p2pstore.transfer.reading.span_reads import (
+    ItemOutcome,
+    Wanted,
+    failure_of,
+    look,
+    read_many,
+    read_one,
 )
+from p2pstore.transfer.transfer_trace import Progress
+from p2pstore.transfer.transport import Pulled, RemoteCopy, RemotePeer
 from p2pstore.wire import Message
 
 T = TypeVar("T")
@@ -173,7 +180,10 @@ class DataPool:
         def pull(connection: DataConnection) -> Awaitable[Pulled]:
             if known.watch is not None:
                 known.watch.connected()
-            pulling = connection.pull(digest, known, slot_hint, haste, expected_bytes, peer.keeps)
+            wanted = Wanted(digest, known, slot_hint)
+            pulling = read_one(
+                connection, wanted, haste, keeps=peer.keeps, expected_bytes=expected_bytes
+            )
             return pulling if using is None else _used(using, connection, pulling)
 
         briefly = 0 < expected_bytes <= BRIEF_BYTES
@@ -208,21 +218,20 @@ class DataPool:
     async def pull_slices(
         self, copy: RemoteCopy, digest: bytes, arriving: Arriving, reader: int, using: Using
     ) -> None:
-        """Bring chunks of a value that others read as well: see `DataConnection.pull_slices`. Does not queue: raises
-        `PullFailed` (BUSY) when every place for a connection is taken."""
-
+        """Bring chunks of a value that others read as well, until none are free. Does not queue: raises `PullFailed`
+        (BUSY) when every place for a connection is taken."""
         haste = self._haste(copy, MAX_READERS)
 
-        def pull(connection: DataConnection) -> Awaitable[None]:
-            pulling = connection.pull_slices(digest, arriving, reader, copy.slot, haste)
-            return _used(using, connection, pulling)
+        def pull(connection: DataConnection) -> Awaitable[Pulled]:
+            wanted = Wanted(digest, None, copy.slot, arriving)
+            return _used(using, connection, read_one(connection, wanted, haste, reader))
 
         await self._read(copy, pull, may_queue=False)
 
     async def look(self, copy: RemoteCopy, digest: bytes) -> tuple[Slot, TrailerBody]:
         """An object's slot and trailer, verified, as the holder tells them. Raises `PullFailed`."""
         haste = self._haste(copy)
-        return await self._read(copy, lambda connection: connection.look(digest, copy.slot, haste))
+        return await self._read(copy, lambda connection: look(connection, digest, copy.slot, haste))
 
     async def pull_many(
         self, peer: RemotePeer, items: Sequence[tuple[bytes, Destination]]
@@ -232,7 +241,7 @@ class DataPool:
         haste = self._haste(peer)
         try:
             return await self._read(
-                peer, lambda connection: connection.pull_many(items, haste, peer.keeps)
+                peer, lambda connection: read_many(connection, items, haste, peer.keeps)
             )
         except PullFailed as failure:
             return [failure] * len(items)
@@ -412,7 +421,7 @@ async def open_connection(
     any error, the stream is closed."""
     if at.tls:
         # TLS is imported only where it is used.
-        from p2pstore.transfer.tls.tls_streams import dial_tls
+        from p2pstore.transfer.tls_streams import dial_tls
 
         stream, granted = await dial_tls(stream, peer_id, granted)
     return await DataConnection.open(stream, granted)

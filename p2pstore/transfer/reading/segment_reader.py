@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.memory.key_index import decode_index_entry, index_entry_at_home, index_home
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     INDEX_ENTRY_BYTES,
@@ -28,17 +28,19 @@ from p2pstore.memory.segment_layout import (
     Slot,
     SlotRows,
     TrailerBody,
+    decode_index_entry,
     decode_segment_header,
     decode_slot,
     decode_trailer,
+    index_entry_at_home,
+    index_home,
     needs_trailer,
     slot_matches,
     trailer_matches,
     trailer_offset,
 )
-from p2pstore.objects import CHUNK_BYTES, Version, chunk_bounds
+from p2pstore.objects import CHUNK_BYTES, Announced, Version, chunk_bounds
 from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
-from p2pstore.transfer.reading.arriving import Announced
 
 PROBE_LIMIT: Final = 4096
 """Index entries looked at before a search gives up; at half load, runs are far shorter."""
@@ -67,24 +69,17 @@ class Copied(NamedTuple):
     trailer: TrailerBody
 
 
+@dataclass(slots=True)
 class Spots:
     """Where objects lie in a segment, in columns: a private copy of what their slots say, each whole and undamaged."""
 
-    def __init__(
-        self,
-        places: list[int] | None = None,
-        offsets: list[int] | None = None,
-        lengths: list[int] | None = None,
-        roots: list[int] | None = None,
-        sums: dict[int, bytes] | None = None,
-    ) -> None:
-        self.places = [] if places is None else places
-        """Of each its number among those that were asked for."""
-        self.offsets = [] if offsets is None else offsets
-        self.lengths = [] if lengths is None else lengths
-        self.roots = [] if roots is None else roots
-        self.sums = {} if sums is None else sums
-        """By place, of those that have several chunks at least: the sums of these, packed."""
+    places: list[int] = field(default_factory=list)
+    """Of each its number among those that were asked for."""
+    offsets: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    roots: list[int] = field(default_factory=list)
+    sums: dict[int, bytes] = field(default_factory=dict)
+    """By place, of those that have several chunks at least: the sums of these, packed."""
 
     def add(self, place: int, slot: Slot, sums: bytes) -> None:
         """One more; `sums` of its chunks, where it has several."""
@@ -263,7 +258,8 @@ class SegmentReader:
                 sums[int(places[row])] = found
         if not good.all():
             places, rows = places[good], rows.only(good)
-        return Spots(places.tolist(), rows.offsets, rows.lengths, rows.roots, sums)
+        offsets, lengths, roots = map(rows.column, ("offset", "length", "root"))
+        return Spots(places.tolist(), offsets, lengths, roots, sums)
 
     def _sums_of(self, start: int, packed: bytes, slot: Slot) -> bytes | None:
         """The sums of the chunks, packed, where there are several. None for an object that has expired, or has

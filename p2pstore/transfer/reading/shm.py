@@ -18,20 +18,13 @@ from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_messages import ItemError, Lease, Leased, Release
 from p2pstore.local.local_protocol import Access, LocalKind
-from p2pstore.objects import DEFAULT_NAMESPACE, Version
+from p2pstore.objects import DEFAULT_NAMESPACE, Announced, Version
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
-from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.reading.arriving import Destination, checked_view, watch_of
 from p2pstore.transfer.reading.segment_reader import Copied, SegmentReader, Spots, expired
 from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import (
-    Destination,
-    Pulled,
-    PullFailed,
-    RemoteCopy,
-    checked_view,
-    too_small,
-    watch_of,
-)
+from p2pstore.transfer.transport import Pulled, RemoteCopy, too_small
 from p2pstore.wire import ONE_WAY, Code, encode_frame
 
 MAX_TORN_READS: Final = 3

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_digest
 
 from p2pstore.errors import ProtocolError
 from p2pstore.memory.segment_layout import SLOT_BYTES, SlotRows, is_only_chunk, slot_version
-from p2pstore.objects import KIB, Version, chunk_sum
+from p2pstore.objects import KIB, Announced, Version, chunk_sum
 from p2pstore.runtime.flow import NO_HASTE, Haste
 from p2pstore.runtime.streams import MAX_GATHER
 from p2pstore.transfer.data_messages import (
@@ -26,7 +26,6 @@ from p2pstore.transfer.data_messages import (
     Keeps,
     SmallObjects,
 )
-from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.data_requests import INBOX_BYTES, DataRequests
 from p2pstore.transfer.reading.span_reads import MIN_BATCH_ITEMS
 from p2pstore.wire import HEADER_BYTES, encode_body
@@ -184,7 +183,7 @@ async def _receive(
     if len(answer.slots) != SLOT_BYTES * len(views):
         raise ProtocolError("the reply to GET_SMALL has another number of slots than digests")
     slots = SlotRows(answer.slots)
-    lengths, room = slots.lengths, list(map(len, views))
+    lengths, room = slots.column("length"), list(map(len, views))
     in_all = sum(lengths)
     if (
         in_all != connection.bulk_left

@@ -1,12 +1,16 @@
 """Objects of one holder by GET, in spans of chunks: one object, many of them, or the free chunks of a value that others
 read as well. Over any `ByteStream`.
 
+Bytes are received straight into the destination and each 1 MiB chunk is checked as soon as it is there, while it is
+still in the cache: checking after the fact would cost a quarter of the throughput.
+
 A pure queue says what to ask for next; one loop asks for it ahead of need, and takes the answers in order. See
 `p2pstore.transfer.reading.small_reads` for objects of one chunk that go into buffers.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +19,7 @@ from typing import Final, NamedTuple
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.memory.segment_layout import Slot, TrailerBody, is_only_chunk, slot_version
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, chunk_count, chunk_sum
-from p2pstore.runtime.flow import Outrun
+from p2pstore.runtime.flow import NO_HASTE, Haste, Outrun
 from p2pstore.transfer.data_messages import (
     DataKind,
     Get,
@@ -25,20 +29,20 @@ from p2pstore.transfer.data_messages import (
     Objects,
     ObjectStatus,
 )
-from p2pstore.transfer.failover import AnotherVersion, TooSlow
-from p2pstore.transfer.reading.arriving import ONLY_READER, PART_CHUNKS, Arriving, check_sum
-from p2pstore.transfer.reading.data_requests import DataRequests, is_damage
-from p2pstore.transfer.transport import (
-    BufferDestination,
+from p2pstore.transfer.failover import AnotherVersion, PullFailed, TooSlow
+from p2pstore.transfer.reading.arriving import (
+    ONLY_READER,
+    PART_CHUNKS,
+    Arriving,
     Destination,
-    Pulled,
-    PullFailed,
     ResumableDestination,
-    check_object,
+    check_sum,
     checked_view,
     resume,
     watch_of,
 )
+from p2pstore.transfer.reading.data_requests import DataRequests, is_damage
+from p2pstore.transfer.transport import BufferDestination, Pulled, check_object
 from p2pstore.wire import Code, code_of
 
 ItemOutcome = Pulled | int | P2PStoreError | ValueError
@@ -59,6 +63,8 @@ DISCARD_BYTES: Final = CHUNK_BYTES
 SMALL_BYTES: Final = 64 * KIB
 """Payloads that are checked before they are copied to where they belong: a batch of them takes few receives."""
 TRANSPORT_NAME: Final = "tcp"
+NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
+"""Beyond the end of any object: asks for its slot and trailer alone."""
 
 
 def batch_items(count: int) -> int:
@@ -307,6 +313,75 @@ class SpanReader:
             self._queue.came(left)
 
 
+async def read_one(
+    connection: DataRequests,
+    wanted: Wanted,
+    haste: Haste = NO_HASTE,
+    reader: int = ONLY_READER,
+    *,
+    keeps: Keeps = Keeps.NO,
+    expected_bytes: int = 0,
+) -> Pulled:
+    """Read one object, or what is free of one that others read as well; `expected_bytes` is about its length, where
+    that is known. Raises `PullFailed` (`AnotherVersion` when this holder has another one than the others), or what
+    `destination.prepare` raises. When the haste is finite, the other side may be too busy for a large object (BUSY);
+    when the object is kept, or could be, it may also be BUSY because others have it."""
+    may_refuse = haste.answer_seconds < math.inf
+    with connection.operation(haste):
+        await SpanReader(
+            connection,
+            [wanted],
+            reader,
+            keeps=keeps,
+            may_refuse=may_refuse,
+            expected_bytes=expected_bytes,
+        ).run()
+        outcome = wanted.outcome
+        if isinstance(outcome, Exception):
+            raise outcome  # in the operation, which ends the connection where that is damaged
+        assert isinstance(outcome, Pulled)
+        return outcome
+
+
+async def read_many(
+    connection: DataRequests,
+    items: Sequence[BatchItem],
+    haste: Haste = NO_HASTE,
+    keeps: Keeps = Keeps.NO,
+) -> list[ItemOutcome]:
+    """Read many objects, small ones together in few frames: per item what was pulled, or why not.
+
+    An item's own failure, and what its `destination.prepare` raises, is that item's result. When the
+    connection fails on the way, what was pulled before stands and the rest is `PullFailed`; raises
+    only when nothing was pulled. `haste` and `keeps` as for `read_one`.
+    """
+    wanted = [Wanted(digest, destination) for digest, destination in items]
+    with connection.operation(haste):
+        failure = PullFailed(Code.INTERNAL, "it was not read")
+        try:
+            await SpanReader(connection, wanted, keeps=keeps).run()
+        except (OSError, ProtocolError, PullFailed) as error:
+            if all(each.outcome is None for each in wanted):
+                raise
+            connection.close()
+            failure = failure_of(error)
+            if any(each.outcome is error for each in wanted):
+                text = "the connection ended with an item before this one"
+                failure = PullFailed(Code.UNAVAILABLE, text, retriable=True)
+        return [failure if each.outcome is None else each.outcome for each in wanted]
+
+
+async def look(
+    connection: DataRequests, digest: bytes, slot_hint: int = 0, haste: Haste = NO_HASTE
+) -> tuple[Slot, TrailerBody]:
+    """An object's slot and trailer, verified, and none of its bytes. Raises like `read_one`."""
+    item = GetItem(digest, NO_CHUNK, 0, slot_hint)
+    with connection.operation(haste):
+        number = await connection.send(DataKind.GET, Get([item]))
+        (reply,) = await receive_answer(connection, Asked(number, (item,)))
+        return check_reply(reply, item)
+
+
 def _deliver_small(
     reply: ObjectReply, asked: GetItem, destination: Destination, payload: memoryview
 ) -> Pulled | int:
@@ -331,18 +406,6 @@ class Asked(NamedTuple):
 
     request_id: int
     items: tuple[GetItem, ...]
-
-
-async def ask(
-    connection: DataRequests,
-    items: tuple[GetItem, ...],
-    *,
-    may_refuse: bool = False,
-    keeps: Keeps = Keeps.NO,
-) -> Asked:
-    """Send a GET; see `Get` for what it may say."""
-    get = Get(list(items), may_refuse, int(keeps))
-    return Asked(await connection.send(DataKind.GET, get), items)
 
 
 async def receive_answer(connection: DataRequests, asked: Asked) -> list[ObjectReply]:

@@ -17,22 +17,23 @@ from p2pstore.addresses import is_loopback
 from p2pstore.errors import ConfigError
 from p2pstore.objects import CHUNK_BYTES, MIB
 from p2pstore.runtime.streams import Event, HelperTask, StartHelper
-from p2pstore.transfer.data_addresses import split_data_address
-from p2pstore.transfer.reading.arriving import AHEAD_CHUNKS, ALONE, ONLY_READER, Arriving, Sharing, Step
+from p2pstore.transfer.data_messages import split_data_address
+from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.reading.arriving import (
+    AHEAD_CHUNKS,
+    ALONE,
+    ONLY_READER,
+    Arriving,
+    Destination,
+    ResumableDestination,
+    Sharing,
+    Step,
+)
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.data_pool import MAX_READERS, DataPool
 from p2pstore.transfer.reading.data_requests import is_damage
 from p2pstore.transfer.reading.span_reads import TRANSPORT_NAME
-from p2pstore.transfer.transport import (
-    SLICED_BYTES,
-    Destination,
-    Helpers,
-    Pulled,
-    PullFailed,
-    RemoteCopy,
-    ResumableDestination,
-    hurried,
-)
+from p2pstore.transfer.transport import SLICED_BYTES, Helpers, Pulled, RemoteCopy, hurried
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from p2pstore.transfer.data_messages import (
     Proof,
     Refused,
 )
-from p2pstore.transfer.rdma.rdma_serving import RdmaBackend
+from p2pstore.transfer.rdma.rdma_serving import RdmaServer
 from p2pstore.transfer.read_tickets import (
     NONCE_BYTES,
     SignerLike,
@@ -55,7 +55,7 @@ from p2pstore.transfer.serving.data_session import RECEIVE_BYTES, DataSession
 from p2pstore.transfer.serving.read_answers import Traffic
 from p2pstore.transfer.serving.serving_backends import Backends, DataBackend, StoreBackend, SwarmBackend
 from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
-from p2pstore.transfer.tls.tls_streams import AcceptedTlsStream, TlsServing
+from p2pstore.transfer.tls_streams import AcceptedTlsStream, TlsServing
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
     HELLO_LIMITS,
@@ -72,7 +72,6 @@ from p2pstore.wire import (
 
 logger = logging.getLogger("p2pstore.transfer")
 
-__all__ = ["DataBackend", "DataServer", "ServerLimits", "listener_address", "open_data_listeners"]
 
 LISTEN_BACKLOG: Final = 512
 MAX_SUBJECTS: Final = 1024
@@ -167,7 +166,7 @@ class DataServer:
         unix_clock: Callable[[], float] = time.time,
         allowed: AllowList | None = None,
         stores: StoreBackend | None = None,
-        rdma: RdmaBackend | None = None,
+        rdma: RdmaServer | None = None,
         tls: bool = False,
         swarms: SwarmBackend | None = None,
         budget: ByteBudget | None = None,

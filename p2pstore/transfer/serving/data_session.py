@@ -40,7 +40,7 @@ from p2pstore.transfer.data_messages import (
     StoreReply,
     SwarmLink,
 )
-from p2pstore.transfer.rdma.rdma_serving import ReadableEnd
+from p2pstore.transfer.rdma.rdma_serving import ServedReader
 from p2pstore.transfer.read_tickets import Rights, TicketClaims
 from p2pstore.transfer.serving.other_requests import RequestTasks, SwarmAnswers, receive_value
 from p2pstore.transfer.serving.read_answers import (
@@ -118,7 +118,7 @@ class DataSession:
         """Of a request that is not whole; its deadline is `_frame_due`."""
         self._frame_due = math.inf
         self._measured_bytes = 0
-        self._readable: list[ReadableEnd] = []
+        self._readable: list[ServedReader] = []
         self._ended_by: Exception | None = None
 
     async def run(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from p2pstore.runtime.streams import BytesLike
 from p2pstore.transfer.data_frames import FrameLink
 from p2pstore.transfer.data_messages import DataKind, GetItem, GetPiece, PieceReply, Store, Stored
-from p2pstore.transfer.rdma.rdma_serving import RdmaBackend
+from p2pstore.transfer.rdma.rdma_serving import RdmaServer
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.serving.read_answers import ReadSource
 from p2pstore.wire import Message
@@ -107,5 +107,5 @@ class Backends:
 
     objects: DataBackend
     stores: StoreBackend | None = None
-    rdma: RdmaBackend | None = None
+    rdma: RdmaServer | None = None
     swarms: SwarmBackend | None = None

@@ -6,20 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from p2pstore.access.crowding import Holder, yielding
 from p2pstore.objects import GIB, PART_BYTES
 from p2pstore.runtime.byte_budget import Owner
 
-
-class Session(Protocol):
-    """One connection after its hello."""
-
-    @property
-    def idle_since(self) -> float | None:
-        """When it was last used (monotonic), None while it is in use."""
-        ...
+if TYPE_CHECKING:
+    from p2pstore.transfer.serving.data_session import DataSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +31,7 @@ class DataPlaces:
         """Connections that went for another one."""
         self.refused = 0
         """Those that were turned away, as all places were in use."""
-        self._places: dict[Session, _Place] = {}
+        self._places: dict[DataSession, _Place] = {}
 
     @property
     def taken(self) -> int:
@@ -67,11 +61,11 @@ class DataPlaces:
         self._places.pop(session).end()
         return True
 
-    def take(self, session: Session, owner: Owner, end: Callable[[], None]) -> None:
+    def take(self, session: DataSession, owner: Owner, end: Callable[[], None]) -> None:
         """A connection for which there is room has a place until `leave`; `end` ends it."""
         self._places[session] = _Place(owner, end)
 
-    def leave(self, session: Session) -> None:
+    def leave(self, session: DataSession) -> None:
         """It has ended; may be called twice."""
         self._places.pop(session, None)
 

@@ -1,19 +1,24 @@
-"""Removing keys everywhere."""
+"""Removing keys, and whole namespaces, everywhere."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.core_effects import KnownCopy, Reply
+from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS, SweepOperation
 from p2pstore.core.gets.lookup import AfterLookup
-from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
+from p2pstore.core.operation import Operation
 from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, PeerId, SignedRecord
+from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, SCOPE_NAMESPACE, PeerId, SignedRecord
 from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords, RecordsTaken
+from p2pstore.wire import Failure
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -24,6 +29,11 @@ DIGESTS_PER_STEP: Final = 512
 KEYS_PER_PUSH: Final = 1_024
 RECORDS_PER_PUSH: Final = 40
 """What the receiver of a push checks and forbids at a time: about 5 ms."""
+
+
+def pushed(records: Sequence[SignedRecord]) -> ClusterRecords:
+    """Cluster records for one peer, which is told of them ahead of gossip."""
+    return ClusterRecords([each.body for each in records], [each.signature for each in records])
 
 
 class RemoveOperation(AfterLookup):
@@ -46,8 +56,6 @@ class RemoveOperation(AfterLookup):
         self._to_remove: deque[tuple[bytes, Version, list[KnownCopy]]] = deque()
         self._to_tell: dict[PeerId, list[tuple[SignedRecord, int]]] = {}
         """Records, each with how many keys it forbids."""
-        self._pending: set[int] = set()
-        self._next_tag = 0
         self._give_up_at = math.inf
 
     def _begin_on(self, now: float) -> None:
@@ -59,7 +67,7 @@ class RemoveOperation(AfterLookup):
             self.finish(error, now)
             return
         if self._keys:
-            self._wake_at(now)
+            self.set_alarm(now)
             return
         self._look_up(now)
 
@@ -90,7 +98,7 @@ class RemoveOperation(AfterLookup):
         self._push_what_is_due(last=not more)
         self.wake_at = math.inf
         if more:
-            self._wake_at(now + WAIT_STEP_SECONDS if waits else now)
+            self.set_alarm(now + WAIT_STEP_SECONDS if waits else now)
         self._settle(now)
 
     def _judge(self, digest: bytes, copies: list[KnownCopy], now: float) -> None:
@@ -140,18 +148,118 @@ class RemoveOperation(AfterLookup):
                     count += 1
                 if not last and count < RECORDS_PER_PUSH and keys < KEYS_PER_PUSH:
                     break
-                self._push(peer_id, [signed for signed, _ in floors[:count]])
+                request = pushed([signed for signed, _ in floors[:count]])
+                self.ask(None, peer_id, DataKind.CLUSTER_RECORDS, request, REMOVE_TIMEOUT_SECONDS)
                 del floors[:count]
 
-    def _push(self, peer_id: PeerId, records: list[SignedRecord]) -> None:
-        tag, self._next_tag = self._next_tag, self._next_tag + 1
-        self._pending.add(tag)
-        self.core.floors.push(self.number, tag, peer_id, records, REMOVE_TIMEOUT_SECONDS)
-
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        self._pending.discard(tag)
+    def answered(self, about: None, reply: Reply, now: float) -> None:
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if not self._pending and not self._to_remove and not self._found:
+        if not self.asked and not self._to_remove and not self._found:
             self.finish(self._existed, now)
+
+
+PUSHES_AT_ONCE: Final = 32
+FLUSH_TIMEOUT_SECONDS: Final = 10.0
+MAX_ROUNDS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FlushEnd:
+    """What a flush did. `told` other peers have dropped the namespace's objects; those of `not_told`,
+    which did not answer in time, will when they hear of it by gossip."""
+
+    told: int
+    not_told: tuple[PeerId, ...]
+
+
+class FlushOperation(Operation):
+    """Remove all objects of a namespace, wherever they are: one floor above everything that this peer has
+    heard of, pushed to all live peers at once, 32 at a time. Each answers how far its clock was: where
+    that was ahead of the floor, a second floor follows that covers what was put there.
+
+    The result is a `FlushEnd`; `Unavailable` when this peer's clock is wrong; `CapacityExceeded` when there is no room
+    for a floor, which other peers would not take in either. It comes when every live peer has withdrawn what it held,
+    or the time is over. Later puts, the same bytes under the same keys too, are above the floor.
+    """
+
+    def __init__(
+        self, core: PeerCore, namespace: str, timeout_seconds: float = FLUSH_TIMEOUT_SECONDS
+    ) -> None:
+        super().__init__(core)
+        self._name = namespace_digest(namespace)
+        self._deadline = timeout_seconds
+        self._floor: SignedRecord
+        self._version = ZERO_VERSION
+        self._newest_clock = 0
+        self._rounds = 0
+        self._to_tell: list[PeerId] = []
+        self._silent: list[PeerId] = []
+        self._told = 0
+
+    def start(self, now: float) -> None:
+        self._deadline += now
+        try:
+            self.core.timekeeping.check_all(now)
+        except Unavailable as error:
+            self.finish(error, now)
+            return
+        if self.core.floor_budget.full:
+            self.finish(self.core.floor_budget.no_room(), now)
+            return
+        self._begin_round(self.core.gossip.floors.newest_heard, now)
+        if not self.done:
+            self.set_alarm(self._deadline)
+
+    def _begin_round(self, newest_clock: int, now: float) -> None:
+        self._rounds += 1
+        try:
+            self._version = self.core.version_above(Version(newest_clock, 0), now)
+        except Unavailable as error:
+            self.finish(error, now)
+            return
+        self._floor = self.core.floors.write(self._name, self._version, now, scope=SCOPE_NAMESPACE)
+        self._to_tell = self.core.live_peers()
+        self._silent, self._told = [], 0
+        self.run(SweepOperation(self.core), self._swept, now)
+        self._proceed(now)
+
+    def answered(self, peer_id: PeerId, reply: Reply, now: float) -> None:
+        if reply is None or isinstance(reply, Failure):
+            self._silent.append(peer_id)
+        else:
+            self._told += 1
+            if isinstance(reply, RecordsTaken) and self.core.clock.accepts(
+                reply.newest_clock, self.core.believed_unix(now)
+            ):
+                self._newest_clock = max(self._newest_clock, reply.newest_clock)
+        self._proceed(now)
+
+    def wake(self, now: float) -> None:
+        if now >= self._deadline:
+            self._end(now)
+
+    def _swept(self, result: Any, now: float) -> None:
+        if not self.asked and not self._to_tell:
+            self._end_round(now)
+
+    def _proceed(self, now: float) -> None:
+        request = pushed([self._floor])
+        while self._to_tell and len(self.asked) < PUSHES_AT_ONCE:
+            peer_id, seconds = self._to_tell.pop(), max(0.0, self._deadline - now)
+            self.ask(peer_id, peer_id, DataKind.CLUSTER_RECORDS, request, seconds)
+        if not self.asked and not self.parts:
+            self._end_round(now)
+
+    def _end_round(self, now: float) -> None:
+        if self.done:
+            return
+        if self._rounds < MAX_ROUNDS and self._newest_clock >= self._version.clock:
+            self._begin_round(self._newest_clock, now)
+        else:
+            self._end(now)
+
+    def _end(self, now: float) -> None:
+        not_told = (*self._silent, *self.asked.values(), *self._to_tell)
+        self.finish(FlushEnd(self._told, not_told), now)

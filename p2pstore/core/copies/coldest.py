@@ -1,10 +1,4 @@
-"""Which last copies are offered to other peers before memory needs their room. Pure.
-
-A put never waits for another peer. So the coldest part of memory is kept free, or such that losing it costs nothing:
-other peers hold it, by then. A last copy goes to a peer with free memory, else to one whose own victims were unused
-for much longer, where it displaces these. That other peer pulls, verifies and announces it; then the copy here is a
-soft one, which goes first. A copy that came from another peer is not offered until it was read: none travels on unread.
-"""
+"""The coldest part of memory, before puts need its room: written to the SSD, or held by another peer as well. Pure."""
 
 from __future__ import annotations
 
@@ -19,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from p2pstore.core.copies.own_copies import other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
+from p2pstore.core.core_effects import WriteObject
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.policies.interface import EvictionPolicy
@@ -28,6 +23,89 @@ from p2pstore.objects import MIB
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
+    from p2pstore.memory.segment import ObjectEntry
+
+WRITTEN_SHARE: Final = 4
+"""This part of memory, from the coldest on, is to be free or written."""
+UNDER_WAY_BYTES: Final = 256 * MIB
+UNDER_WAY_SHARE: Final = 8
+"""Of memory, at most, as what is being written cannot be evicted."""
+MAX_UNDER_WAY: Final = 256
+LOOKED_AT: Final = 512
+"""Objects a step looks at: half a millisecond."""
+INTERVAL_SECONDS: Final = 0.02
+"""Between two steps."""
+
+
+class WriteBack:
+    """Writes to the SSD tier, where there is one (`core.cold.store`): the coldest part of memory is kept written, as an
+    operating system does with its page cache. A put never waits for that. An object that is not written in time, since
+    the SSD or its budget cannot keep up, is evicted all the same, and lost here."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._under_way = 0
+        self._under_way_bytes = 0
+        self.due_at = float("inf")
+        self._last_step = float("-inf")
+
+    @property
+    def _wanted_bytes(self) -> int:
+        return self._core.segment.data_bytes // WRITTEN_SHARE
+
+    @property
+    def _most_bytes(self) -> int:
+        return min(UNDER_WAY_BYTES, self._core.segment.data_bytes // UNDER_WAY_SHARE)
+
+    def memory_taken(self, now: float) -> None:
+        """Something took room."""
+        if self._core.cold.store is not None and self._core.segment.free_bytes < self._wanted_bytes:
+            self.due_at = min(self.due_at, max(now, self._last_step + INTERVAL_SECONDS))
+
+    def tick(self, now: float) -> None:
+        if now < self.due_at:
+            return
+        self.due_at, self._last_step = float("inf"), now
+        for entry in self._choose(self._core.unix(now)):
+            self._core.segment.references.acquire_unused(entry)
+            self._under_way += 1
+            self._under_way_bytes += entry.extent_bytes
+            self._core.emit(WriteObject(entry))
+
+    def _choose(self, unix: float) -> list[ObjectEntry]:
+        # Cheap bytes are on the SSD or at another peer: they are counted, not walked past, as they may be many.
+        segment = self._core.segment
+        ready_bytes = segment.free_bytes + segment.room.cheap_bytes + self._under_way_bytes
+        chosen: list[ObjectEntry] = []
+        chosen_bytes = 0
+        for entry in islice(segment.room.coldest(cheap=False), LOOKED_AT):
+            if (
+                ready_bytes >= self._wanted_bytes
+                or self._under_way + len(chosen) >= MAX_UNDER_WAY
+                or self._under_way_bytes + chosen_bytes >= self._most_bytes
+            ):
+                break
+            if entry.references:  # it is being written
+                continue
+            ready_bytes += entry.extent_bytes
+            # A soft copy has a firm one elsewhere.
+            if not entry.on_ssd and not entry.soft and entry.not_written_before <= unix:
+                chosen.append(entry)
+                chosen_bytes += entry.extent_bytes
+        return chosen
+
+    def ended(self, entry: ObjectEntry, written: bool, retry_seconds: float, now: float) -> None:
+        """The outcome of a `WriteObject`; when it was refused, it is asked for again after that time."""
+        core = self._core
+        self._under_way -= 1
+        self._under_way_bytes -= entry.extent_bytes
+        if written:
+            core.cold.written(entry, now)
+        elif entry.state is SlotState.LIVE:
+            entry.not_written_before = core.unix(now) + retry_seconds
+        core.segment.references.let_go(entry, was_used=False)
+        self.memory_taken(now)
+
 
 READY_PART: Final = 32
 """This part of memory is to be free, or such that losing it costs nothing."""
@@ -38,7 +116,7 @@ MOST_OLDEST: Final = 16
 MOST_OFFERED: Final = 64
 MOST_OFFERED_BYTES: Final = 16 * MIB
 """At a time; a larger object goes alone."""
-LOOKED_AT: Final = 256
+WEIGHED: Final = 256
 """Objects that one look weighs, at a few microseconds each."""
 LOOK_SECONDS: Final = 0.25
 """Between two looks while there is nothing to offer."""
@@ -92,8 +170,7 @@ class Rooms(Generic[PeerName]):
         return bool(self._spacious or self._oldest)
 
     def take(self, length: int, idle_seconds: float, unix: float) -> Room[PeerName] | None:
-        """Room for an object that was unused for so long. Of two chosen at random the better one, as other peers choose
-        among the same rooms."""
+        """Room for an object unused for so long: the better of two at random, as other peers choose as well."""
         while self._spacious:
             room = max(self._two(self._spacious), key=lambda each: each.spare_bytes)
             if room.spare_bytes >= length:
@@ -173,7 +250,13 @@ class MemberRooms:
 
 
 class Offers:
-    """Decides for one peer. `bytes_per_second`: at most, of what is copied: a share of the link."""
+    """Offers last copies to other peers before memory needs their room; `bytes_per_second` bounds what is copied.
+
+    A put never waits for another peer. A last copy goes to a peer with free memory, else to one whose own victims were
+    unused for much longer, where it displaces these. That peer pulls, verifies and announces it; then the copy here is
+    a soft one, which goes first. A copy that came from another peer is not offered until it was read: none travels on
+    unread.
+    """
 
     def __init__(self, core: PeerCore, bytes_per_second: float) -> None:
         self._core = core
@@ -187,13 +270,13 @@ class Offers:
         self._is_short = False
         self._next_look = self._rested_at = 0.0
 
-    def next_tick(self) -> float:
-        """When `tick` has something to do. (A shortage is found with any tick.)"""
+    @property
+    def due_at(self) -> float:
+        """A shortage is found with any tick."""
         look = self._next_look if self._is_short and not self._under_way else math.inf
         return min(look, next(iter(self._taken.values()), math.inf))
 
     def tick(self, now: float) -> None:
-        """Offer what is to be offered now."""
         while self._taken and now >= next(iter(self._taken.values())):
             self._end(next(iter(self._taken)), now)
         segment = self._core.segment
@@ -211,7 +294,7 @@ class Offers:
         rooms = self._rooms_now(now)
         if not rooms:
             return
-        coldest = islice(segment.room.coldest(cheap=False), LOOKED_AT)
+        coldest = islice(segment.room.coldest(cheap=False), WEIGHED)
         is_last = partial(self._is_last, now=now)
         policy, unix = segment.objects.order.policy, self._core.unix(now)
         for entry, room in choose_offers(coldest, short_bytes, is_last, rooms, policy, unix):
@@ -243,8 +326,7 @@ class Offers:
         core.counters["copies_offered"] += 1
         self._under_way += 1
         ended = partial(self._answered, entry, room)
-        copy = ReplicateOperation(core, entry, 2, on_finish=ended, candidates=[room.peer])
-        core.operations.start(copy, now)
+        core.operations.start(ReplicateOperation(core, entry, 2, candidates=[room.peer]), now, ended)
 
     def _answered(self, entry: ObjectEntry, room: Room[PeerId], copies: Any, now: float) -> None:
         core = self._core
@@ -261,8 +343,7 @@ class Offers:
             self._next_look = max(now, self._rested_at)
 
     def _end(self, entry: ObjectEntry, now: float) -> None:
-        """The others have heard of the copy by now: the one here goes first. Unless it was not announced, as far as
-        this peer would know."""
+        """The others have heard of the copy: the one here goes first, unless no announcement is known here."""
         core = self._core
         del self._taken[entry]
         if entry.state is not SlotState.LIVE or entry.pin is not Pin.NONE:

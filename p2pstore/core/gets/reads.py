@@ -15,12 +15,18 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from p2pstore.core.core_effects import AskPeer
 from p2pstore.gossip.records import Member
 from p2pstore.objects import MIB
-from p2pstore.transfer.data_messages import Keeps
+from p2pstore.transfer.data_messages import DataKind, Keeps
+from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, ReadCount, Reads
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
 
 HOT_BYTES: Final = 1 * MIB
 """Smaller objects take about as long to ask for as to send."""
@@ -172,3 +178,55 @@ class HotObjects:
         else:
             self._objects.move_to_end(digest)
         return reads
+
+
+UNSEEN_TRANSPORTS: Final = frozenset({"shm", "rdma"})
+"""By which the holder does nothing."""
+REPORT_SECONDS: Final = 0.25
+"""Between two reports to all holders: eviction looks at most objects far less often."""
+MAX_NOTED: Final = 16 * MAX_READ_COUNTS
+"""Objects counted between two reports; reads of further ones are not reported."""
+MAX_COUNT: Final = 1_000_000
+ANSWER_SECONDS: Final = 5.0
+
+
+class ReadReports:
+    """Counts of reads by this peer and its clients elsewhere, until reported; and the reports of other peers. A read
+    through a mapping or by RDMA sends its holder no request, so the holder would evict objects in constant use."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._counts: dict[Member, dict[bytes, int]] = {}
+        self._noted = 0
+        self.due_at = math.inf
+
+    def note(self, member: Member, digest: bytes, count: int, now: float) -> None:
+        """Count `count` reads of the object in the memory of this member, which did not see them."""
+        counts = self._counts.setdefault(member, {})
+        if digest not in counts:
+            if self._noted >= MAX_NOTED:
+                return
+            self._noted += 1
+        counts[digest] = counts.get(digest, 0) + max(0, min(count, MAX_COUNT))
+        self.due_at = min(self.due_at, now + REPORT_SECONDS)
+
+    def tick(self, now: float) -> None:
+        if now < self.due_at:
+            return
+        told, self._counts = self._counts, {}
+        self._noted, self.due_at = 0, math.inf
+        for member, counts in told.items():
+            state = self._core.gossip.membership.resolve(member)
+            if state is None or self._core.holders.is_avoided(member, now):
+                continue
+            items = [ReadCount(digest, count) for digest, count in counts.items()]
+            for start in range(0, len(items), MAX_READ_COUNTS):
+                request = Reads(items[start : start + MAX_READ_COUNTS])
+                self._core.emit(AskPeer(0, 0, state.peer_id, DataKind.READS, request, ANSWER_SECONDS))
+
+    def heard(self, items: Sequence[ReadCount], now: float) -> None:
+        """Others read these objects here."""
+        for item in items:
+            self._core.segment.objects.touch(
+                item.digest, max(0, min(item.count, MAX_COUNT)), self._core.unix(now)
+            )

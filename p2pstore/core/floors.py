@@ -1,4 +1,4 @@
-"""A peer's floors: writing them, taking them in, and what follows for the objects it holds."""
+"""A peer's floors: writing them as fast as compaction allows, taking them in, and what goes here because of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.core_effects import AskPeer, SaveClusterRecord
-from p2pstore.core.removals.flush import Sweep
-from p2pstore.errors import ProtocolError
+from p2pstore.core.core_effects import SaveClusterRecord
+from p2pstore.core.operation import Operation
+from p2pstore.errors import CapacityExceeded, ProtocolError
+from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     MAX_KEYS_OF_FLOOR,
@@ -19,7 +20,6 @@ from p2pstore.gossip.records import (
     ClusterRecordKind,
     FloorBody,
     Member,
-    PeerId,
     SignedRecord,
     floor_of_keys,
     keys_of_floor,
@@ -27,12 +27,11 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.objects import Version, unix_seconds_from_clock
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import ClusterRecords
 from p2pstore.wire import encode_body
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
+    from p2pstore.memory.segment import ObjectEntry
 
 MAX_NOTES: Final = 100
 MAX_NAMES: Final = 5
@@ -41,8 +40,7 @@ MAX_NAMES: Final = 5
 
 @dataclass(slots=True)
 class _Distrusting:
-    """Copies up to this clock are being discarded. `by`: names of those whose word that is; `before`: how many had been
-    discarded before."""
+    """Copies up to this clock are discarded, by the word of those members; `before`: the count of earlier discards."""
 
     clock: int
     before: int
@@ -71,8 +69,7 @@ class Floors:
         scope: int = SCOPE_KEY,
         namespace: bytes = b"",
     ) -> SignedRecord:
-        """Forbid all copies up to `version`: of a key (in the namespace of this digest), or with
-        `SCOPE_NAMESPACE` of all keys of a namespace."""
+        """Forbid all copies up to `version`: of a key (of the namespace), or of all keys (`SCOPE_NAMESPACE`)."""
         core = self._core
         record = ClusterRecord(
             CLUSTER_RECORD_FORMAT,
@@ -172,22 +169,6 @@ class Floors:
         self._accept(record, signed, now)
         return signed
 
-    def push(
-        self,
-        operation: int,
-        tag: int,
-        peer_id: PeerId,
-        records: Sequence[SignedRecord],
-        timeout_seconds: float,
-    ) -> None:
-        """Tell one peer of cluster records now, ahead of gossip."""
-        request = ClusterRecords(
-            [record.body for record in records], [record.signature for record in records]
-        )
-        self._core.emit(
-            AskPeer(operation, tag, peer_id, DataKind.CLUSTER_RECORDS, request, timeout_seconds)
-        )
-
     def learn(self, records: Sequence[SignedRecord], now: float) -> None:
         """Take in signed records from elsewhere. Raises `ProtocolError` for one that is not right, and when some are
         from the future; those beside them are taken."""
@@ -243,13 +224,12 @@ class Floors:
         self._notes.append(f"{core.name_of(record.signer)} has flushed {what}: its objects go")
 
     def tick(self, now: float) -> None:
-        """Make a step of what takes long."""
         if self.sweep.pending:
             self.sweep.step(now)
 
-    def next_tick(self, now: float) -> float:
-        """When `tick` has something to do."""
-        return now if self.sweep.pending else math.inf
+    @property
+    def due_at(self) -> float:
+        return -math.inf if self.sweep.pending else math.inf
 
     def _forbid(self, digest: bytes, version: Version, now: float) -> None:
         core = self._core
@@ -272,3 +252,157 @@ class Floors:
         event.by += [each for each in self._names(self._sync.distrusted_by) if each not in event.by]
         core.cold.sweep(None, Version(clock, 0xFFFF))
         self.sweep.begin(now, distrusted=clock)
+
+
+SLOTS_PER_STEP: Final = 2_000
+WITHDRAWN_PER_STEP: Final = 32
+"""Each step takes less than 5 ms: withdrawing an object costs some 40 us, passing a slot half of one."""
+
+
+class Sweep:
+    """Goes over the segment's slots once after every `begin`, a step per tick, and withdraws forbidden
+    objects. Objects put meanwhile were checked when they came."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._at = 0
+        self._left = 0
+        self._distrusted = 0
+        self._waiting: list[SweepOperation] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a step to make."""
+        return self._left > 0 or self._core.cold.sweeping
+
+    def forbids(self, entry: ObjectEntry) -> bool:
+        """Whether the object is to go, though it is still here."""
+        return self._left > 0 and (
+            entry.version.clock <= self._distrusted or self._core.objects.forbids(entry)
+        )
+
+    def begin(self, now: float, distrusted: int = 0) -> None:
+        """Go round from here, as a namespace has a floor or versions up to `distrusted` are; one step at once."""
+        self._distrusted = max(self._distrusted, distrusted)
+        self._left = self._core.segment.geometry.slots
+        self.step(now)
+
+    def step(self, now: float) -> None:
+        """Pass some slots; when all were passed, discard some objects on the SSD."""
+        if self._left:
+            self._pass_slots(now)
+        else:
+            self._core.cold.sweep_step(now)
+        if not self.pending:
+            waiting, self._waiting = self._waiting, []
+            for operation in waiting:
+                operation.finish(None, now)
+
+    def _pass_slots(self, now: float) -> None:
+        core, withdrawn = self._core, 0
+        count = min(SLOTS_PER_STEP, self._left)
+        for entry in core.segment.objects.in_slots(self._at, count):
+            if self.forbids(entry):
+                if withdrawn == WITHDRAWN_PER_STEP:
+                    count = entry.slot - self._at
+                    break
+                core.counters["objects_distrusted"] += entry.version.clock <= self._distrusted
+                core.objects.withdraw(entry, now)
+                withdrawn += 1
+        self._left -= count
+        self._at += count
+        if self._at >= core.segment.geometry.slots:
+            self._at = 0
+        if not self._left:
+            self._distrusted = 0
+
+    def wait(self, operation: SweepOperation, now: float) -> None:
+        """Finish the operation when nothing is left to sweep."""
+        if self.pending:
+            self._waiting.append(operation)
+        else:
+            operation.finish(None, now)
+
+    def leave(self, operation: SweepOperation) -> None:
+        """The operation does not wait any more."""
+        if operation in self._waiting:
+            self._waiting.remove(operation)
+
+
+class SweepOperation(Operation):
+    """Waits until what floors forbid has been withdrawn here."""
+
+    def start(self, now: float) -> None:
+        self.core.floors.sweep.wait(self, now)
+
+    def cancel(self, now: float) -> None:
+        self.core.floors.sweep.leave(self)
+        super().cancel(now)
+
+
+WAIT_SECONDS: Final = 4.0
+"""An operation waits for room among the floors for so long: clients wait for its answer for ten seconds."""
+WAIT_STEP_SECONDS: Final = 0.05
+PACE_ABOVE: Final = 0.8
+"""Share of the limit of floors above which removals are slowed down."""
+BURST_SECONDS: Final = 2.0
+PACE_SECONDS: Final = 10.0
+"""Longer than compaction takes in a small cluster whose members are all well: some seven seconds."""
+
+
+class FloorBudget:
+    """How many keys this peer may forbid now, and the error when it may forbid none."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._records = core.gossip.cluster_records.floors
+        self._allowance = 0.0
+        self._allowed_at = 0.0
+        self._slowed = False
+        self.notes: list[str] = []
+        """For the log: `Floors.take_notes` takes them."""
+
+    def may_write(self, wanted: int, now: float) -> int:
+        """How many keys of `wanted` this peer may forbid now. Floors of others are heard of a second later: so all
+        writers together fill at most half of what is free in a second, and a tenth of it when floors are crowded, so
+        that compaction comes before the limit does."""
+        floors = self._records
+        crowding = floors.crowding
+        free = float(floors.limit - floors.count)
+        if crowding > 0.0:
+            free = min(free, floors.count * (1.0 / crowding - 1.0))
+        fill_seconds = PACE_SECONDS if crowding >= PACE_ABOVE else BURST_SECONDS
+        rate = max(0.0, free) / (fill_seconds * (1 + len(floors.writers)))
+        elapsed, self._allowed_at = now - self._allowed_at, now
+        self._allowance = min(max(1.0, rate), self._allowance + elapsed * rate)
+        allowed = min(wanted, int(self._allowance))
+        self._allowance -= allowed
+        self._note_pace(slowed=allowed < wanted and crowding >= PACE_ABOVE, crowding=crowding)
+        return allowed
+
+    def _note_pace(self, *, slowed: bool, crowding: float) -> None:
+        if slowed:
+            self._core.counters["removals_slowed"] += 1
+            if not self._slowed:
+                self.notes.append(f"removals are slowed down: {self._room_text()}")
+        self._slowed = slowed or (self._slowed and crowding > COMPACT_ABOVE)
+
+    @property
+    def full(self) -> bool:
+        """Whether no further key may be forbidden."""
+        return self._records.crowding >= 1.0
+
+    def no_room(self) -> CapacityExceeded:
+        """The error of an operation that may not write a floor."""
+        return CapacityExceeded(
+            f"too many removals and overwrites: {self._room_text()}. Try again in some seconds; "
+            "`mooncake-p2p doctor` tells more"
+        )
+
+    def _room_text(self) -> str:
+        waits_for = self._core.floors.waits_for()
+        names = f"; {', '.join(waits_for[:3])} did not confirm that yet" if waits_for else ""
+        return (
+            f"{self._records.count:,} removed keys are remembered until all living peers have heard of them, which is "
+            f"{100 * self._records.crowding:.0f} % of what there is room for{names}"
+        )

@@ -1,1 +1,0 @@
-"""Removals and flushes, and the floors that forbid what they removed."""

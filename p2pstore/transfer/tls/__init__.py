@@ -1,1 +1,0 @@
-"""TLS on data connections, by certificates that admitted peers hand out."""
