@@ -31,7 +31,7 @@ from p2pstore.wire import encode_body
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.memory.entries import ObjectEntry
 
 MAX_NOTES: Final = 100
 MAX_NAMES: Final = 5
