@@ -51,8 +51,8 @@ RECONNECT_SECONDS: Final = 1.0
 RESTART_SECONDS: Final = 10.0
 QUIET_SECONDS: Final = 10.0
 PATIENCE_SECONDS: Final = 0.5
-"""Time that the peer has for the answer to a probe, before the calls that wait for it fail. In plug-ins, where a failure
-is only a miss, it has less."""
+"""Time that the peer has for the answer to a probe, before the calls that wait for it fail. In plug-ins, where a
+failure is only a miss, it has less."""
 START_ATTEMPTS: Final = 16
 """Of starting a peer, when other programs of this host take the addresses that were free."""
 HEALTHY, NOT_SET_UP, UNREACHABLE = 0, 1, 2
