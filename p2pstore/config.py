@@ -47,6 +47,7 @@ DirectoryName = Literal["auto", "full", "partitioned"]
 HugePagesName = Literal["auto", "never", "require"]
 SwitchName = Literal["off", "on"]
 OthersMay = Literal["read", "write"]
+EventsOf = Literal["peer", "fleet"]
 
 
 class _NamesAreChecked(msgspec.StructMeta):
@@ -143,6 +144,8 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
     options and files): HTTP address of the status page, `/metrics`, `/livez` and `/readyz`, without authentication; a
     port alone: on loopback; unset: none. `metrics_keys`: the page shows the most-read keys, not only namespaces.
     `http_token_file`: the token that queries of routers must show there; unset: they are answered on loopback only.
+    `kv_events`: ZeroMQ endpoint (`tcp://127.0.0.1:5557`) of events about the keys of `kv_events_namespace` that this
+    peer holds, or (`kv_events_of`) the fleet, open to all who can reach it; `kv_events_replay`: for what they missed.
     """
 
     name: str = ""
@@ -188,6 +191,10 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
     metrics: str | None = None
     metrics_keys: bool = False
     http_token_file: str | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    kv_events_of: EventsOf = "peer"
+    kv_events_namespace: str = "default"
     slow_operation: float = 0.1
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"

@@ -15,9 +15,9 @@ class NoSuchKey(P2PStoreError, KeyError):
 
 
 class Unavailable(P2PStoreError):
-    """Copies of the object are known, but none of their holders could be reached or served it; or, where this peer
-    keeps a part of the directory only, none of those that would know of copies could be reached. Or a write would be
-    refused by other peers, as this machine's clock is wrong."""
+    """Copies of the object are known, but none of their holders could be reached, proved it in time, or served it; or,
+    where this peer keeps a part of the directory only, none of those that would know of copies could be reached. Or a
+    write would be refused by other peers, as this machine's clock is wrong."""
 
 
 class DeadlineExceeded(P2PStoreError, TimeoutError):

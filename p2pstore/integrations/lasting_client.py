@@ -21,6 +21,7 @@ from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import ConfigError, DeadlineExceeded, NoSuchKey, StoreClosed
 from p2pstore.objects import MAX_KEY_BYTES
+from p2pstore.results import ItemResult
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +41,8 @@ POLL_SECONDS: Final = 0.001
 """Interval at which an engine's own thread looks for the answer."""
 KEPT_SECONDS: Final = 0.25
 """Time for which an answer is good after it was read first: one request looks up its keys again and again."""
+CHECK_SECONDS: Final = 1.0
+"""Pause between two checks of what this engine believes to be in the pool."""
 MAX_LOOKUPS: Final = 65_536
 MAX_BATCH: Final = 4096
 MAX_CHORES: Final = 64
@@ -101,6 +104,18 @@ class Retention(NamedTuple):
                         client.pin(name, "soft", ttl=seconds, fetch=False)
 
         return pin
+
+    def putting(
+        self, items: Sequence[tuple[str, Any]]
+    ) -> Callable[[BlockingClient], list[ItemResult[Any]]]:
+        """The call that puts these objects, of any tokens, and pins them."""
+
+        def put(client: BlockingClient) -> list[ItemResult[Any]]:
+            results = client.put_many(items, ttl=self.ttl)
+            self.pinning({name: math.inf for name, _ in items})(client)
+            return results
+
+        return put
 
 
 def retention(
@@ -269,6 +284,7 @@ class LastingClient:
         self._breaker = Breaker()
         self._lookups = Lookups()
         self._chores: deque[Callable[[BlockingClient], None]] = deque(maxlen=MAX_CHORES)
+        self._check_at = 0.0
         self._quiet_until: dict[str, float] = {}
         self._absence_said = False
         self._closed = False
@@ -341,6 +357,13 @@ class LastingClient:
         self._chores.append(chore)
         self._notify()
 
+    def now_and_then(self, check: Callable[[BlockingClient], None]) -> None:
+        """`later`, once in `CHECK_SECONDS`, and only while the peer answers."""
+        now = time.monotonic()
+        if now >= self._check_at and self.answers:
+            self._check_at = now + CHECK_SECONDS
+            self.later(check)
+
     def say(self, text: str) -> None:
         """Say it in the log, the same thing every ten seconds at most."""
         now = time.monotonic()
@@ -356,6 +379,10 @@ class LastingClient:
             near = difflib.get_close_matches(name, known, n=1)
             meant = f": did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
             LOG.warning("there is no setting %r, so it changes nothing%s", name, meant)
+
+    def retention(self, parameters: Any, hints: Any = None, prefix: str = "") -> Retention:
+        """How long the blocks of a request should be kept: see `retention`."""
+        return retention(parameters, hints, self.say, prefix)
 
     def close(self) -> None:
         """Disconnect; may be called twice. Calls then give what they give when the store fails."""

@@ -373,6 +373,8 @@ class Assembly:
         nursery.start_soon(data_server.serve, listeners)
         if config.metrics is not None:
             await self._serve_status(node, config.metrics, nursery)
+        if config.kv_events is not None or config.kv_events_replay is not None:
+            await self._publish_events(node, nursery)
         local_server = partial(
             serve_local,
             self.socket_path,
@@ -444,6 +446,14 @@ class Assembly:
         source = StatusSource(node.statistics, with_keys=self.config.metrics_keys)
         pages, queries = metrics_pages(node.statistics, source), PrefixQueries(node).by_path()
         nursery.start_soon(serve_http, listeners, Site(pages, queries, token))
+
+    async def _publish_events(self, node: Node, nursery: trio.Nursery) -> None:
+        """Publish events about keys, for which few peers need this import."""
+        from p2pstore.peer.event_stream import EventStream
+
+        stream = EventStream(node)
+        await stream.open()
+        nursery.start_soon(stream.run)
 
 
 def local_socket_path(config: PeerConfig) -> Path:

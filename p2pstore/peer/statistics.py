@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -97,6 +98,7 @@ class Statistics:
             "incarnation": core.incarnation,
             "state": self.state(),
             "uptime_seconds": round(node.uptime_seconds, 3),
+            "python_blocks": sys.getallocatedblocks(),
             "operations": core.operations_under_way,
             "counters": dict(sorted(core.counters.items())),
             "unix": round(time.time(), 3),

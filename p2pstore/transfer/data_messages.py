@@ -72,6 +72,7 @@ class DataKind(IntEnum):
     REMOVE = 39
     FLUSH = 40
     REPLICATE_MANY = 41
+    NAMES = 42
 
 
 class Refused(Exception):
@@ -375,6 +376,7 @@ MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
     DataKind.SNAPSHOT: (peer.Snapshot, peer.SnapshotReply),
     DataKind.CLUSTER_RECORDS: (peer.ClusterRecords, peer.RecordsTaken),
     DataKind.LIST: (peer.ListKeys, peer.Keys),
+    DataKind.NAMES: (peer.Names, peer.Named),
     DataKind.STATISTICS: (peer.Statistics, peer.StatisticsReply),
     DataKind.PING: (Ping, Pong),
     DataKind.READS: (peer.Reads, peer.ReadsTaken),
@@ -402,6 +404,7 @@ READ_KINDS: Final = frozenset(
         DataKind.GET_SMALL,
         DataKind.LOOKUP,
         DataKind.LIST,
+        DataKind.NAMES,
         DataKind.STATISTICS,
         DataKind.PING,
     }

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from p2pstore.home_messages import Holding
+from p2pstore.objects import DIGEST_BYTES
 from p2pstore.wire import Message
 
 
@@ -195,6 +196,22 @@ class ListKeys(Message, frozen=True):
     after: str
     limit: int
     pinned: bool = False
+
+
+MAX_NAMED: Final = 256
+
+
+class Names(Message, frozen=True):
+    """The keys of what is held here of a namespace: packed digests, 1 to 256."""
+
+    namespace: str
+    digests: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_NAMED)]
+
+
+class Named(Message, frozen=True):
+    """The key of each digest; empty where none of that namespace is held under it."""
+
+    keys: Annotated[list[str], Meta(max_length=MAX_NAMED)]
 
 
 class KeyInfo(Message, frozen=True):

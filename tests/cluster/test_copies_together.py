@@ -125,7 +125,7 @@ async def test_peers_of_the_version_before_copy_one_by_one(
             return serve(sender, kind, request, now)  # type: ignore[arg-type]  # passed on
 
         monkeypatch.setattr(peers[1].node.core, "serve", older)
-        items = values(LENGTHS["small"])
+        items = values(LENGTHS["small"][:12])  # each is asked for alone, and all at the same time
         results = await peers[0].put_many(items, replicas=2)
         assert [result.unwrap().copies for result in results] == [2] * len(items)
         assert refused

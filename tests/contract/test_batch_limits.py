@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,17 @@ from p2pstore.local.local_requests import (
 from p2pstore.put_facts import PutFacts
 from p2pstore.wire import LOCAL_LIMITS, encode_body
 from tests.contract.worlds import peer_process
-from tests.waiting import eventually
+from tests.waiting import SECONDS, eventually
 
 COUNT = 10_100
 KEYS = [f"{number:06}/".ljust(1024, "k") for number in range(COUNT)]
 MANY = 4200
 """More items than a frame takes."""
 VALUE = b"v"
+
+
+patient = partial(blocking.connect, timeout=SECONDS)
+"""These requests are large, and a busy machine is slow."""
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +52,13 @@ def near_and_far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
 
 @pytest.fixture
 def near(near_and_far: tuple[str, str]) -> Iterator[BlockingClient]:
-    with blocking.connect(near_and_far[0]) as client:
+    with patient(near_and_far[0]) as client:
         yield client
 
 
 @pytest.fixture
 def far(near_and_far: tuple[str, str]) -> Iterator[BlockingClient]:
-    with blocking.connect(near_and_far[1]) as client:
+    with patient(near_and_far[1]) as client:
         yield client
 
 
@@ -83,6 +88,7 @@ def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
     near_and_far: tuple[str, str], near: BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONCAKE_P2P_SOCKET", near_and_far[0])
+    monkeypatch.setattr(blocking, "connect", patient)
     store = MooncakeDistributedStore()
     assert store.setup("localhost", "", 0, 0, "tcp", "", "") == 0
     try:

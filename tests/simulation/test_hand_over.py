@@ -9,6 +9,7 @@ import pytest
 from p2pstore.core.copies.coldest import SPREAD_SECONDS
 from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
 from p2pstore.core.operation import PutEnd
+from p2pstore.errors import Unavailable
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.partition_homes import DirectorySetting
 from p2pstore.objects import MIB, key_digest
@@ -179,3 +180,26 @@ def test_a_target_that_died_is_replaced() -> None:
     world.cluster.peers[2].crash()
     operation, _ = world.hand_over()
     assert operation.handed_over.objects == 20
+
+
+@pytest.mark.parametrize("directory", ["full", "partitioned"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_on_a_slow_network_what_others_hold_is_not_said_to_be_nowhere(
+    seed: int, directory: DirectorySetting
+) -> None:
+    """The writer has died, so each reader asks a holder for a proof, and most answers take over half a second."""
+    world = World(seed, 5, directory=directory)
+    keys = [f"kept-{number}" for number in range(10)]
+    for key in keys:
+        world.put(key, replicas=2, value=b"small")
+    world.run(1.0)
+    world.leaver.crash()
+    world.network.faults = Faults(slow=0.7, slow_latency=1.2)
+    read = [
+        world.get(peer, key)
+        for key in keys
+        for peer in world.cluster.running
+        if peer not in world.holders(key)
+    ]
+    assert {type(each) for each in read} <= {bytes, Unavailable}
+    assert read.count(b"small") >= 0.9 * len(read)

@@ -80,6 +80,7 @@ def look_at(peer: Peer, client: BlockingClient) -> Sample:
     pid = peer.pid
     resources = peer.resources()
     statistics = client.statistics(cluster=False)["peer"]
+    resources["python_blocks"] = statistics["python_blocks"]
     alive = frozenset(member.name for member in client.peers() if member.status == "alive")
     asked = time.monotonic()
     page = client.list_keys(local=True, pinned=True, limit=KEPT_LIMIT)

@@ -181,6 +181,8 @@ class Harness:
             rng=Random(2),
             unix_offset_seconds=self.unix_offset,
         )
+        self.silent: set[PeerId] = set()
+        """Members that do not answer questions for proofs; the others prove nothing of what they hold."""
         self._effects: list[object] = []
         self._offers = 0
         self.gossip.record(self.now)
@@ -358,12 +360,13 @@ class Harness:
         return taken
 
     def _take_effects(self) -> None:
-        """The others here prove nothing of what they hold."""
+        """Others do not prove what they hold: see `silent`."""
         while effects := self.core.take_effects():
             for effect in effects:
                 if isinstance(effect, AskPeer) and effect.kind == DataKind.PROVE:
                     nothing = Proofs([b""] * (len(effect.request.digests) // DIGEST_BYTES))  # type: ignore[attr-defined]
-                    self.core.answered(effect.operation, effect.tag, nothing, self.now)
+                    reply = None if effect.peer_id in self.silent else nothing
+                    self.core.answered(effect.operation, effect.tag, reply, self.now)
                 else:
                     self._effects.append(effect)
 

@@ -33,11 +33,13 @@ from p2pstore.transfer.peer_messages import (
     Keys,
     ListKeys,
     Lookup,
+    Proofs,
+    Prove,
     Replicate,
     Replicated,
     SetExpiry,
 )
-from p2pstore.wire import Code
+from p2pstore.wire import Code, Failure
 from simulation.segment_checks import check_segment
 from tests.present import present
 from tests.unit.cold_world import ColdWorld
@@ -283,6 +285,18 @@ def test_others_hear_of_it_and_may_count_on_it() -> None:
         version.clock, version.writer
     )
     assert not world.effects(LoadObject)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_does_not_come_from_the_ssd_is_not_denied(comes: bool) -> None:
+    world = ColdWorld(others=1)
+    world.cool("k", VALUE)
+    answer = world.serve(world.others[0], DataKind.PROVE, Prove(digest_of("k")))
+    world.load(**({} if comes else {"fail": True}))
+    reply = reply_of(answer)
+    assert isinstance(reply, Proofs if comes else Failure)
+    denied = world.serve(world.others[0], DataKind.PROVE, Prove(digest_of("absent")))
+    assert reply_of(denied) == Proofs([b""])
 
 
 def test_a_newer_version_elsewhere_ends_an_older_one_on_the_ssd() -> None:

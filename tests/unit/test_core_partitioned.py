@@ -115,12 +115,17 @@ def test_a_home_that_denies_what_is_there_hides_nothing(lie: str) -> None:
     assert operation.result[0][0].peer_id == holder.peer_id
 
 
-@pytest.mark.parametrize("wait_seconds", [0.0, 5.0])
-def test_what_a_home_claims_to_have_itself_and_does_not_prove_hides_nothing(wait_seconds: float) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("seconds", [0.0, 5.0])
+@pytest.mark.parametrize("name", ["wait_seconds", "patience_seconds"])
+def test_what_a_home_claims_to_have_itself_and_does_not_prove_hides_nothing(
+    name: str, seconds: float, silent: bool
+) -> None:
     world = partitioned()
     key, holder = foreign_key(world), world.others[0]
-    operation = look(world, key, wait_seconds=wait_seconds)
+    operation = look(world, key, **{name: seconds})
     (ask,) = world.asks(DataKind.LOOKUP)
+    world.silent = {ask.peer_id} if silent else set()
     claimed = LocationRecord(digest_of(key), Version(clock_at(-1.0), 9, 5), 5, 1)
     liar = Holding(member_of(ask.peer_id), OTHER_INCARNATION, 1, claimed.encode())
     world.answer(ask, Locations([[liar]]))
@@ -176,7 +181,7 @@ def test_one_home_is_believed_when_the_others_do_not_answer() -> None:
         (silent,) = world.asks(DataKind.LOOKUP)
         world.answer(silent, None)
     assert operation.result == [[]]
-    assert not operation.nobody_told_of(operation.digests[0])
+    assert isinstance(operation.absence(operation.digests[0]), NoSuchKey)
 
 
 def test_who_needs_the_word_of_one_home_only_asks_no_other() -> None:
@@ -605,6 +610,22 @@ def test_a_key_of_which_nobody_could_tell_is_not_one_that_never_was(
         world.pass_time(0.02)
     assert len(by_home) == 3
     assert isinstance(fetch.result, error)
+
+
+def test_homes_that_are_all_silent_are_asked_again_within_the_deadline() -> None:
+    world = partitioned()
+    key, holder = foreign_key(world), world.others[0]
+    world.start(FetchOperation(world.core, digest_of(key), progress_seconds=10.0))
+    begin = world.now
+    while world.now < begin + UNSURE_SECONDS + 1.0:
+        for ask in world.asks(DataKind.LOOKUP):
+            world.answer(ask, None)
+        world.pass_time(0.02)
+    while not (asks := world.asks(DataKind.LOOKUP)):
+        assert world.now < begin + 6.0
+        world.pass_time(0.02)
+    world.answer(asks[0], Locations([[told(holder, remote_object(key, b"1"), world)]]))
+    assert [copy.peer_id for copy in world.pull_wanted().copies] == [holder.peer_id]
 
 
 def test_a_home_names_the_holder_that_died() -> None:

@@ -54,6 +54,8 @@ from p2pstore.transfer.peer_messages import (
     Flushed,
     Locations,
     Lookup,
+    Named,
+    Names,
     PinItem,
     PinsSet,
     Proofs,
@@ -198,6 +200,8 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "removed": (DataKind.REMOVE, 18, Removed([True]), REPLY, 0),
     "flush": (DataKind.FLUSH, 19, Flush("default", 2000), 0, 0),
     "flushed": (DataKind.FLUSH, 19, Flushed(2, ["b"]), REPLY, 0),
+    "names": (DataKind.NAMES, 20, Names("default", DIGEST), 0, 0),
+    "named": (DataKind.NAMES, 20, Named(["key"]), REPLY, 0),
 }
 GOLDEN: dict[str, str] = {
     "hello": (
@@ -287,6 +291,8 @@ GOLDEN: dict[str, str] = {
     "removed": "270001001200000003000000000000009191c3",
     "flush": "28000000130000000c0000000000000092a764656661756c74cd07d0",
     "flushed": "28000100130000000500000000000000920291a162",
+    "names": "2a000000140000001b0000000000000092a764656661756c74c410dccec363d9fb256bb2d52a0704475a00",
+    "named": "2a000100140000000600000000000000" + "9191a36b6579",
 }
 FAILURE = "10000300060000000900000000000000930ea56c6174657201"
 CLAIMS = (

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from p2pstore.core.operation import Operation
+from p2pstore.gossip.records import LocationRecord
+from p2pstore.home_messages import Push
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import Access, LocalClient
-from p2pstore.objects import chunk_sums, key_digest, root_checksum
+from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts
@@ -19,7 +21,14 @@ from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from simulation.segment_checks import check_segment
-from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, digests_asked
+from tests.unit.core_harness import (
+    HOLDER,
+    NAMESPACE,
+    OTHER_INCARNATION,
+    Harness,
+    clock_at,
+    digests_asked,
+)
 from tests.unit.test_core_partitioned import foreign_key, partitioned
 
 VALUE = b"v" * 5000
@@ -148,3 +157,23 @@ async def test_a_plan_for_a_key_of_which_nobody_can_tell_says_so(homes_answer: b
     (item,) = planned.items
     assert item.error.code == code
     assert not item.holders
+
+
+@pytest.mark.parametrize(("silent", "code"), [(True, Code.UNAVAILABLE), (False, Code.NO_SUCH_KEY)])
+async def test_a_plan_for_a_key_that_is_claimed_says_whether_the_claim_was_answered(
+    silent: bool, code: Code
+) -> None:
+    world = partitioned()
+    digest, holder = key_digest(foreign_key(world), NAMESPACE), world.others[0]
+    world.silent = {holder.peer_id} if silent else set()
+    claimed = LocationRecord(digest, Version(clock_at(-1.0), 9, 5), 5, 1).encode()
+    world.serve(holder, DataKind.PUSH, Push(OTHER_INCARNATION, [1], claimed))
+    planning = gets_of(world).plan(CLIENT, local.Plan(digest, deadline_ms=2_000))
+    assert isinstance(planning, Awaitable)
+    for _ in range(200):
+        for ask in world.asks(DataKind.LOOKUP):
+            world.answer(ask, Locations([[] for _ in digests_asked(ask)]))
+        world.pass_time(0.02)
+    planned = await planning
+    assert isinstance(planned, local.Planned)
+    assert [item.error.code for item in planned.items] == [code]

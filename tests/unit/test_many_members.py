@@ -425,3 +425,29 @@ assert not gc.callbacks
 def test_what_a_long_collection_found_alive_is_left_out_of_later_ones() -> None:
     """In a process of its own: frozen objects stay frozen."""
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
+
+
+CYCLES = """
+import gc, weakref
+from p2pstore.peer.lifetime import run as garbage
+
+class Holder:
+    def __init__(self):
+        self.me = self
+
+garbage.LONG_SECONDS = 0.0
+with garbage.short_collections():
+    at_begin = gc.get_freeze_count()
+    ended = []
+    for _ in range(20):
+        holders = [Holder() for _ in range(at_begin // 8)]
+        ended.append(weakref.ref(holders[0]))
+        gc.collect()
+        del holders
+    assert gc.get_freeze_count() < 2 * at_begin, "cycles pile up that were alive at long collections"
+    assert sum(each() is not None for each in ended) <= 6
+"""
+
+
+def test_cycles_that_were_alive_at_long_collections_are_found_by_thorough_ones() -> None:
+    subprocess.run([sys.executable, "-c", CYCLES], check=True, timeout=60)

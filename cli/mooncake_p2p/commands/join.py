@@ -115,6 +115,19 @@ SETTINGS: Final[dict[str, Setting]] = {
     "http_token_file": Setting(
         "FILE", "Token of routers' queries over HTTP; without one: on loopback only"
     ),
+    "kv_events": Setting(
+        "ENDPOINT",
+        "Publish which keys are held at this ZeroMQ endpoint, such as tcp://127.0.0.1:5557, in Mooncake's format, to "
+        "all who can reach it",
+        default="none",
+    ),
+    "kv_events_replay": Setting(
+        "ENDPOINT", "Endpoint where its consumers get what they missed, or all", default="none"
+    ),
+    "kv_events_of": Setting(
+        "peer|fleet", "Publish what this peer holds, or what all peers hold together", default="peer"
+    ),
+    "kv_events_namespace": Setting("NAME", "Publish the keys of this namespace", default="default"),
     "slow_operation": Setting(
         "SECONDS", "Shortest operation that `stats --slow` keeps; 0: none", default="0.1"
     ),
@@ -124,7 +137,6 @@ SETTINGS: Final[dict[str, Setting]] = {
     "config": Setting("FILE.toml", "Settings: option names with underscores"),
 }
 """The settings of `PeerConfig` (which takes 0.1 s to load; a test compares them), `invite` and `config`."""
-
 
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "Cluster and network": (
@@ -142,6 +154,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "Operation": (
         *("state_dir", "drain_timeout", "metrics_keys", "http_token_file", "slow_operation"),
+        *("kv_events", "kv_events_replay", "kv_events_of", "kv_events_namespace"),
         *("log_level", "log_format", "log_file"),
     ),
 }

@@ -58,7 +58,8 @@ PATIENCE_SECONDS: Final = 2.0
 """After this pause an unproved copy is adopted that its writer no longer holds: otherwise no peer could read it."""
 LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
-"""Of one version."""
+"""Of one version, at first."""
+MOST_HOLDERS_ASKED: Final = 8
 
 
 class VersionProofs:
@@ -183,6 +184,11 @@ class VersionProofs:
             and (insist or until((copy.member, b""), 0.0) <= now)
         )
 
+    def undenied(self, copies: Iterable[KnownCopy], now: float) -> list[KnownCopy]:
+        """Those whose holders did not fail to prove them a moment ago: they may have them."""
+        until = self._doubted_until.get
+        return [copy for copy in copies if until((copy.member, copy.record.digest), 0.0) <= now]
+
     def lacks(self, digest: bytes, now: float) -> None:
         """A copy came without a proof: others who have it are asked for theirs, until one has come or it has gone."""
         if digest not in self._lacking and len(self._lacking) < MAX_LACKING:
@@ -249,19 +255,24 @@ class VersionProofs:
 
 
 class ProveOperation(Operation):
-    """Ask holders for proofs of copies that nothing else vouches for. The result is how many were proved."""
+    """Ask holders for proofs of copies that nothing else vouches for, and wait for `seconds`: beyond `ASK_SECONDS` only
+    for keys without a proved copy, of more holders. The result is of how many keys one was proved."""
 
-    def __init__(self, core: PeerCore, copies: Iterable[KnownCopy]) -> None:
+    def __init__(
+        self, core: PeerCore, copies: Iterable[KnownCopy], *, seconds: float = ASK_SECONDS
+    ) -> None:
         super().__init__(core)
         self._copies = list(copies)
-        self._proved = 0
+        self._seconds = seconds
+        self._proved: set[bytes] = set()
 
     def start(self, now: float) -> None:
+        most = HOLDERS_ASKED if self._seconds <= ASK_SECONDS else MOST_HOLDERS_ASKED
         by_holder: dict[tuple[PeerId, bool], list[KnownCopy]] = {}
         asked: dict[tuple[bytes, Version], int] = {}
         for copy in self._copies:
             what = copy.record.digest, copy.record.version
-            if asked.get(what, 0) < HOLDERS_ASKED:
+            if asked.get(what, 0) < most:
                 asked[what] = asked.get(what, 0) + 1
                 is_cold = copy.record.tier is Tier.SSD
                 by_holder.setdefault((copy.peer_id, is_cold), []).append(copy)
@@ -269,28 +280,30 @@ class ProveOperation(Operation):
             for start in range(0, len(copies), MAX_PROVED):
                 some = copies[start : start + MAX_PROVED]
                 request = Prove(b"".join(copy.record.digest for copy in some))
-                seconds = COLD_SECONDS if is_cold else ASK_SECONDS
+                seconds = COLD_SECONDS if is_cold else self._seconds
                 self.ask(some, peer_id, DataKind.PROVE, request, seconds)
         if not self.asked:
             self.finish(0, now)
 
     def answered(self, copies: list[KnownCopy], reply: Reply, now: float) -> None:
         proofs = self.core.proofs
-        items = reply.items if isinstance(reply, Proofs) else None
-        if items is None or len(items) != len(copies):
+        items = reply.items if isinstance(reply, Proofs) else []
+        if len(items) != len(copies):
             for copy in copies:
                 proofs.doubt(copy.member, b"", now)
                 proofs.look_later(copy.record.digest, now)
-        for copy, proof in zip(copies, items or (), strict=False):
+            items = [b""] * len(copies) if isinstance(reply, Proofs) else []
+        for copy, proof in zip(copies, items, strict=False):
             digest, version = copy.record.digest, copy.record.version
             if proofs.accept(digest, version, proof):
-                self._proved += 1
+                self._proved.add(digest)
                 self._keep(digest, version, proof, now)
                 self.core.gossip.directory.touch(digest)
             else:
                 proofs.doubt(copy.member, digest, now)
-        if not self.asked:
-            self.finish(self._proved, now)
+        unanswered = {copy.record.digest for copies in self.asked.values() for copy in copies}
+        if not unanswered or (self._seconds > ASK_SECONDS and unanswered <= self._proved):
+            self.finish(len(self._proved), now)
 
     def finish(self, result: Any, now: float) -> None:
         for copy in self._copies:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from p2pstore.core.core_effects import KnownCopy, LoadObject, PullObject, PullOutcome
-from p2pstore.core.gets.lookup import LookupOperation
+from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.records import Member, Tier
@@ -77,7 +77,11 @@ class FetchOperation(Operation):
         self._rounds += 1
         exclude = frozenset(self._failed)
         self._lookup = LookupOperation(
-            self.core, [self.digest], exclude=exclude, ask_homes=not self.only_here
+            self.core,
+            [self.digest],
+            exclude=exclude,
+            ask_homes=not self.only_here,
+            patience_seconds=PATIENCE_SHARE * self._progress_seconds,
         )
         self.run(self._lookup, self._found, now)
 
@@ -102,10 +106,9 @@ class FetchOperation(Operation):
             self._pull(usable)
         elif copies or not self._all_said_gone:
             self.finish(unavailable(len(copies) + len(self._failed), self._why), now)
-        elif self._lookup is not None and self._lookup.nobody_told_of(self.digest):
-            self.finish(unknown(), now)
         else:
-            self.finish(NoSuchKey("no live peer holds this key"), now)
+            assert self._lookup is not None
+            self.finish(self._lookup.absence(self.digest), now)
 
     def _pull(self, copies: Sequence[KnownCopy], *, insist: bool = False) -> None:
         self._asked.update((copy.member, copy) for copy in copies)
@@ -173,14 +176,6 @@ def unavailable(copies: int, why: str = "") -> Unavailable:
     return Unavailable(
         f"{copies} {noun} known, but no holder can be reached: try again when its peer is back "
         "(`mooncake-p2p locate` names it)"
-    )
-
-
-def unknown() -> Unavailable:
-    """The error for a key of which this peer cannot know whether any peer has it."""
-    return Unavailable(
-        "this peer keeps a part of the directory only, and none of the peers that keep this key's can be reached: try "
-        "again (`mooncake-p2p peers` says who can be)"
     )
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.copies.proofs import ProveOperation
+from p2pstore.core.copies.proofs import ASK_SECONDS, COLD_SECONDS, ProveOperation
 from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
-from p2pstore.errors import ProtocolError, Unavailable
+from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, PeerId, decode_location, member_of
 from p2pstore.home_messages import Holding
 from p2pstore.objects import DIGEST_BYTES, Version
@@ -33,6 +33,8 @@ PARTITIONED_LAST_RETRY_SECONDS: Final = 0.5
 """A peer that does not follow all logs hears of keys only by asking."""
 UNSURE_SECONDS: Final = 2.0
 """How long homes that do not know their records yet are asked again. Longer than it takes to tell them."""
+PATIENCE_SHARE: Final = 0.6
+"""Share of a read's deadline in which homes, and holders without a proof, are asked again where none answers."""
 BELIEVED: Final = 2
 """Homes that must say that no peer holds a key: one alone may be wrong, or lie."""
 DIGESTS_PER_LOOKUP: Final = 1_024
@@ -54,14 +56,15 @@ class LookupOperation(Operation):
     A peer that follows all logs seldom misses a key, and asks all three homes of one at a time: a key unknown here is
     so young that a home may not know it either. In partitioned mode it asks one home, and the next one when that knows
     of no copy, does not answer or says that it may not know all; when it does not answer at once, both are asked at
-    the same time. A key is absent when `believed` homes vouch for that, or all that answer where they are fewer. When
-    none of them answers, nothing is known of the key: `nobody_told_of` it.
+    the same time. A key is absent when `believed` homes vouch for that, or all that answer where they are fewer; why a
+    key has no copies, `absence` says.
 
     The result is a list, per digest, of `KnownCopy` (best first). With `wait_seconds` it goes on until every
     key was found or the time is over: it looks again at any news of a missing key, and now and then
     asks the homes again. `exclude` are members that just failed for the caller. `namespace` is the digest
     of the namespace of all keys, where it is known: flushed objects are left out. With `ask_always`, homes are
-    asked even of keys of which copies are known here: there may be more.
+    asked even of keys of which copies are known here: there may be more. For `patience_seconds`, homes of which none
+    has answered are asked again, and holders whose proofs have not come, where a key has no other copies.
 
     Many keys are gone through some at a time (`PeerCore.keys_per_step`), one step a tick.
     """
@@ -77,6 +80,7 @@ class LookupOperation(Operation):
         ask_homes: bool = True,
         ask_always: bool = False,
         believed: int = BELIEVED,
+        patience_seconds: float = 0.0,
     ) -> None:
         super().__init__(core)
         self.digests = list(digests)
@@ -86,6 +90,7 @@ class LookupOperation(Operation):
         self._ask_homes = ask_homes
         self._ask_always = ask_always
         self._believed = believed
+        self._patient_until = patience_seconds
         self._denied_by: Counter[bytes] = Counter()
         """How many homes vouched in this round that no peer holds a key; in partitioned mode."""
         self._to_look: deque[bytes] = deque()
@@ -111,16 +116,19 @@ class LookupOperation(Operation):
         self._ask_again_at = float("inf")
         self._wait_until = 0.0
         self._missed: dict[bytes, None] = {}
-        """Keys not found yet, in order."""
         self._doubtful: dict[int, list[KnownCopy]] = {}
         """Copies that would have to be proved, of keys without newer ones: by their places."""
         self._unproved: set[bytes] = set()
-        """Keys whose copies stayed unproved: from then on, only copies that count are looked for."""
+        """Keys whose copies stayed unproved: until the next round, only copies that count are looked for."""
+        self._asks_longer = False
+        self.claimed: dict[bytes, bool] = {}
+        """Keys without copies that holders claim, and did not fail to prove: whether one of these can be reached."""
         self._collected: list[list[KnownCopy]] | None = None
         """The result as far as it is put together; None before."""
 
     def start(self, now: float) -> None:
         self._wait_until = now + self._wait_seconds
+        self._patient_until += self._wait_until
         self._unsure_until = now + UNSURE_SECONDS
         self._to_look.extend(dict.fromkeys(self.digests))
         self._look_on(now)
@@ -137,10 +145,20 @@ class LookupOperation(Operation):
             if not self._missed:
                 self._settle(now)
 
-    def nobody_told_of(self, digest: bytes) -> bool:
-        """Whether no home of a key answered, so that it may well be somewhere."""
-        left = digest in self._missed and digest in self._homes_left
-        return left and digest not in self._told_of
+    def absence(self, digest: bytes) -> P2PStoreError:
+        """Why a key has no copies: no peer has it, or this peer cannot know. A member that claims a key and stays
+        silent gains no more than one that puts the key and withholds it."""
+        if digest in self.claimed:
+            return Unavailable(
+                "peers say that they hold this key, and did not answer in time: try again (`mooncake-p2p peers` says "
+                "who can be reached)"
+            )
+        if digest in self._missed and digest in self._homes_left and digest not in self._told_of:
+            return Unavailable(
+                "this peer keeps a part of the directory only, and none of the peers that keep this key's can be "
+                "reached: try again (`mooncake-p2p peers` says who can be)"
+            )
+        return NoSuchKey("no live peer holds this key")
 
     @property
     def homes_asked(self) -> int:
@@ -219,8 +237,11 @@ class LookupOperation(Operation):
         elif self._to_look:
             self._look_on(now)
         elif not self._needs_answers and now >= self._ask_again_at:
-            waiting = now < self._wait_until
-            self._to_look.extend(d for d in self._missed if waiting or d in self._homes_left)
+            waiting, claimed = now < self._wait_until, self.claimed.get
+            self._to_look.extend(
+                d for d in self._missed if waiting or d in self._homes_left or claimed(d)
+            )
+            self._unproved.difference_update(self._to_look)
             self._look_on(now)
         else:
             self._hedge(now)
@@ -312,6 +333,9 @@ class LookupOperation(Operation):
             return
         needs_answers = self._needs_answers
         until = max(self._wait_until, self._unsure_until) if self._is_unsure else self._wait_until
+        unheard_of = self._missed.keys() & self._homes_left.keys() - self._told_of
+        if unheard_of or (self.claimed and any(map(self.claimed.get, self._missed))):
+            until = max(until, self._patient_until)
         if not self._missed or (not needs_answers and now >= until):
             self._collected = []
             self._collect(now)
@@ -331,7 +355,9 @@ class LookupOperation(Operation):
             self.set_alarm(now)
         elif self._doubtful:
             copies = [copy for copies in self._doubtful.values() for copy in copies]
-            self.core.operations.start(ProveOperation(self.core, copies), now, self._asked_for_proofs)
+            left_seconds = min(COLD_SECONDS, self._patient_until - now) if self._asks_longer else 0.0
+            proving = ProveOperation(self.core, copies, seconds=max(ASK_SECONDS, left_seconds))
+            self.core.operations.start(proving, now, self._asked_for_proofs)
         else:
             self.finish(self._collected, now)
 
@@ -342,6 +368,11 @@ class LookupOperation(Operation):
         if copies and not copies[0].local:
             self.core.gossip.partitions.hot.used(digest, now)
         newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
+        self.claimed.pop(digest, None)
+        if newest == (0, 0) and (open_claims := self.core.proofs.undenied(doubtful, now)):
+            self.claimed[digest] = any(
+                copy.reachable and copy.member not in self._exclude for copy in open_claims
+            )
         alone = newest == (0, 0) and digest not in self._unproved
         if wanted := [
             copy
@@ -372,6 +403,7 @@ class LookupOperation(Operation):
             self.finish(self._collected, now)
             return
         self._unproved.update(again)
+        self._asks_longer = True
         self._collected = None
         self._to_look.extend(again)
         self._look_on(now)

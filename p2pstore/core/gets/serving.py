@@ -13,11 +13,12 @@ from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.floors import SweepOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import holding_record, split_digests
+from p2pstore.core.gets.naming import serve_names
 from p2pstore.core.operation import Operation
 from p2pstore.core.own_objects import key_info
 from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
-from p2pstore.errors import CapacityExceeded, ProtocolError
+from p2pstore.errors import CapacityExceeded, ProtocolError, Unavailable
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
 from p2pstore.gossip.homes.home_updates import PushIntake
 from p2pstore.gossip.locations.views import Location
@@ -37,6 +38,7 @@ from p2pstore.transfer.peer_messages import (
     ListKeys,
     Locations,
     Lookup,
+    Names,
     Proofs,
     Prove,
     Reads,
@@ -103,6 +105,8 @@ def serve(
         return taken
     if isinstance(request, ListKeys):
         return core.operations.start(ListHereOperation(core, request), now)
+    if isinstance(request, Names):
+        return serve_names(core, request, now)
     if isinstance(request, Reads):
         core.read_reports.heard(request.items, now)
         return ReadsTaken()
@@ -282,7 +286,7 @@ def reply_of(operation: Operation) -> Message:
 
 class ProofsHereOperation(Operation):
     """Prove the objects that this peer holds. The result is `Proofs`. An object on the SSD alone is brought to memory,
-    as the asking peer is about to read it."""
+    as the asking peer is about to read it; one that does not come is not denied."""
 
     def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
         super().__init__(core)
@@ -304,13 +308,16 @@ class ProofsHereOperation(Operation):
     def _settle(self, now: float) -> None:
         if self.parts or self.done:
             return
-        items = []
+        items, stays_cold = [], False
         for digest in self._digests:
             entry = self.core.objects.find(digest, now)
             proof = b"" if entry is None else self.core.proofs.of(entry, now)
             if entry is not None and not proof:
                 self.core.proofs.lacks(digest, now)
+            stays_cold |= entry is None and self.core.cold.find(digest, now) is not None
             items.append(proof)
+        if stays_cold and not any(items):
+            self.finish(Unavailable("what is on the SSD did not come to memory"), now)
         self.finish(Proofs(items), now)
 
 

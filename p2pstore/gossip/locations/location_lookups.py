@@ -165,6 +165,18 @@ class LocationLookups(ViewTable):
             self._correct_holdings(found, digests, believed)
         return found
 
+    @exclusive
+    def logged_tiers(self, digests: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+        """By the logs of members that are not hidden alone: for each key 1 when one has it in memory, plus 2 when one
+        has it on its SSD."""
+        found = np.zeros(len(digests), np.uint8)
+        matches = self._index.find_many(b"".join(digests))
+        shown = [slot for slot, view in self._of_slot.items() if not view.hidden]
+        some = np.isin(matches.slots, shown)
+        tiers = self._index.tiers(matches.rows[some])
+        np.bitwise_or.at(found, matches.queries[some], (tiers + 1) & 3)  # DRAM, SSD, both
+        return found
+
     def _correct_holdings(
         self, found: dict[Member, Holding], digests: Sequence[bytes], believed: Callable[[Member], range]
     ) -> None:

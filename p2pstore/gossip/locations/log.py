@@ -94,6 +94,12 @@ class OperationRing:
         """Sequence number of the last operation that is signed, or went."""
         return self._ends[-1] if self._ends else self.first - 1
 
+    def after(self, sequence: int) -> bytes | None:
+        """The operations after `sequence`, signed or not; None where some of them are not here."""
+        if not self.first - 1 <= sequence <= self.last:
+            return None
+        return bytes(self._packed[(sequence + 1 - self.first) * LOCATION_BYTES :])
+
     def extend(self, packed: bytes) -> None:
         """Append operations that follow `last` and are not signed yet."""
         self._packed += packed
@@ -243,6 +249,10 @@ class OwnLog:
     def since(self, sequence: int, limit_bytes: int) -> list[SignedRun]:
         """Signed runs with the operations after `sequence`; none when the ring no longer has them."""
         return self._ring.since(sequence, limit_bytes)
+
+    def after(self, sequence: int) -> bytes | None:
+        """The operations after `sequence`, signed or not; None when the ring no longer has them."""
+        return self._ring.after(sequence)
 
     def snapshot(self) -> bytes:
         """All held records, packed: the set at `head`. 20 ms for a million: see `copying`."""

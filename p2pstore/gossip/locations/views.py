@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
 from itertools import islice
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.location_slots import PublishedLocations
@@ -97,6 +97,15 @@ class View:
     @property
     def position(self) -> Position:
         return self.incarnation, self.sequence
+
+
+class ViewPlace(NamedTuple):
+    """Where a view stands. Its records changed by operations alone while nothing but `sequence` differs."""
+
+    incarnation: int
+    slot: int
+    hidden: bool
+    sequence: int
 
 
 _P = ParamSpec("_P")
@@ -224,6 +233,28 @@ class ViewTable:
         if view is None or not view.sequence:
             return None
         return *view.position, self._index.hash(view.slot), self._index.pack(view.slot)
+
+    def places(self) -> dict[Member, ViewPlace]:
+        """Where every view stands now."""
+        return {
+            member: ViewPlace(view.incarnation, view.slot, view.hidden, view.sequence)
+            for member, view in self._views.items()
+        }
+
+    def operations_after(self, member: Member, sequence: int) -> bytes | None:
+        """A member's operations after `sequence`; None where some of them are not here."""
+        view = self._views.get(member)
+        ring = None if view is None else view.ring
+        return None if ring is None else ring.after(sequence)
+
+    def count_of(self, member: Member) -> int:
+        """How many records a view has."""
+        view = self._views.get(member)
+        return 0 if view is None else self._index.count(view.slot)
+
+    def digests_between(self, member: Member, start: int, stop: int) -> list[bytes]:
+        """Digests at these positions of a view: see `LocationIndex.digests`."""
+        return self._index.digests(self._views[member].slot, start, stop)
 
     def lag(self, member: Member) -> int:
         """How many operations the view is behind the latest signed head."""

@@ -11,8 +11,8 @@ import msgspec
 import trio
 
 from p2pstore.core.core_effects import KnownCopy, PullFailure
-from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable, unknown
-from p2pstore.core.gets.lookup import LookupOperation, split_digests
+from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable
+from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation, split_digests
 from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local
@@ -176,6 +176,7 @@ class LocalGets:
                 self._core.member if member == local.OWN_COPY else member for member in message.exclude
             ),
             namespace=message.namespace or None,
+            patience_seconds=PATIENCE_SHARE * message.deadline_ms / 1000,
         )
         self._core.operations.start(operation, self._node.now)
         if operation.done:
@@ -191,10 +192,11 @@ class LocalGets:
         for digest, copies in zip(operation.digests, operation.result, strict=True):
             if items:
                 yield
-            items.append(self._plan_item(copies, is_unknown=operation.nobody_told_of(digest)))
+            absence = local.OK if copies else item_error(operation.absence(digest))
+            items.append(self._plan_item(copies, absence))
         return local.Planned(items, operation.homes_asked)
 
-    def _plan_item(self, copies: Sequence[KnownCopy], *, is_unknown: bool) -> local.PlanItem:
+    def _plan_item(self, copies: Sequence[KnownCopy], absence: local.ItemError) -> local.PlanItem:
         reachable = [copy for copy in copies if copy.reachable]
         unreachable = len(copies) - len(reachable)
         mine = next((copy for copy in reachable if copy.local), None)
@@ -215,7 +217,7 @@ class LocalGets:
             text = str(unavailable(unreachable))
             error = local.ItemError(int(Code.UNAVAILABLE), text, unreachable)
         elif not holders:
-            error = item_error(unknown()) if is_unknown else no_such_key()
+            error = absence
         return local.PlanItem(
             holders,
             known_unreachable=unreachable,

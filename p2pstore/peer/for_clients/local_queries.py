@@ -183,8 +183,8 @@ class LocalQueries:
         operation = LookupOperation(self._core, missing, namespace=namespace)
         found = await self._node.complete(operation)
         for digest, copies in zip(missing, found, strict=True):
-            if any(copy.reachable for copy in copies):
-                known.add(digest)
+            if any(copy.reachable for copy in copies) or digest in operation.claimed:
+                known.add(digest)  # as `_presence` counts what is claimed
         return bytes([digest in known for digest in digests])
 
     def _presence(self, packed_digests: bytes, namespace: bytes) -> bytes:

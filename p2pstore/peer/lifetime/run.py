@@ -266,8 +266,11 @@ async def _stop_on_signal(signals: AsyncIterator[int], stop: Callable[[], None])
         stop()
 
 
-LONG_SECONDS: Final = 0.003
-"""A full collection that takes longer, as with some 5,000 objects, is the last one for what it has looked at."""
+LONG_SECONDS: Final = 0.02
+"""CPU time of a full collection, with some 20,000 objects, above which later ones leave out what it has found alive."""
+THOROUGH_GROWTH: Final = 1.5
+"""Growth of what is left out after which one collection looks at all of it. Cycles that were alive at a long collection
+are garbage that no other finds, such as connections that were open then: that bounds it to a third of all objects."""
 _FULL: Final = 2
 
 
@@ -276,14 +279,23 @@ class _FreezeAfterLong:
 
     def __init__(self) -> None:
         self._began_at = 0.0
+        self._frozen = gc.get_freeze_count()
+        """Objects left out after the last thorough collection."""
+        self._is_thorough = False
 
     def __call__(self, phase: str, info: dict[str, Any]) -> None:
         if info["generation"] != _FULL:
             return
         if phase == "start":
-            self._began_at = time.perf_counter()
-        elif time.perf_counter() - self._began_at > LONG_SECONDS:
+            self._began_at = time.thread_time()
+        elif self._is_thorough:
             gc.freeze()
+            self._frozen, self._is_thorough = gc.get_freeze_count(), False
+        elif time.thread_time() - self._began_at > LONG_SECONDS:
+            gc.freeze()
+            if gc.get_freeze_count() > THOROUGH_GROWTH * self._frozen:
+                gc.unfreeze()
+                self._is_thorough = True
 
 
 @contextmanager
