@@ -189,8 +189,8 @@ class BlockingClient(Facade):
         self._session._live.link.ledger.touched(digests)
 
     def fail_fast(self, patience_seconds: float) -> None:
-        """Have calls raise `DeadlineExceeded` as soon as the peer answers not even a probe for that long. What needs no
-        answer of it, as objects in its memory, is read all the same."""
+        """Have calls raise `DeadlineExceeded` as soon as the peer answers not even a probe for that long. Objects in
+        its memory are read all the same."""
         self._session._link.connection.silence.patience_seconds = patience_seconds
 
     def hear(self, seconds: float) -> None:

@@ -121,8 +121,8 @@ class Retention(NamedTuple):
 def retention(
     parameters: Mapping[str, Any] | None, hints: Any, say: Callable[[str], None], prefix: str = ""
 ) -> Retention:
-    """What a request's parameters `p2pstore_pin_seconds` and `p2pstore_ttl_seconds` ask for, and an orchestrator's
-    `hints`. Requests may not pin for good. What makes no sense is said, and left out."""
+    """The wishes of a request, by its parameters `p2pstore_pin_seconds` and `p2pstore_ttl_seconds`, and of an
+    orchestrator, by `hints`. Requests may not pin for good. The log names a wish without sense, which is left out."""
     try:
         given = parameters or {}
         pin, ttl = (given.get(f"{prefix}p2pstore_{name}_seconds") for name in ("pin", "ttl"))

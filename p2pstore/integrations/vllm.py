@@ -308,7 +308,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
 
 def _kept(client: LastingClient, prefix: str, keys: Iterable[bytes], req_context: Any) -> Kept:
-    """What the request says of how long its blocks should be kept: their time to live, and the call that pins them."""
+    """The request's wishes about its blocks: their time to live, and the call that pins them."""
     parameters, hints = (getattr(req_context, name, None) for name in ("kv_transfer_params", "kv_hints"))
     wanted = client.retention(parameters, hints)
     if not wanted.pins:

@@ -1,4 +1,4 @@
-"""Calls of a client that fails fast, while its peer is stopped: none waits, and what comes late touches nothing."""
+"""Calls of a client that fails fast, while its peer is stopped: none waits, and late answers touch nothing."""
 
 from __future__ import annotations
 
