@@ -32,7 +32,6 @@ echo made
 exec cat
 """
 
-
 NO_FILTERS: Final = """for each in iptables ip6tables arptables; do
 if [ -e /proc/sys/net/bridge/bridge-nf-call-$each ]; then echo 0 > /proc/sys/net/bridge/bridge-nf-call-$each; fi
 done"""
@@ -156,6 +155,11 @@ class Host(Namespace):
         super().__init__(str(boot_id))
         self.number = number
         self.address = address_of(number)
+
+    def send_at(self, bits_per_second: int) -> None:
+        """Change the rate of what it sends. Raises `NoNamespaces`."""
+        rate = f"rate {bits_per_second}bit ceil {bits_per_second}bit quantum 60000"
+        self.run([f"tc class change dev {INTERFACE} parent 1: classid 1:1 htb {rate}"])
 
     def counters(self) -> tuple[int, int]:
         """Bytes (received, sent) over its link, headers of Ethernet, IP and TCP among them."""

@@ -165,6 +165,7 @@ class BlockingClient(Facade):
     contains_many = in_blocking_form(ClientSession.contains_many)
     match_prefix = in_blocking_form(ClientSession.match_prefix)
     match_prefix_by_peer = in_blocking_form(ClientSession.match_prefix_by_peer)
+    estimate = in_blocking_form(ClientSession.estimate)
     locate = in_blocking_form(ClientSession.locate)
     remove = in_blocking_form(ClientSession.remove)
     remove_many = in_blocking_form(ClientSession.remove_many)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import hashlib
@@ -14,14 +13,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar, cast
 
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
-from p2pstore.errors import ConfigError, DeadlineExceeded, NoSuchKey, StoreClosed
+from p2pstore.errors import ConfigError, DeadlineExceeded, StoreClosed
+from p2pstore.integrations.retention import Retention, retention
 from p2pstore.objects import MAX_KEY_BYTES
-from p2pstore.results import ItemResult
+from p2pstore.routing import worth_fetching
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,11 +51,6 @@ KEPT_BYTES: Final = 900
 """Of a text that is too long for a key, its beginning that the key keeps: for people, and listings by prefix."""
 _KEY_PERSON: Final = b"p2pstore.engine"
 PROBE_KEY: Final = "p2pstore engine/"
-RETAIN_ACTION: Final = "kv.retain"
-"""Of the KV hints of an orchestrator, by the drafts of Dynamo (`priority`, `ttl_seconds`) and vLLM (`directives`)."""
-RETAINED_SECONDS: Final = 1800.0
-"""Soft pin of a hint that says no time."""
-MAX_RETAINED_SECONDS: Final = 86_400.0
 
 
 def legal_key(text: str) -> str:
@@ -79,80 +74,6 @@ def _is_utf8(packed: bytes) -> bool:
 def leading(answers: Sequence[bool | None]) -> int:
     """How many of these are true, from the first one on."""
     return next((number for number, each in enumerate(answers) if not each), len(answers))
-
-
-class Retention(NamedTuple):
-    """How long the pool should keep the blocks of a request."""
-
-    pins: Sequence[tuple[float, float, float]] = ()
-    """Of a range of tokens (after the first, up to the last) the seconds of its soft pin: it is evicted last."""
-    ttl: float | None = None
-    """Seconds until its blocks end everywhere; None: never."""
-
-    def pin_seconds(self, last_token: float) -> float:
-        """Of a block that ends with this token; 0 for no pin."""
-        return max((each[2] for each in self.pins if each[0] < last_token <= each[1]), default=0.0)
-
-    def pinning(self, names: Mapping[str, float]) -> Callable[[BlockingClient], None]:
-        """The call that pins these objects; with each, the last token of its block."""
-
-        def pin(client: BlockingClient) -> None:
-            for name, last_token in names.items():
-                seconds = self.pin_seconds(last_token)
-                if seconds:
-                    with contextlib.suppress(NoSuchKey):  # evicted already
-                        client.pin(name, "soft", ttl=seconds, fetch=False)
-
-        return pin
-
-    def putting(
-        self, items: Sequence[tuple[str, Any]]
-    ) -> Callable[[BlockingClient], list[ItemResult[Any]]]:
-        """The call that puts these objects, of any tokens, and pins them."""
-
-        def put(client: BlockingClient) -> list[ItemResult[Any]]:
-            results = client.put_many(items, ttl=self.ttl)
-            self.pinning({name: math.inf for name, _ in items})(client)
-            return results
-
-        return put
-
-
-def retention(
-    parameters: Mapping[str, Any] | None, hints: Any, say: Callable[[str], None], prefix: str = ""
-) -> Retention:
-    """The wishes of a request, by its parameters `p2pstore_pin_seconds` and `p2pstore_ttl_seconds`, and of an
-    orchestrator, by `hints`. Requests may not pin for good. The log names a wish without sense, which is left out."""
-    try:
-        given = parameters or {}
-        pin, ttl = (given.get(f"{prefix}p2pstore_{name}_seconds") for name in ("pin", "ttl"))
-        pins = [(0.0, math.inf, _seconds(pin))] if pin is not None else []
-        for action in getattr(hints, "actions", None) or ():
-            if action.action_type == RETAIN_ACTION:
-                pins += _retained(action.payload)
-        return Retention(pins, None if ttl is None else _seconds(ttl))
-    except (AttributeError, TypeError, ValueError) as error:
-        say(f"how long blocks should be kept is not understood: {error}")
-        return Retention()
-
-
-def _seconds(value: Any) -> float:
-    seconds = min(float(value), MAX_RETAINED_SECONDS)
-    if not seconds > 0:
-        raise ValueError(f"{value!r} is not a number of seconds above 0")
-    return seconds
-
-
-def _retained(payload: Mapping[str, Any]) -> Iterator[tuple[float, float, float]]:
-    """The pins of a hint. A range of the output is not known here."""
-    for each in payload.get("directives", [payload]):
-        if each.get("priority", 1) > 0 and not each.get("covers_output"):
-            end, seconds = each.get("end"), each.get("duration", each.get("ttl_seconds"))
-            yield (
-                float(each.get("start") or 0),
-                math.inf if end is None else float(end),
-                RETAINED_SECONDS if seconds is None else _seconds(seconds),
-            )
 
 
 def or_else(missing: Callable[..., Any]) -> Callable[[F], F]:
@@ -459,6 +380,52 @@ class LastingClient:
             LOG.warning("the peer answers: the pool is in use")
             self._absence_said = False
         self._probed_once.set()
+
+
+class FetchLimit:
+    """Declines blocks that are expected to be there sooner when they are computed, which takes `seconds_per_token`. The
+    worker asks for estimates, of all blocks together that a request looked up in one step of the scheduler."""
+
+    def __init__(self, client: LastingClient, seconds_per_token: float) -> None:
+        if not seconds_per_token > 0:
+            raise ConfigError(
+                f"max_fetch_seconds_per_token is {seconds_per_token!r}: it must be above 0"
+            )
+        self._client = client
+        self._seconds_per_token = seconds_per_token
+        self._verdicts: dict[str, dict[str, bool | float]] = {}
+        """By request and key; before a verdict the time from which on the key is allowed without one."""
+        self._gathered: dict[str, dict[str, int]] = {}
+        """By request: tokens of the keys of this step."""
+
+    def allows(self, request: str, key: str, tokens: int) -> bool | None:
+        """Whether to fetch a block that is there. Never waits. None: look up again, as for `LastingClient.look_up`."""
+        verdicts = self._verdicts.setdefault(request, {})
+        verdict = verdicts.get(key)
+        if verdict is None:
+            verdicts[key] = time.monotonic() + ANSWER_SECONDS
+            self._gathered.setdefault(request, {})[key] = tokens
+            return None
+        if isinstance(verdict, bool):
+            return verdict
+        return True if time.monotonic() >= verdict else None
+
+    def ask(self) -> None:
+        """A step of the scheduler has ended: have the worker ask for what it left open."""
+        if self._gathered:
+            gathered, self._gathered = self._gathered, {}
+            self._client.later(functools.partial(self._judge, gathered))
+
+    def forget(self, request: str) -> None:
+        """The request has ended."""
+        self._verdicts.pop(request, None)
+
+    def _judge(self, gathered: dict[str, dict[str, int]], client: BlockingClient) -> None:
+        for request, tokens in gathered.items():
+            verdicts = self._verdicts.get(request, {})
+            prefill = [count * self._seconds_per_token for count in tokens.values()]
+            fetched = worth_fetching(client.estimate(list(tokens)), prefill)
+            verdicts.update((key, place < fetched) for place, key in enumerate(tokens))
 
 
 def _asking(keys: list[str]) -> Callable[[BlockingClient], list[bool]]:

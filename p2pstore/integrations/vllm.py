@@ -6,7 +6,9 @@
 
 `weight_version` is required; `socket` names the local peer, where there are several; `threads` move blocks. Engines
 share blocks of models of one name: the last part of the model's path, or what `model` says. `enable_kv_events` tells
-routers of blocks in the pool, with medium `STORAGE` (vLLM adds tokens with `self_describing_kv_events`).
+routers of blocks in the pool, with medium `STORAGE` (vLLM adds tokens with `self_describing_kv_events`). With
+`max_fetch_seconds_per_token` (the time of a prefill per token) blocks whose fetch is expected to take longer are
+computed: a lookup misses them.
 
 A request's `kv_transfer_params` may say `p2pstore_pin_seconds` (its blocks are evicted last), `p2pstore_ttl_seconds`
 (they end), and `p2pstore_wait_seconds` (missing ones may still come). KV hints of action `kv.retain` pin, too.
@@ -43,7 +45,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.block_events import BlockEvents
-from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
+from p2pstore.integrations.lasting_client import FetchLimit, LastingClient, legal_key, or_else
 from p2pstore.results import ItemResult
 
 LOST_SECONDS = 5.0
@@ -51,6 +53,8 @@ MAX_LOST = 100_000
 NAME_BYTES = 12
 WAIT_PARAMETER = "p2pstore_wait_seconds"
 """In a request's `kv_transfer_params`: the time to wait for blocks that another engine has just computed."""
+LIMIT = "max_fetch_seconds_per_token"
+_ALLOWED = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 Kept = tuple[float | None, Callable[[BlockingClient], None] | None]
 PEER_ANSWERS = "vllm:kv_offload_p2pstore_peer_answers"
 
@@ -79,7 +83,8 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._weight_version = options.get("weight_version", "")
         self._client = LastingClient(self._weight_version, options.get("socket"))
         self._client.say_unknown(
-            options, ["weight_version", "socket", "threads", "model", "locality", "enable_kv_events"]
+            options,
+            ["weight_version", "socket", "threads", "model", "locality", "enable_kv_events", LIMIT],
         )
         if options.get("locality"):
             self.locality = Locality(options["locality"])
@@ -93,6 +98,16 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._finished: deque[JobResult] = deque()
         self._lost: dict[bytes, float] = {}
         self._wait_until: dict[str, float] = {}
+        limit = options.get(LIMIT)
+        self._limit = None if limit is None else FetchLimit(self._client, float(limit))
+        self._tokens = (
+            []
+            if limit is None
+            else [
+                group.tokens_per_block * offloading_spec.blocks_per_chunk
+                for group in offloading_spec.config.groups
+            ]
+        )
         self._compared = False
         self._told_answers: bool | None = None
         self._events: BlockEvents[bytes] | None = None
@@ -112,6 +127,10 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         (there,) = self._client.look_up([self._name(key)])
         if there is None or (not there and self._wait_until and self._waits(req_context)):
             return LookupResult.RETRY
+        if there and self._limit is not None:
+            group = int.from_bytes(key[-4:], "big")
+            allowed = self._limit.allows(req_context.req_id, self._name(key), self._tokens[group])
+            return _ALLOWED[allowed]
         return LookupResult.HIT if there else LookupResult.MISS
 
     @or_else(lambda *_, **__: None)
@@ -145,6 +164,8 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
     def on_request_finished(self, req_context: Any) -> None:
         """What the request read is told of now: vLLM notes a block's tokens when it finds it in its own memory."""
         self._wait_until.pop(req_context.req_id, None)
+        if self._limit is not None:
+            self._limit.forget(req_context.req_id)
         read = self._read.pop(req_context.req_id, None)
         if read and self._events is not None:
             self._events.found(read, new=False)
@@ -157,6 +178,9 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._submit(self._load, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        """vLLM calls it once in each step of the scheduler."""
+        if self._limit is not None:
+            self._limit.ask()
         with self._lock:
             done = list(self._finished)
             self._finished.clear()

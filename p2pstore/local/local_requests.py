@@ -212,6 +212,7 @@ MOST_ITEMS: Final[dict[LocalKind, int]] = {
     LocalKind.PLAN: 1024,
     LocalKind.CONTAINS: 4096,
     LocalKind.MATCH_PREFIX: 4096,
+    LocalKind.ESTIMATE: 4096,
     LocalKind.LOCATE: 1024,
     LocalKind.REMOVE: 2048,
     LocalKind.PREFETCH: 8192,

@@ -76,6 +76,24 @@ def test_prefixes_of_two_peers(cluster: ProcessCluster) -> None:
         status, document = ask(peer, "/query", {**asked, "block_size": 16})
         counts = {"longest_matched": 96, "GPU": 0, "DP": {}, "CPU": 96, "DISK": 96}
         assert (status, document) == (200, {"default": {first.name: counts}})
+        status, document = ask(peer, "/v1/estimate", {"keys": keys})
+        estimate = peer.client.estimate(keys)
+        assert (status, document.pop("p90_seconds")) == (
+            200,
+            pytest.approx(estimate.p90_seconds, rel=0.5),
+        )
+        assert (
+            estimate.by_key
+            == document["by_key"]
+            == [estimate.by_key[0]] * 12 + [*document["by_key"][12:14], -1, -1]
+        )
+        assert (estimate.blocks, document["blocks"], document["bytes"]) == (14, 14, estimate.bytes)
+        kinds = {each.peer: each.kind for each in estimate.sources}
+        assert kinds == {
+            peer.name: "memory",
+            next(each.name for each in cluster.peers if each is not peer): "neighbour",
+        }
+        assert peer.client.estimate(["", "nowhere", keys[0]]).by_key == [-1, -1, 0]
     assert ask(first, "/v1/prefix", {"keys": keys, "namespace": "other"})[1]["matched"] == 0
 
     first.kill()
@@ -117,7 +135,7 @@ def test_the_description_names_all_queries_and_their_fields(cluster: ProcessClus
     with urlopen(f"http://{cluster.peers[0].ready['metrics']}/openapi.json") as answer:
         description = json.load(answer)
     posts = {path for path, methods in description["paths"].items() if "post" in methods}
-    assert posts == {"/v1/prefix", "/query"}
+    assert posts == {"/v1/prefix", "/v1/estimate", "/query"}
     fields = description["components"]["schemas"]["Prefix"]["properties"]
     assert set(fields) == set(PrefixRequest.__struct_fields__)
 

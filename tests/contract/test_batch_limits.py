@@ -36,7 +36,6 @@ MANY = 4200
 """More items than a frame takes."""
 VALUE = b"v"
 
-
 patient = partial(blocking.connect, timeout=SECONDS)
 """These requests are large, and a busy machine is slow."""
 
@@ -123,6 +122,7 @@ LARGEST: dict[LocalKind, tuple[int, Any]] = {
     LocalKind.PLAN: (0, lambda n: local.Plan(DIGEST * n, exclude=[BIG] * 64, key="k" * 1024)),
     LocalKind.CONTAINS: (0, lambda n: local.Contains(DIGEST * n)),
     LocalKind.MATCH_PREFIX: (0, lambda n: local.MatchPrefix(DIGEST * n)),
+    LocalKind.ESTIMATE: (0, lambda n: local.Locate(DIGEST * n)),
     LocalKind.LOCATE: (0, lambda n: local.Locate(DIGEST * n)),
     LocalKind.REMOVE: (text_bytes("k" * 1024), lambda n: local.Remove("n" * 255, ["k" * 1024] * n)),
     LocalKind.PREFETCH: (0, lambda n: local.Prefetch(DIGEST * n)),
@@ -149,6 +149,7 @@ def test_the_largest_report_fits_a_frame() -> None:
         [local.TransportFallback(BIG, "transport", BIG, "\N{SNOWMAN}" * 200)] * 64,
         BIG,
         [local.UnseenRead(DIGEST, BIG, BIG)] * 4096,
+        [local.ReadTiming(BIG, True, BIG, BIG, BIG)] * 1024,
     )
     assert len(encode_body(report)) <= LOCAL_LIMITS.body_bytes
 

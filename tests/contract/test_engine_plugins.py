@@ -741,6 +741,50 @@ def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
         tier.shutdown()
 
 
+def test_vllm_computes_what_would_take_longer_to_fetch(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, VLLM)
+    module = plugin(monkeypatch, "vllm")
+    named = {"weight_version": "limit@v1", "socket": peer.socket}
+    keys = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(3)]
+    memory = np.zeros((4, 5000), np.uint8)
+    quick, patient = (
+        module.P2PTier(vllm_spec(), memory.data, "P2PTier", max_fetch_seconds_per_token=limit, **named)
+        for limit in (1e-12, 100.0)
+    )
+    quick.submit_store(module.TransferJob(1, keys[:2], np.array([0, 1]), False, None))
+    assert finished(quick).success
+
+    def answers(tier: Any, request: Any) -> list[Any]:
+        """Of the step in which all are known."""
+        found: list[Any] = []
+
+        def is_known() -> bool:
+            found[:] = [tier.lookup(key, request) for key in keys]
+            tier.get_finished_jobs()
+            return module.LookupResult.RETRY not in found
+
+        eventually(is_known)
+        return [each.name for each in found]
+
+    request = SimpleNamespace(req_id="r1")
+    monkeypatch.setattr("p2pstore.integrations.lasting_client.ANSWER_SECONDS", 1000.0)
+    assert quick.lookup(keys[0], request) == module.LookupResult.RETRY
+    assert answers(quick, request) == ["MISS"] * 3
+    assert answers(patient, request) == ["HIT", "HIT", "MISS"]
+    monkeypatch.setattr("p2pstore.integrations.lasting_client.ANSWER_SECONDS", -1.0)
+    late = SimpleNamespace(req_id="r2")
+    assert quick.lookup(keys[0], late) == module.LookupResult.RETRY
+    assert quick.lookup(keys[0], late) == module.LookupResult.HIT, "no answer in time: fetched as ever"
+    for tier in (quick, patient):
+        tier.on_request_finished(request)
+        assert request.req_id not in tier._limit._verdicts
+        tier.shutdown()
+    with pytest.raises(ConfigError, match="above 0"):
+        module.P2PTier(vllm_spec(), memory.data, "P2PTier", max_fetch_seconds_per_token=0, **named)
+
+
 def test_vllm_makes_the_tier_itself(peer: PeerProcess) -> None:
     """By its own factory: only where it is installed (`scripts/engine_environment`)."""
     made = pytest.importorskip("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2pstore.integrations import lasting_client
+from p2pstore.integrations import lasting_client, retention
 from p2pstore.local.local_connection import LocalConnection
 from tests.contract.test_engine_plugins import (
     LMCACHE,
@@ -232,12 +232,10 @@ def test_a_request_says_how_long_its_blocks_are_kept(
 @pytest.mark.parametrize("wrong", [0, -1, "nan", [1], {}])
 def test_a_request_cannot_keep_blocks_for_good(wrong: Any) -> None:
     said: list[str] = []
-    long = lasting_client.retention(
-        {"lmcache.p2pstore_pin_seconds": 1e300}, None, said.append, "lmcache."
-    )
-    assert long.pin_seconds(1) == lasting_client.MAX_RETAINED_SECONDS
+    long = retention.retention({"lmcache.p2pstore_pin_seconds": 1e300}, None, said.append, "lmcache.")
+    assert long.pin_seconds(1) == retention.MAX_RETAINED_SECONDS
     assert not said
-    assert lasting_client.retention({"p2pstore_ttl_seconds": wrong}, None, said.append).ttl is None
+    assert retention.retention({"p2pstore_ttl_seconds": wrong}, None, said.append).ttl is None
     assert len(said) == 1
 
 
@@ -248,7 +246,7 @@ def test_an_orchestrator_s_hint_without_tokens_is_about_all() -> None:
         SimpleNamespace(action_type="kv.retain", payload={"priority": 0, "ttl_seconds": 9e9}),
         SimpleNamespace(action_type="kv.retain", payload={"directives": [{"covers_output": True}]}),
     ]
-    kept = [lasting_client.retention({}, SimpleNamespace(actions=[each]), pytest.fail) for each in hints]
+    kept = [retention.retention({}, SimpleNamespace(actions=[each]), pytest.fail) for each in hints]
     assert [each.pin_seconds(10**6) for each in kept] == [90, 1800, 0, 0]
     assert {each.ttl for each in kept} == {None}
 
