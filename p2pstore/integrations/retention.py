@@ -1,4 +1,4 @@
-"""How long the pool should keep a request's blocks: the wishes of requests and orchestrators, as pins and time to live."""
+"""How long the pool should keep a request's blocks: the wishes of requests and orchestrators, as pins and ends."""
 
 from __future__ import annotations
 
