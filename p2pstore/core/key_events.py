@@ -42,6 +42,8 @@ MEDIA_OF_TIER: Final = (1, 2, 3, 0)
 
 MAX_EVENTS: Final = 256
 """In one batch."""
+MAX_REPLAYED_EVENTS: Final = 4096
+"""In one batch that tells what is held."""
 RING_BATCHES: Final = 10_000
 RING_BYTES: Final = 64 << 20
 
@@ -67,8 +69,10 @@ class KeyChanges:
         self._places: dict[Member, ViewPlace] = {}
         """Up to where each log was followed."""
         self._to_look: OrderedDict[bytes, None] = OrderedDict()
-        self._passes: dict[Member | None, Iterator[Sequence[bytes]]] = {}
+        self._passes: OrderedDict[Member | None, Iterator[Sequence[bytes]]] = OrderedDict()
         """Logs whose records are all to be looked at; None stands for what was told."""
+        self._lost_some = False
+        """Since that pass over what was told began."""
         self._unnamed: OrderedDict[bytes, set[PeerId]] = OrderedDict()
         """Digests whose keys are wanted, and the holders that gave none."""
         self._named: dict[bytes, str] = {}
@@ -127,38 +131,41 @@ class KeyChanges:
                 continue
             operations = None
             if before is not None and place[:2] == before[:2]:
-                own = member == self._core.member
-                operations = (
-                    log.after(before.sequence)
-                    if own
-                    else directory.operations_after(member, before.sequence)
-                )
                 if place.sequence == before.sequence:
                     operations = b""
+                elif member == self._core.member:
+                    operations = log.after(before.sequence)
+                else:
+                    operations = directory.operations_after(member, before.sequence)
             if operations is None:
-                self._passes[None] = self._chunks_told()
+                self._look_at_told()
             if operations is None or (before and before.hidden != place.hidden):
                 self._passes[member] = self._chunks_of(member)
             if operations:
                 self._to_look.update(dict.fromkeys(digests_of(operations)))
         if self._places.keys() - places.keys():
-            self._passes[None] = self._chunks_told()
+            self._look_at_told()
         self._places = places
 
     def _look_on(self) -> None:
-        """Go on with logs that are looked at whole."""
+        """Go on with logs that are looked at whole, in turns."""
         while self._passes and len(self._to_look) < STEP_DIGESTS:
-            which, chunks = next(iter(self._passes.items()))
-            chunk = next(chunks, None)
-            if chunk is None:
-                del self._passes[which]
-            else:
+            which, chunks = self._passes.popitem(last=False)
+            if (chunk := next(chunks, None)) is not None:
                 self._to_look.update(dict.fromkeys(chunk))
+                self._passes[which] = chunks
+
+    def _look_at_told(self) -> None:
+        """Look at all that was told: again, when that is under way, so that it comes to an end."""
+        self._lost_some = True
+        self._passes.setdefault(None, self._chunks_told())
 
     def _chunks_told(self) -> Iterator[Sequence[bytes]]:
-        everything = list(self.told)
-        for start in range(0, len(everything), STEP_DIGESTS):
-            yield everything[start : start + STEP_DIGESTS]
+        while self._lost_some:
+            self._lost_some = False
+            everything = list(self.told)
+            for start in range(0, len(everything), STEP_DIGESTS):
+                yield everything[start : start + STEP_DIGESTS]
 
     def _chunks_of(self, member: Member) -> Iterator[Sequence[bytes]]:
         """From the last record to the first: one that takes the place of another comes from behind."""
@@ -190,8 +197,11 @@ class KeyChanges:
                 self._named.pop(digest, None)
             return []
         if not key:
-            name = name_here(self._core, digest, self._namespace, now)
-            key = self._named.pop(digest, "") if name is None else name
+            name, answered = (
+                name_here(self._core, digest, self._namespace, now),
+                self._named.pop(digest, ""),
+            )
+            key = answered if name is None else name
             if not key:
                 if name is None and self._fleet:
                     self._unnamed.setdefault(digest, set())
@@ -372,7 +382,7 @@ def replayed(
     if not ring.first <= start <= ring.last + 1:
         last, digests = ring.listed(changes.told)
         room = max(1, last - start - 1) if 0 < start < last else len(digests) + 1
-        size = max(MAX_EVENTS, -(-len(digests) // room))
+        size = max(MAX_EVENTS, min(MAX_REPLAYED_EVENTS, -(-len(digests) // room)))
         number = last - -(-len(digests) // size)
         yield number, form.cleared(unix_ms)
         for begin in range(0, len(digests), size):

@@ -37,6 +37,8 @@ POLL_SECONDS: Final = 0.001
 """Interval at which an engine's own thread looks for the answer."""
 KEPT_SECONDS: Final = 0.25
 """Time for which an answer is good after it was read first: one request looks up its keys again and again."""
+CHECK_SECONDS: Final = 1.0
+"""Pause between two checks of what this engine believes to be in the pool."""
 MAX_LOOKUPS: Final = 65_536
 MAX_BATCH: Final = 4096
 MAX_CHORES: Final = 64
@@ -199,6 +201,7 @@ class LastingClient:
         self._breaker = Breaker()
         self._lookups = Lookups()
         self._chores: deque[Callable[[BlockingClient], None]] = deque(maxlen=MAX_CHORES)
+        self._check_at = 0.0
         self._quiet_until: dict[str, float] = {}
         self._absence_said = False
         self._closed = False
@@ -268,6 +271,13 @@ class LastingClient:
         """Have the worker make this call, once a peer answers. Of more than `MAX_CHORES` the oldest are dropped."""
         self._chores.append(chore)
         self._notify()
+
+    def now_and_then(self, check: Callable[[BlockingClient], None]) -> None:
+        """`later`, once in `CHECK_SECONDS`, and only while the peer answers."""
+        now = time.monotonic()
+        if now >= self._check_at and self.answers:
+            self._check_at = now + CHECK_SECONDS
+            self.later(check)
 
     def say(self, text: str) -> None:
         """Say it in the log, the same thing every ten seconds at most."""

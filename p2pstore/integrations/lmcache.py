@@ -10,7 +10,8 @@
     --l2-adapter '{"type": "plugin", "module_path": "p2pstore.integrations.lmcache", "class_name": "P2PL2Adapter",
       "adapter_params": {"weight_version": "llama-3.1-8b@v1"}}'
 
-The weight version is required; `p2pstore_socket` and `socket` name the local peer, where there are several.
+The weight version is required; `p2pstore_socket` and `socket` name the local peer, where there are several. All servers
+see one pool: say `"shared": true` beside the adapter's `type` where a coordinator counts.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import EncodedObjectKey, KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
@@ -30,6 +33,7 @@ from lmcache.v1.protocol import RemoteMetadata
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from p2pstore.blocking import BlockingClient
+from p2pstore.integrations.block_events import CountedBlocks
 from p2pstore.integrations.lasting_client import PROBE_KEY, LastingClient, leading, legal_key, or_else
 from p2pstore.results import ItemResult
 
@@ -38,6 +42,7 @@ Keys = list[str]
 Chunks = list[Any]
 THREADS = 4
 PAGE_KEYS = 10_000
+PREFIX = "lmcache/"
 
 
 def _text(key: Any) -> str:
@@ -87,6 +92,11 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="p2pstore-lmcache")
         self._config: Any = config
 
+    def support_ping(self) -> bool:
+        return True
+
+    support_batched_contains = support_batched_get = support_batched_put = support_ping
+
     @or_else(lambda *_, **__: False)
     async def exists(self, key: Any) -> bool:
         return await self.batched_async_contains("", [key]) == 1
@@ -94,9 +104,6 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
     @or_else(lambda *_, **__: False)
     def exists_sync(self, key: Any) -> bool:
         return self.batched_contains([key]) == 1
-
-    def support_batched_contains(self) -> bool:
-        return True
 
     @or_else(lambda *_, **__: 0)
     def batched_contains(self, keys: Sequence[Any]) -> int:
@@ -121,9 +128,6 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
     async def get(self, key: Any) -> Any:
         return (await self.batched_get([key]))[0]
 
-    def support_batched_get(self) -> bool:
-        return True
-
     @or_else(lambda _, keys: [None] * len(keys))
     async def batched_get(self, keys: Sequence[Any]) -> list[Any]:
         return await self._in_thread(lambda: self._get(keys))
@@ -142,9 +146,6 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
     async def put(self, key: Any, memory_obj: Any) -> None:
         await self.batched_put([key], [memory_obj])
 
-    def support_batched_put(self) -> bool:
-        return True
-
     @or_else(lambda *_, **__: None)
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
         await self._in_thread(lambda: self._put(keys, memory_objs))
@@ -158,9 +159,6 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
     def remove_sync(self, key: Any) -> bool:
         name = _text(key)
         return self._client.call(lambda client: client.remove(name), False)
-
-    def support_ping(self) -> bool:
-        return True
 
     @or_else(lambda *_, **__: -1)
     async def ping(self) -> int:
@@ -276,7 +274,8 @@ def _all_keys(client: BlockingClient) -> Keys:
 
 class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
     """Chunks moved straight between LMCache's own memory and the store, by a few threads; three event descriptors tell
-    of what has ended. Nothing is locked: a chunk that is evicted between lookup and load is a failed load."""
+    of what has ended. LMCache's eviction counts what this server stored: it is told of loads and deletions, and of what
+    the pool has lost. A lookup leases chunks in the local peer's memory; another one may be evicted before its load."""
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None, **_others: Any) -> None:
         super().__init__()
@@ -295,6 +294,11 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         self._stored: dict[int, Any] = {}
         self._found: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
+        self._leases: defaultdict[str, list[memoryview]] = defaultdict(list)
+        """A view for each lock of a chunk."""
+        self._counted: CountedBlocks[Any] = CountedBlocks(
+            self._notify_keys_stored, self._notify_keys_deleted
+        )
 
     def get_store_event_fd(self) -> int:
         return int(self._stored_event.fileno())
@@ -310,11 +314,14 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
             items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
             failed: list[ItemResult[Any]] = []
             results = self._client.call(lambda client: client.put_many(items), failed)
-            good = len(results) == len(items) and all(each.error is None for each in results)
-            sizes = [len(view) for _, view in items]
-            if good:
-                self._notify_keys_stored(list(keys), sizes)
-            return L2StoreResult(good, sum(sizes))
+            stored = {
+                key: len(view)
+                for key, (_, view), result in zip(keys, items, results, strict=False)
+                if result.ok
+            }
+            self._counted.found(stored)
+            self._client.now_and_then(self._check)
+            return L2StoreResult(len(stored) == len(items), sum(stored.values()))
 
         return self._submit(store, L2StoreResult(False, 0), self._stored, self._stored_event)
 
@@ -327,21 +334,39 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
     def submit_lookup_and_lock_task(
         self, keys: Sequence[Any], group_layout_descs: dict[int, Any]
     ) -> int:
-        nothing = [False] * len(keys)
-
         def look_up() -> Any:
-            return _bitmap(self._client.look_up_soon([_name(key) for key in keys]))
+            names = [_name(key) for key in keys]
+            found = self._client.look_up_soon(names)
+            there = [name for name, is_there in zip(names, found, strict=True) if is_there]
+            if there:
+                self._client.call(lambda client: self._lease(client, there), None)
+            return _bitmap(found)
 
-        return self._submit(
-            look_up, _bitmap(nothing), self._found, self._found_event, pool=self._lookups
-        )
+        nothing = _bitmap([False] * len(keys))
+        return self._submit(look_up, nothing, self._found, self._found_event, pool=self._lookups)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         with self._lock:
             return self._found.pop(task_id, None)
 
+    def _lease(self, client: BlockingClient, names: Keys) -> None:
+        """Of these chunks lease those in the local peer's memory, from the first on. A lease of another one would bring
+        it there."""
+        here = (each.memory_blocks for each in client.match_prefix_by_peer(names) if each.local)
+        leases = client.take_leases(names[: next(here, 0)])
+        with self._lock:
+            for each in leases:
+                if each.value is not None:
+                    self._leases[each.key].append(each.value)
+
+    @or_else(lambda *_, **__: None)
     def submit_unlock(self, keys: Sequence[Any]) -> None:
-        """Nothing was locked."""
+        with self._lock:
+            for name in map(_name, keys):
+                if self._leases[name]:
+                    self._leases[name].pop()
+                if not self._leases[name]:
+                    del self._leases[name]
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         def load() -> Any:
@@ -352,6 +377,9 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
                 each.error is None and each.value == len(view)
                 for each, (_, view) in zip(results, items, strict=False)
             ]
+            self._notify_keys_accessed(
+                [key for key, is_whole in zip(keys, whole, strict=False) if is_whole]
+            )
             return _bitmap(whole or [False] * len(items))
 
         return self._submit(load, _bitmap([False] * len(keys)), self._loaded, self._loaded_event)
@@ -364,12 +392,50 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
     def delete(self, keys: Sequence[Any]) -> None:
         """Remove chunks everywhere."""
         names = [_name(key) for key in keys]
-        self._client.call(lambda client: client.remove_many(names), None)
+        failed: list[ItemResult[bool]] = []
+        results = self._client.call(lambda client: client.remove_many(names), failed)
+        self._counted.gone([key for key, result in zip(keys, results, strict=False) if result.ok])
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> Any:
+        """A page of the pool's chunks. Raises `ValueError`, and `RuntimeError` where the peer does not answer."""
+        if page_size <= 0:
+            raise ValueError(f"page_size must be positive, not {page_size}")
+        prefix = PREFIX if model_name is None else f"{PREFIX}{model_name}@"
+        about: dict[str, Any] = {"after": cursor or "", "limit": min(page_size, PAGE_KEYS)}
+        page = self._client.call(lambda client: client.list_keys(prefix, **about), None)
+        if page is None:
+            raise RuntimeError("the peer does not answer")
+        known = ((_parsed(each.key), each.length) for each in page.keys)
+        entries = tuple(KeyEntry(key, length) for key, length in known if key is not None)
+        return KeyListPage(entries, page.keys[-1].key if page.more and page.keys else None)
+
+    def get_usage(self) -> Any:
+        """Bytes that this server stored and the pool has. LMCache's eviction asks each second."""
+        self._client.now_and_then(self._check)
+        return super().get_usage()
+
+    def report_status(self) -> dict[str, Any]:
+        """For LMCache's own status. A peer that does not answer is no failure of the server."""
+        return {
+            "is_healthy": True,
+            "type": type(self).__name__,
+            "peer_answers": self._client.answers,
+            "stored_object_count": len(self._counted),
+            "locked_key_count": len(self._leases),
+            "current_size_bytes": self.get_usage().total_bytes_used,
+        }
+
+    def _check(self, client: BlockingClient) -> None:
+        """In the worker: which of the chunks that this server stored the pool has lost."""
+        self._counted.check(lambda keys: client.contains_many([_name(key) for key in keys]))
 
     def close(self) -> None:
         """Wait for what is under way, disconnect, and close the event descriptors."""
         self._lookups.shutdown()
         self._pool.shutdown()
+        self._leases.clear()
         self._client.close()
         for event in (self._stored_event, self._found_event, self._loaded_event):
             event.close()
@@ -389,9 +455,7 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         def run() -> None:
             try:
                 result = action()
-            except (
-                Exception
-            ) as error:  # whatever it is, the controller must hear that the task has ended
+            except Exception as error:  # the controller must hear that the task has ended
                 self._client.say(f"a task failed: {error!r}")
                 result = failure
             self._ended(number, result, done, event)
@@ -414,9 +478,18 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
 
 def _name(key: Any) -> str:
     return legal_key(
-        f"lmcache/{key.model_name}@{key.kv_rank:x}@{key.object_group_id}@{key.chunk_hash.hex()}"
+        f"{PREFIX}{key.model_name}@{key.kv_rank:x}@{key.object_group_id}@{key.chunk_hash.hex()}"
         f"@{key.cache_salt}"
     )
+
+
+def _parsed(name: str) -> Any:
+    """The key of LMCache's own with this name; None of one that was too long."""
+    try:
+        model, rank, group, chunk_hash, salt = name.removeprefix(PREFIX).split("@")
+        return EncodedObjectKey(chunk_hash, model, int(rank, 16), int(group), salt)
+    except ValueError:
+        return None
 
 
 def _bitmap(bits: Sequence[bool]) -> Any:

@@ -43,8 +43,6 @@ from p2pstore.results import ItemResult
 LOST_SECONDS = 5.0
 MAX_LOST = 100_000
 NAME_BYTES = 12
-CHECK_SECONDS = 1.0
-"""Pause between two checks of blocks that were told of, 4,096 at a time."""
 WAIT_PARAMETER = "p2pstore_wait_seconds"
 """In a request's `kv_transfer_params`: the time to wait for blocks that another engine has just computed."""
 PEER_ANSWERS = "vllm:kv_offload_p2pstore_peer_answers"
@@ -90,8 +88,9 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._wait_until: dict[str, float] = {}
         self._compared = False
         self._told_answers: bool | None = None
-        self._events: BlockEvents | None = None
-        self._check_at = 0.0
+        self._events: BlockEvents[bytes] | None = None
+        self._read: dict[str, list[bytes]] = {}
+        """Of each request, the blocks that it read from the pool."""
         if options.get("enable_kv_events"):
             self._begin_events(offloading_spec.kv_events_config)
 
@@ -127,13 +126,19 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
             self._compared = True
             seed = bytes(kv_cache_utils.NONE_HASH).hex()
             self._client.compare_hashes("vllm", seed, **self._layout)
+        if self._events is not None:
+            self._read[req_context.req_id] = []
         wait_seconds = ((req_context and req_context.kv_transfer_params) or {}).get(WAIT_PARAMETER)
         if wait_seconds:
             self._wait_until[req_context.req_id] = time.monotonic() + float(wait_seconds)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
+        """What the request read is told of now: vLLM notes a block's tokens when it finds it in its own memory."""
         self._wait_until.pop(req_context.req_id, None)
+        read = self._read.pop(req_context.req_id, None)
+        if read and self._events is not None:
+            self._events.found(read, new=False)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(self._store, job_metadata)
@@ -148,10 +153,13 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         return done
 
     def drain_jobs(self) -> None:
-        """Wait for all transfers under way. Each has a deadline of its own, so this ends."""
+        """Wait for all transfers under way. Each has a deadline of its own, so this ends. vLLM calls it where it
+        forgets all of its own blocks: then it tells consumers to forget all, and forgets the tokens of what is here."""
         with self._lock:
             running = set(self._running)
         wait(running)
+        if self._events is not None:
+            self._events.forget()
 
     def shutdown(self) -> None:
         """Wait for transfers under way, let go of vLLM's memory, and disconnect."""
@@ -196,10 +204,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         """Blocks that came to the pool by this engine, or were found there, and those that no peer has any more."""
         if self._events is None:
             return ()
-        now = time.monotonic()
-        if now >= self._check_at and self._client.answers:
-            self._check_at = now + CHECK_SECONDS
-            self._client.later(self._check_told)
+        self._client.now_and_then(self._check_told)
         return [
             OffloadingEvent(event.keys, self.medium, event.removed, self.locality, removal_expected=True)
             for event in self._events.take()
@@ -237,6 +242,8 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         try:
             keys = list(job.keys)
             good = move(keys, [self._rows[int(chunk)].data for chunk in job.chunk_ids])
+            if job.is_promotion and self._read:
+                self._read.get(job.req_context.req_id, []).extend(good)
         except Exception as error:  # whatever it is, the engine must hear that the job has ended
             self._client.say(f"a transfer of {len(keys)} blocks failed: {error!r}")
             good, failed = [], True

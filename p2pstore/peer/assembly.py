@@ -374,7 +374,7 @@ class Assembly:
         if config.metrics is not None:
             await self._serve_status(node, config.metrics, nursery)
         if config.kv_events is not None or config.kv_events_replay is not None:
-            self._publish_events(node, nursery)
+            await self._publish_events(node, nursery)
         local_server = partial(
             serve_local,
             self.socket_path,
@@ -447,16 +447,12 @@ class Assembly:
         pages, queries = metrics_pages(node.statistics, source), PrefixQueries(node).by_path()
         nursery.start_soon(serve_http, listeners, Site(pages, queries, token))
 
-    def _publish_events(self, node: Node, nursery: trio.Nursery) -> None:
+    async def _publish_events(self, node: Node, nursery: trio.Nursery) -> None:
         """Publish events about keys, for which few peers need this import."""
-        try:
-            from p2pstore.peer.event_stream import EventStream
-        except ImportError:
-            raise ConfigError(
-                "kv_events: needs pyzmq; install it with `pip install 'p2pstore[events]'`"
-            ) from None
+        from p2pstore.peer.event_stream import EventStream
+
         stream = EventStream(node)
-        self.stack.callback(stream.close)
+        await stream.open()
         nursery.start_soon(stream.run)
 
 

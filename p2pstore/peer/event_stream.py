@@ -1,25 +1,26 @@
-"""A stream of events about keys over ZeroMQ, with replay. Shell; the one module that imports pyzmq.
+"""A stream of events about keys over ZeroMQ, with replay. Shell.
 
 Publisher: three frames, an empty topic, the batch's number (u64, big-endian), its payload. Replay, in vLLM's protocol:
 a consumer's DEALER sends `"" | number`; it gets `"" | topic | number | payload` of each batch from that one on, and at
 the end the number of 64 ones with an empty payload. Number 0 stands for all that is held.
 
-One task does everything, and never waits for a consumer: at the publisher a slow one loses batches, which it sees by
-their numbers; its replay goes on when it reads, and ends when it does not. Sockets are polled: their descriptors are
-edge-triggered, and the logs have to be looked at as often anyway.
+Each consumer has a task that goes through the ring of batches at its own pace. A slow one loses batches, which it sees
+by their numbers; one that reads nothing is disconnected.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import trio
-import zmq
 
+from p2pstore.access.crowding import Strangers
 from p2pstore.config import PeerConfig
 from p2pstore.core.key_events import (
     REPLAY_END,
@@ -30,42 +31,44 @@ from p2pstore.core.key_events import (
     first_sequence,
     replayed,
 )
-from p2pstore.errors import ConfigError
+from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.records import format_peer_id
 from p2pstore.objects import encode_namespace
 from p2pstore.peer.node import Node
+from p2pstore.peer.zeromq import ZeroMQConnection
+from p2pstore.status.http_server import address_of, open_http_listeners, serve_strangers
 
 logger = logging.getLogger("p2pstore.peer")
 
 TICK_SECONDS: Final = 0.05
 BUSY_TICK_SECONDS: Final = 0.005
-"""While there is more to look at, or a replay is under way."""
-REPLAY_SECONDS: Final = 0.004
-"""Spent on replays in one tick."""
+"""While there is more to look at."""
 SILENT_SECONDS: Final = 1.0
 """An empty batch goes out after such a pause: by its number consumers see that they missed the last ones."""
-QUEUED_BATCHES: Final = 1_000
-"""For each consumer, until it loses batches. Consumers share their memory."""
-QUEUED_REPLIES: Final = 4
-MAX_REPLAYS: Final = 256
-MAX_REQUEST_BYTES: Final = 1024
-REQUESTS_AT_ONCE: Final = 64
-REPLAYED_AT_ONCE: Final = 4
+MAX_CONSUMERS: Final = 256
+"""Connections of each endpoint."""
+MAX_SUBSCRIPTIONS: Final = 1000
+"""Messages of a subscriber, of which all but the first are of no use."""
+MAX_REPLAYS: Final = 16
+"""At once: each may have a list of all digests. The others wait."""
+REPLAY_SECONDS: Final = 60.0
+OPEN_SECONDS: Final = 5.0
 STUCK_SECONDS: Final = 10.0
-"""A replay ends when its consumer reads nothing for so long."""
+"""A consumer is disconnected when it reads nothing for so long."""
+ENDS: Final = (ProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError)
+"""A connection ends by them, and nothing else."""
 
 
 @dataclass(slots=True)
-class Replay:
-    """A replay under way. `unsent` waits for its consumer to read, until `due`."""
+class Follower:
+    """A subscriber. `subscriptions`: to all topics, which is to the empty one."""
 
-    batches: Iterator[tuple[int, bytes]]
-    due: float
-    unsent: tuple[bytes, bytes] | None = None
+    connection: ZeroMQConnection
+    subscriptions: int = 0
 
 
 class EventStream:
-    """The stream of one peer: see the module's docstring. Raises `ConfigError` when an endpoint cannot be had."""
+    """The stream of one peer: see the module's docstring. Raises `ConfigError` when it cannot be."""
 
     def __init__(self, node: Node) -> None:
         config, self._node = node.config, node
@@ -75,60 +78,46 @@ class EventStream:
         # That of the fleet stays the same when its consumer goes to another peer.
         self._form = EventFormat(config.cluster if self._fleet else format_peer_id(node.core.peer_id))
         self._ring = BatchRing(first_sequence(node.core))
-        self._replays: dict[bytes, Replay] = {}
-        self._context = zmq.Context()
-        try:
-            self._publisher = self._bind(zmq.PUB, config.kv_events, "kv_events", QUEUED_BATCHES)
-            self._router = self._bind(
-                zmq.ROUTER, config.kv_events_replay, "kv_events_replay", QUEUED_REPLIES
-            )
-        except ConfigError:
-            self.close()
-            raise
+        self._news = trio.lowlevel.ParkingLot()
+        self._replays = trio.CapacityLimiter(MAX_REPLAYS)
+        self._publishers: list[trio.SocketListener] = []
+        self._routers: list[trio.SocketListener] = []
         self._send(self._form.cleared(self._unix_ms))
 
-    def _bind(self, kind: int, endpoint: str | None, setting: str, queued: int) -> zmq.Socket[bytes]:
-        bound = self._context.socket(kind)
-        bound.setsockopt(zmq.LINGER, 0)
-        bound.setsockopt(zmq.SNDHWM, queued)
-        bound.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        bound.setsockopt(zmq.IPV6, 1)
-        if kind == zmq.ROUTER:
-            bound.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is told, and nothing dropped
-        if endpoint is None:
-            return bound
-        try:
-            bound.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"{setting}: cannot bind {endpoint}: {error.strerror}") from None
-        where = bound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        logger.info("%s at %s", setting, where, extra={"event": setting, "endpoint": where})
-        return bound
-
-    def close(self) -> None:
-        """Close the sockets, without waiting for consumers."""
-        self._context.destroy(linger=0)
+    async def open(self) -> None:
+        """Listen. Raises `ConfigError` when an endpoint cannot be had."""
+        config = self._node.config
+        self._publishers = await _listen("kv_events", config.kv_events)
+        self._routers = await _listen("kv_events_replay", config.kv_events_replay)
 
     async def run(self) -> None:
         """Publish and answer until cancelled."""
         try:
-            while True:
-                busy = self._changes.behind or self._replays
-                await trio.sleep(BUSY_TICK_SECONDS if busy else TICK_SECONDS)
-                self._publish()
-                self._take_requests()
-                self._replay_on()
+            await self._run()
         except Exception:  # the peer goes on without
             logger.exception("kv_events ended by an internal error")
-            self.close()
+
+    async def _run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            for listeners, kind, serve in (
+                (self._publishers, "PUB", self._serve_follower),
+                (self._routers, "ROUTER", self._serve_replays),
+            ):
+                guests: Strangers[trio.CancelScope] = Strangers(MAX_CONSUMERS, MAX_CONSUMERS)
+                greet = partial(_greet, kind, serve)
+                nursery.start_soon(serve_strangers, listeners, guests, greet, "consumers of events")
+            while True:
+                await trio.sleep(BUSY_TICK_SECONDS if self._changes.behind else TICK_SECONDS)
+                self._publish()
 
     @property
     def _unix_ms(self) -> int:
         return int(time.time() * 1000)
 
     def _send(self, payload: bytes) -> None:
-        number, self._sent_at = self._ring.append(payload), self._node.now
-        self._publisher.send_multipart([b"", SEQUENCE.pack(number), payload], zmq.NOBLOCK)
+        self._ring.append(payload)
+        self._sent_at = self._node.now
+        self._news.unpark_all()
 
     def _publish(self) -> None:
         if not self._changes.knows_all:
@@ -145,48 +134,72 @@ class EventStream:
         if self._fleet:
             self._node.process()  # holders are asked for keys
 
-    # --- replay ------------------------------------------------------------------------------
+    # --- consumers ---------------------------------------------------------------------------
 
-    def _take_requests(self) -> None:
-        """Begin replays. What is no request is dropped, and what is above the limit: its consumer asks again."""
-        for _ in range(REQUESTS_AT_ONCE):
-            try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return
-            if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE.size:
-                continue
-            if frames[0] in self._replays or len(self._replays) < MAX_REPLAYS:
-                (start,) = SEQUENCE.unpack(frames[2])
-                batches = replayed(self._changes, self._ring, self._form, start, self._unix_ms)
-                self._replays[frames[0]] = Replay(batches, self._node.now + STUCK_SECONDS)
+    async def _serve_follower(self, connection: ZeroMQConnection) -> None:
+        follower = Follower(connection)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._follow, follower, nursery.cancel_scope)
+            with suppress(*ENDS):
+                for _ in range(MAX_SUBSCRIPTIONS):
+                    message = await connection.receive()
+                    if message in ([b"\x01"], [b"\x00"]):
+                        follower.subscriptions += 1 if message == [b"\x01"] else -1
+            nursery.cancel_scope.cancel()
 
-    def _replay_on(self) -> None:
-        """Go on with some replays; those that had a turn go behind the others."""
-        end = self._node.now + REPLAY_SECONDS
-        for identity in list(self._replays):
-            replay = self._replays.pop(identity)
-            if self._replay_some(identity, replay):
-                self._replays[identity] = replay
-            if self._node.now > end:
-                return
+    async def _follow(self, follower: Follower, scope: trio.CancelScope) -> None:
+        """Send each batch from now on, or what the ring has of them."""
+        with suppress(*ENDS):
+            number = self._ring.last + 1
+            while True:
+                number = max(
+                    number, self._ring.first if follower.subscriptions > 0 else self._ring.last + 1
+                )
+                payload = self._ring.get(number)
+                if payload is None:
+                    await self._news.park()
+                    continue
+                with trio.fail_after(STUCK_SECONDS):
+                    await follower.connection.send(b"", SEQUENCE.pack(number), payload)
+                number += 1
+        scope.cancel()
 
-    def _replay_some(self, identity: bytes, replay: Replay) -> bool:
-        """Send some batches. Whether there is more."""
-        for _ in range(REPLAYED_AT_ONCE):
-            if replay.unsent is None:
-                number, payload = next(replay.batches, (None, b""))
-                replay.unsent = REPLAY_END if number is None else SEQUENCE.pack(number), payload
-            try:
-                self._router.send_multipart([identity, b"", b"", *replay.unsent], zmq.NOBLOCK)
-            except zmq.Again:
-                return self._node.now < replay.due
-            except zmq.ZMQError:  # the consumer has gone
-                return False
-            if replay.unsent[0] == REPLAY_END:
-                return False
-            replay.unsent, replay.due = None, self._node.now + STUCK_SECONDS
-        return True
+    async def _serve_replays(self, connection: ZeroMQConnection) -> None:
+        """Replay what is asked for. What is no request ends the connection."""
+        while True:
+            empty, *rest = await connection.receive()
+            if empty or len(rest) != 1 or len(rest[0]) != SEQUENCE.size:
+                raise ProtocolError("no number of a batch")
+            (start,) = SEQUENCE.unpack(rest[0])
+            async with self._replays:
+                with trio.fail_after(REPLAY_SECONDS):
+                    batches = replayed(self._changes, self._ring, self._form, start, self._unix_ms)
+                    for number, payload in batches:
+                        with trio.fail_after(STUCK_SECONDS):
+                            await connection.send(b"", b"", SEQUENCE.pack(number), payload)
+                    await connection.send(b"", b"", REPLAY_END, b"")
+
+
+async def _greet(
+    kind: str, serve: Callable[[ZeroMQConnection], Awaitable[None]], stream: trio.SocketStream
+) -> None:
+    connection = ZeroMQConnection(stream)
+    with suppress(*ENDS):
+        with trio.fail_after(OPEN_SECONDS):
+            await connection.open(kind)
+        await serve(connection)
+
+
+async def _listen(setting: str, endpoint: str | None) -> list[trio.SocketListener]:
+    if endpoint is None:
+        return []
+    scheme, _, address = endpoint.partition("://")
+    if scheme != "tcp":
+        raise ConfigError(f"{setting}: {endpoint!r} is no endpoint such as tcp://127.0.0.1:5557")
+    listeners = await open_http_listeners(address.replace("*:", "0.0.0.0:"), setting)
+    where = f"tcp://{address_of(listeners)}"
+    logger.info("%s at %s", setting, where, extra={"event": setting, "endpoint": where})
+    return listeners
 
 
 def _check(config: PeerConfig) -> None:

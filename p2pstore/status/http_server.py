@@ -104,16 +104,16 @@ def text_answer(status: HTTPStatus, text: str) -> Answer:
     return Answer(status, TEXT, f"{text}\n".encode())
 
 
-async def open_http_listeners(address: str) -> list[trio.SocketListener]:
+async def open_http_listeners(address: str, setting: str = "metrics") -> list[trio.SocketListener]:
     """Listen at HOST:PORT. Raises `ConfigError` when that is not possible."""
-    host, port = split_address(address, "metrics")
+    host, port = split_address(address, setting)
     try:
         listeners: list[trio.SocketListener] = await trio.open_tcp_listeners(
             port, host=None if is_wildcard(host) else host
         )
     except OSError as error:
         raise ConfigError(
-            f"metrics: cannot listen at {address}: {error.strerror or error}; choose another port, or 0 for any"
+            f"{setting}: cannot listen at {address}: {error.strerror or error}; choose another port, or 0 for any"
         ) from None
     return listeners
 
@@ -126,25 +126,53 @@ def address_of(listeners: Sequence[trio.SocketListener]) -> str:
 
 async def serve_http(listeners: Sequence[trio.SocketListener], site: Site) -> None:
     """Until cancelled."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await serve_requests(site, stream, at_loopback=_is_at_loopback(stream))
+
     guests: Strangers[trio.CancelScope] = Strangers(MAX_CONNECTIONS, MAX_HOST_CONNECTIONS)
-    async with trio.open_nursery() as nursery:
-        for listener in listeners:
-            nursery.start_soon(_accept, listener, site, guests, nursery)
+    await serve_strangers(listeners, guests, serve, "readers of the status page", _turn_away)
 
 
-async def _accept(
-    listener: trio.SocketListener, site: Site, guests: Strangers[trio.CancelScope], nursery: trio.Nursery
+async def serve_strangers(
+    listeners: Sequence[trio.SocketListener],
+    guests: Strangers[trio.CancelScope],
+    serve: Callable[[trio.SocketStream], Awaitable[None]],
+    what: str,
+    turn_away: Callable[[socket.socket, str], None] = lambda sock, reason: sock.close(),
 ) -> None:
-    async with listener:
-        with (
-            closing(Accepting(logger, "readers of the status page", _turn_away)) as accepting,
-            socket.socket(fileno=os.dup(listener.socket.fileno())) as waiting,
-        ):
-            waiting.setblocking(False)
-            while True:
-                sock, _ = await accepting.accept(waiting)
-                stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
-                nursery.start_soon(_serve, site, guests, stream)
+    """Accept connections and serve each in a task, until cancelled. `what` connects, for people."""
+
+    async def greet(sock: socket.socket) -> None:
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+        async with stream:
+            try:
+                host = str(stream.socket.getpeername()[0])
+            except OSError:
+                return  # the client has gone
+            with trio.CancelScope() as scope:
+                dropped = guests.arrive(host, scope)
+                if dropped is not None:
+                    dropped.cancel()
+                try:
+                    await serve(stream)
+                finally:
+                    guests.leave(scope)
+
+    async def accept(listener: trio.SocketListener) -> None:
+        async with listener:
+            with (
+                closing(Accepting(logger, what, turn_away)) as accepting,
+                socket.socket(fileno=os.dup(listener.socket.fileno())) as waiting,
+            ):
+                waiting.setblocking(False)
+                while True:
+                    sock, _ = await accepting.accept(waiting)
+                    nursery.start_soon(greet, sock)
+
+    async with trio.open_nursery() as nursery:
+        for each in listeners:
+            nursery.start_soon(accept, each)
 
 
 def _turn_away(sock: socket.socket, reason: str) -> None:
@@ -152,22 +180,6 @@ def _turn_away(sock: socket.socket, reason: str) -> None:
     with sock, suppress(OSError):
         sock.setblocking(False)
         sock.send(_head(answer) + answer.body)
-
-
-async def _serve(site: Site, guests: Strangers[trio.CancelScope], stream: trio.SocketStream) -> None:
-    async with stream:
-        try:
-            host = str(stream.socket.getpeername()[0])
-        except OSError:
-            return  # the client has gone
-        with trio.CancelScope() as scope:
-            dropped = guests.arrive(host, scope)
-            if dropped is not None:
-                dropped.cancel()
-            try:
-                await serve_requests(site, stream, at_loopback=_is_at_loopback(stream))
-            finally:
-                guests.leave(scope)
 
 
 def _is_at_loopback(stream: trio.SocketStream) -> bool:

@@ -1,7 +1,8 @@
 """A vLLM engine of the CPU build behind a small HTTP server: FOLDER PORT KV-TRANSFER-CONFIG [HASH-ALGORITHM].
 
 `POST /v1/completions` takes and answers what vLLM's own does, as far as `check_vllm` needs it, one request at a time,
-each with an empty cache of its own. `GET /times` tells how long the scheduler's calls of the tier took.
+each with an empty cache of its own, or with `keep_cache`. `GET /times` tells how long the scheduler's calls of the tier
+took. `KV_EVENTS`, an address in the environment, has the engine publish KV events there, and keep 4,160 tokens at most.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ os.environ.update(
 
 import vllm
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 
 CALLS = ["lookup", "submit_store", "submit_load", "get_finished_jobs", "on_new_request", "get_stats"]
 TIMES: list[float] = []
@@ -57,6 +58,10 @@ def made(folder: str, config: dict[str, Any], algorithm: str) -> LLM:
             TIERS.append(self)
 
         P2PTier.__init__ = noted
+    events: dict[str, Any] = {}
+    if endpoint := os.environ.get("KV_EVENTS"):
+        events["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint)
+        events["num_gpu_blocks_override"] = 130
     return LLM(
         model=folder,
         load_format="dummy",
@@ -69,6 +74,7 @@ def made(folder: str, config: dict[str, Any], algorithm: str) -> LLM:
         distributed_executor_backend="mp" if "LMCache" in config["kv_connector"] else "uni",
         prefix_caching_hash_algo=algorithm,
         kv_transfer_config=KVTransferConfig(**config),
+        **events,
     )
 
 
@@ -96,8 +102,9 @@ class Handler(BaseHTTPRequestHandler):
             ignore_eos=True,
             extra_args={"kv_transfer_params": asked.get("kv_transfer_params")},
         )
-        # Mooncake's connector would empty the store.
-        self.llm.reset_prefix_cache(reset_connector=self.resets_connector)
+        if not asked.get("keep_cache"):
+            # Mooncake's connector would empty the store.
+            self.llm.reset_prefix_cache(reset_connector=self.resets_connector)
         begin = time.perf_counter()
         (output,) = self.llm.generate([{"prompt_token_ids": asked["prompt"]}], sampling, use_tqdm=False)
         seconds = time.perf_counter() - begin

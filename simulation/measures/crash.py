@@ -1,4 +1,6 @@
-"""How long until 99 % of the peers know that one of them is gone, without a word and without a reset."""
+"""How long until 99 % of the peers know that one of them is gone, without a word and without a reset, and none of its
+objects is in their indexes any more.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from simulation.measures.figures import (
     Curve,
     Figure,
     Measured,
+    in_index,
     no_problems,
+    record_of,
     settled_cluster,
 )
 
@@ -78,6 +82,8 @@ class _Round:
         cluster = self._cluster
         cluster.on_change = self._changed
         for victim in self._victims:
+            victim.hold(record_of(victim.number))
+        for victim in self._victims:
             cluster.run(APART_SECONDS * cluster.kernel.rng.random())
             self._gone_at[victim.peer_id] = cluster.kernel.now
             victim.crash(silent=True)
@@ -102,7 +108,8 @@ class _Round:
         known = self._known.get(change.peer_id)
         if known is None or change.peer_id not in self._gone_at:
             return
-        if change.new == Status.DEAD:
+        digest = record_of(self._cluster.by_peer_id[change.peer_id].number).digest
+        if change.new == Status.DEAD and not in_index(peer, digest):
             known.setdefault(peer.number, self._cluster.kernel.now - self._gone_at[change.peer_id])
         else:
             known.pop(peer.number, None)

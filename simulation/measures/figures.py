@@ -11,6 +11,7 @@ from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.objects import Version
 from simulation.gossip_cluster import GossipCluster
+from simulation.gossip_peer import GossipPeer
 from simulation.gossip_run import key_of
 from simulation.kernel import Faults
 
@@ -86,6 +87,11 @@ def settled_cluster(
 def record_of(number: int, writer: int = 1) -> LocationRecord:
     """A location; another number is another key."""
     return LocationRecord(key_of(number), Version(number + 1, writer), number & 0x3FFFFF, 256)
+
+
+def in_index(peer: GossipPeer, digest: bytes) -> bool:
+    """Whether this peer's answer about a prefix would count the key."""
+    return any(not each.hidden for each in peer.gossip.holders(digest, peer.now))
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:

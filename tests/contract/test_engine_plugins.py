@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -682,9 +682,9 @@ def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
     silent.kv_events_config.enable_kv_cache_events = False
     tiers = [
         module.P2PTier(spec, memory.data, "P2PTier", **named)
-        for spec in (vllm_spec(), vllm_spec(), silent)
+        for spec in (vllm_spec(), vllm_spec(), vllm_spec(), silent)
     ]
-    writer, other, mute = tiers
+    writer, other, reader, mute = tiers
     assert "publishes no KV events" in caplog.text
     keys = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(2)]
 
@@ -715,6 +715,21 @@ def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
         gone = [(sorted(event.keys), event.removed) for event in next_events(tier)]
         assert gone == [(keys, True)]
     assert stored_by(writer) == stored
+
+    def read_by(tier: Any) -> list[Any]:
+        request = SimpleNamespace(req_id="request", kv_transfer_params=None)
+        tier.on_new_request(request)
+        tier.submit_load(module.TransferJob(2, keys, np.array([2, 3]), True, request))
+        assert finished(tier).success
+        assert list(tier.take_events()) == [], "its tokens are not known yet"
+        tier.on_request_finished(request)
+        return list(tier.take_events())
+
+    assert read_by(reader) == stored
+    assert read_by(reader) == []
+    reader.drain_jobs()
+    assert [(sorted(event.keys), event.removed) for event in reader.take_events()] == [(keys, True)]
+    assert read_by(reader) == stored, "vLLM had its consumers forget all"
     for tier in tiers:
         tier.shutdown()
 
@@ -778,8 +793,50 @@ class Bitmap:
 
 
 class L2AdapterInterface:
+    """Counts bytes as LMCache's own does."""
+
+    def __init__(self) -> None:
+        self.used: dict[Any, int] = {}
+        self.accessed: list[Any] = []
+
     def _notify_keys_stored(self, keys: Any, sizes: Any) -> None:
-        self.noted = list(zip(keys, sizes, strict=True))
+        assert not self.used.keys() & set(keys), "counted twice"
+        self.used.update(zip(keys, sizes, strict=True))
+
+    def _notify_keys_deleted(self, keys: Any, sizes: Any) -> None:
+        assert [self.used.pop(key) for key in keys] == sizes
+
+    def _notify_keys_accessed(self, keys: Any) -> None:
+        self.accessed += keys
+
+    def get_usage(self) -> Any:
+        return SimpleNamespace(total_bytes_used=sum(self.used.values()))
+
+
+class ObjectKey(NamedTuple):
+    chunk_hash: bytes
+    model_name: str = "m"
+    kv_rank: int = 0x2010201
+    object_group_id: int = 0
+    cache_salt: str = "salt"
+
+
+class EncodedObjectKey(NamedTuple):
+    chunk_hash_hex: str
+    model_name: str
+    kv_rank: int
+    object_group_id: int
+    cache_salt: str
+
+
+class KeyEntry(NamedTuple):
+    key: EncodedObjectKey
+    size_bytes: int
+
+
+class KeyListPage(NamedTuple):
+    entries: tuple[KeyEntry, ...]
+    next_page_token: str | None
 
 
 class L2StoreResult(int):
@@ -820,6 +877,9 @@ class ChunkedTokenDatabase:
 LMCACHE: dict[str, dict[str, Any]] = {
     "lmcache.v1.token_database": {"ChunkedTokenDatabase": ChunkedTokenDatabase},
     "lmcache.lmcache_native": {"Bitmap": Bitmap},
+    "lmcache.v1.distributed.api": {
+        each.__name__: each for each in (EncodedObjectKey, KeyEntry, KeyListPage)
+    },
     "lmcache.v1.distributed.internal_api": {"L2StoreResult": L2StoreResult},
     "lmcache.v1.distributed.l2_adapters.base": {"L2AdapterInterface": L2AdapterInterface},
     "lmcache.v1.platform": {"create_event_notifier": EventNotifier},
@@ -961,54 +1021,133 @@ def test_lmcache_engines_that_hash_otherwise_are_told_at_the_first_request(
     assert caplog.text.count("this lmcache engine differs from those") == 2
 
 
-def test_lmcache_tasks_of_the_server_end_with_an_event(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Server:
+    """LMCache's server beside an adapter: it waits for the events, and takes the results."""
+
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
+        self._events = (
+            adapter.get_store_event_fd(),
+            adapter.get_lookup_and_lock_event_fd(),
+            adapter.get_load_event_fd(),
+        )
+        assert len(set(self._events)) == 3
+
+    def _wait_for(self, event: int) -> None:
+        assert select.select([self._events[event]], [], [], DEADLINE_SECONDS)[0]
+        os.eventfd_read(self._events[event])
+
+    def store(self, keys: Any, values: Any) -> Any:
+        task = self._adapter.submit_store_task(keys, [MemoryObj(value, []) for value in values])
+        self._wait_for(0)
+        results = self._adapter.pop_completed_store_tasks()
+        assert self._adapter.pop_completed_store_tasks() == {}
+        assert list(results) == [task]
+        return results[task]
+
+    def look_up(self, keys: Any) -> Any:
+        task = self._adapter.submit_lookup_and_lock_task(keys, {})
+        self._wait_for(1)
+        bits = self._adapter.query_lookup_and_lock_result(task).bits
+        assert self._adapter.query_lookup_and_lock_result(task) is None
+        return bits
+
+    def load(self, keys: Any, rooms: Any) -> Any:
+        task = self._adapter.submit_load_task(keys, rooms)
+        self._wait_for(2)
+        return self._adapter.query_load_result(task).bits
+
+
+@pytest.fixture
+def adapter(peer: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The adapter of LMCache's server."""
     if importlib.util.find_spec("lmcache") is not None:
         pytest.skip("LMCache is installed: its own basic_check is the test")
     stand_in(monkeypatch, LMCACHE)
+    with blocking.connect(peer.socket, namespace="l2@v1") as client:
+        client.flush()
     made = plugin(monkeypatch, "lmcache").P2PL2Adapter
     adapter = made({"weight_version": "l2@v1", "socket": peer.socket})
-    fields = {"model_name": "m", "kv_rank": 0, "object_group_id": 0, "cache_salt": ""}
-    keys = [SimpleNamespace(chunk_hash=bytes([number]), **fields) for number in range(3)]
-    events = (
-        adapter.get_store_event_fd(),
-        adapter.get_lookup_and_lock_event_fd(),
-        adapter.get_load_event_fd(),
-    )
-    assert len(set(events)) == 3
+    yield adapter
+    adapter.close()
 
-    def wait_for(event: int) -> None:
-        assert select.select([event], [], [], DEADLINE_SECONDS)[0]
-        os.eventfd_read(event)
 
+def test_lmcache_tasks_of_the_server_end_with_an_event(adapter: Any) -> None:
+    server = Server(adapter)
+    keys = [ObjectKey(bytes([number])) for number in range(3)]
     values = [bytes([number + 1]) * 100 for number in range(2)]
-    stored = adapter.submit_store_task(keys[:2], [MemoryObj(value, []) for value in values])
-    wait_for(events[0])
-    assert adapter.pop_completed_store_tasks() == {stored: 200}
-    assert adapter.pop_completed_store_tasks() == {}
-    assert adapter.noted == [(keys[0], 100), (keys[1], 100)]
-    looked_up = adapter.submit_lookup_and_lock_task(keys, {})
-    wait_for(events[1])
-    assert adapter.query_lookup_and_lock_result(looked_up).bits == [1, 1, 0]
-    assert adapter.query_lookup_and_lock_result(looked_up) is None
+    assert server.store(keys[:2], values) == 200
+    assert server.look_up(keys) == [1, 1, 0]
     rooms = [MemoryObj(100, []) for _ in keys]
-    loaded = adapter.submit_load_task(keys, rooms)
-    wait_for(events[2])
-    assert adapter.query_load_result(loaded).bits == [1, 1, 0]
+    assert server.load(keys, rooms) == [1, 1, 0]
     assert [bytes(each.data) for each in rooms[:2]] == values
-    long = [SimpleNamespace(chunk_hash=bytes([7]), **{**fields, "model_name": LONG})]
-    adapter.submit_store_task(long, [MemoryObj(values[0], [])])
-    wait_for(events[0])
-    looked_up = adapter.submit_lookup_and_lock_task(long, {})
-    wait_for(events[1])
-    assert adapter.query_lookup_and_lock_result(looked_up).bits == [1]
-    failed = adapter.submit_load_task([SimpleNamespace()] * 2, [])
-    wait_for(events[2])
-    assert adapter.query_load_result(failed).bits == [0, 0]
+    long = [ObjectKey(bytes([7]), LONG)]
+    server.store(long, values[:1])
+    assert server.look_up(long) == [1]
+    assert server.load([SimpleNamespace()] * 2, []) == [0, 0]
     adapter.delete([SimpleNamespace()])
     adapter.delete(keys[:1])
-    again = adapter.submit_lookup_and_lock_task(keys, {})
-    wait_for(events[1])
-    assert adapter.query_lookup_and_lock_result(again).bits == [0, 1, 0]
-    adapter.close()
+    assert server.look_up(keys) == [0, 1, 0]
+
+
+def test_lmcache_counts_the_chunks_that_a_server_stored_and_the_pool_still_has(
+    peer: PeerProcess, adapter: Any
+) -> None:
+    server = Server(adapter)
+    keys = [ObjectKey(bytes([number])) for number in range(4)]
+    value = bytes(100)
+    server.store(keys[:3], [value] * 3)
+    server.store(keys[:3], [value] * 3)
+    assert adapter.used == dict.fromkeys(keys[:3], 100)
+    assert server.store([keys[3], keys[0]], [bytes(1 << 30), value]) == -1, "one of them does not fit"
+    assert adapter.used == dict.fromkeys(keys[:3], 100)
+    server.load(keys, [MemoryObj(100, []) for _ in keys])
+    assert adapter.accessed == keys[:3]
+    adapter.delete([*keys[2:], keys[2]])
+    assert adapter.get_usage().total_bytes_used == 200
+    with blocking.connect(peer.socket, namespace="l2@v1") as client:
+        assert client.remove(client.list_keys("lmcache/", limit=1).keys[0].key)
+    eventually(lambda: adapter.get_usage().total_bytes_used == 100)
+    assert adapter.used == {keys[1]: 100}
+
+
+def test_lmcache_s_server_lists_the_pool_s_chunks_and_reports_its_state(adapter: Any) -> None:
+    server = Server(adapter)
+    keys = [ObjectKey(bytes([number]), f"m{number % 2}") for number in range(5)]
+    server.store([*keys, ObjectKey(b"", LONG)], [bytes(100)] * 6)
+    pages: list[Any] = []
+    token = None
+    while not pages or token is not None:
+        page = adapter.list_l2_keys(page_size=2, cursor=token)
+        pages.append(page.entries)
+        token = page.next_page_token
+    assert len(pages) == 3
+    listed = sorted(entry for page in pages for entry in page)
+    assert listed == sorted(
+        KeyEntry(EncodedObjectKey(key.chunk_hash.hex(), *key[1:]), 100) for key in keys
+    )
+    assert len(adapter.list_l2_keys("m1").entries) == 2
+    with pytest.raises(ValueError, match="page_size"):
+        adapter.list_l2_keys(page_size=0)
+    status = adapter.report_status()
+    assert (status["is_healthy"], status["peer_answers"]) == (True, True)
+    assert (status["stored_object_count"], status["current_size_bytes"]) == (6, 600)
+
+
+def test_a_chunk_that_lmcache_has_looked_up_is_not_evicted_until_it_is_unlocked(
+    peer: PeerProcess, adapter: Any
+) -> None:
+    server = Server(adapter)
+    keys = [ObjectKey(bytes([number])) for number in range(2)]
+    server.store(keys, [bytes(1 << 20)] * 2)
+    assert server.look_up([*keys, ObjectKey(b"none")]) == [1, 1, 0]
+    assert server.look_up(keys[:1]) == [1]
+    adapter.submit_unlock(keys)
+    assert adapter.report_status()["locked_key_count"] == 1, "the first one was looked up twice"
+    with blocking.connect(peer.socket, namespace="others") as client:
+        for number in range(100):  # more than the peer's memory
+            client.put(f"fill-{number}", bytes(1 << 20))
+        client.flush()
+    assert server.look_up(keys) == [1, 0]
+    adapter.submit_unlock(keys[:1] * 2)
+    assert adapter.report_status()["locked_key_count"] == 0

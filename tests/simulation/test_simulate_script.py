@@ -48,9 +48,13 @@ def test_a_seed_with_a_liar_replays(tmp_path: Path) -> None:
 
 def test_figures_are_measured_compared_and_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "spread.png"
-    done = simulate("--measure", "spread", "--peers", "6", "--quick", "--plot", str(picture))
-    assert done.returncode == 0, done.stderr
-    assert "6 peers, loss 5%: 99 % know, median" in done.stdout
+    done = simulate("--measure", "spread", "--peers", "12", "--quick", "--plot", str(picture))
+    assert done.returncode == 0, done.stdout
+    assert "12 peers, loss 5%: 99 % know, median" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if "index, p99" in line or "it, p99" in line]
+    assert [line.count("pass") for line in rows] == [1, 1, 1, 1], (
+        "news and removals are soon in every index"
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from p2pstore.integrations.block_events import BlockEvents
 
 KEYS = [b"a", b"b", b"c", b"d", b"e"]
-STEP = st.tuples(st.sampled_from(["store", "evict", "check", "take"]), st.sets(st.sampled_from(KEYS)))
+STEP = st.tuples(
+    st.sampled_from(["store", "evict", "check", "slow check", "forget", "take"]),
+    st.sets(st.sampled_from(KEYS)),
+)
 
 
-def take_into(counted: Counter[bytes], events: BlockEvents) -> None:
+def take_into(counted: Counter[bytes], events: BlockEvents[bytes]) -> None:
     for event in events.take():
         assert event.keys
         counted.update(dict.fromkeys(event.keys, -1 if event.removed else 1))
@@ -24,18 +27,30 @@ def take_into(counted: Counter[bytes], events: BlockEvents) -> None:
 def test_a_consumer_knows_what_is_there_whatever_happened(
     steps: list[tuple[str, set[bytes]]], max_told: int
 ) -> None:
-    events, pool, counted = BlockEvents(max_told), set[bytes](), Counter[bytes]()
+    events, pool, counted = BlockEvents[bytes](max_told), set[bytes](), Counter[bytes]()
+    stored: set[bytes] = set()
     for what, keys in steps:
         match what:
             case "store":
                 events.found(sorted(keys - pool), new=True)
                 events.found(sorted(keys & pool), new=False)
                 pool |= keys
+                stored |= keys
             case "evict":
                 pool -= keys
             case "check":
                 asked = events.to_check()
                 events.checked(asked, [key in pool for key in asked])
+            case "slow check":
+                asked = events.to_check()
+                there = [key in pool for key in asked]
+                events.found(sorted(keys - pool), new=True)
+                stored |= keys - pool
+                pool |= keys
+                events.checked(asked, there)
+            case "forget":
+                events.forget()
+                stored.clear()
             case _:
                 take_into(counted, events)
     asked = events.to_check()
@@ -45,12 +60,11 @@ def test_a_consumer_knows_what_is_there_whatever_happened(
     assert known <= pool
     assert len(known) <= max_told
     if max_told == len(KEYS):
-        stored = {key for what, keys in steps if what == "store" for key in keys}
         assert known == pool & stored
 
 
 def test_checks_come_to_all_in_turn() -> None:
-    events = BlockEvents()
+    events = BlockEvents[bytes]()
     keys = [number.to_bytes(4) for number in range(5000)]
     events.found(keys, new=True)
     assert len(events.take()) == 1

@@ -279,7 +279,12 @@ steps = st.one_of(
 @settings(max_examples=200)
 @given(st.lists(steps, max_size=60))
 def test_a_consumer_has_exactly_what_is_held(fleet: bool, history: list[tuple[Any, ...]]) -> None:
-    world = World(fleet=fleet)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_events, "STEP_DIGESTS", 2)
+        live_through(World(fleet=fleet), history)
+
+
+def live_through(world: World, history: list[tuple[Any, ...]]) -> None:
     members = list(world.logs)
     for name, *arguments in history:
         match name:
@@ -448,3 +453,18 @@ def test_after_a_pause_all_is_told_anew() -> None:
     world.settle()
     assert world.consumer.held == world.truth
     assert world.harness.core.counters["key_events"] == 6
+
+
+def test_a_number_of_another_stream_is_answered_in_batches_of_a_size_to_send() -> None:
+    world = World(fleet=False)
+    world.start_stream()
+    keys = [f"key {number}" for number in range(10_000)]
+    world.changes.told |= {digest_of(key): (key, 1) for key in keys}
+    for start in (0, 1, world.ring.first - 1, world.ring.last + 100, (1 << 64) - 1):
+        batches = [*replayed(world.changes, world.ring, world.form, start, UNIX_MS)]
+        assert max(len(payload) for _, payload in batches) < 2 << 20
+        numbers = [number for number, _ in batches]
+        assert numbers == [*range(numbers[0], world.ring.last + 1)]
+        consumer = EventSet()
+        consumer.replayed(batches)
+        assert consumer.keys == set(keys)

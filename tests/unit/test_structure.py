@@ -46,7 +46,6 @@ STRANGERS = ("p2pstore.gossip", "p2pstore.transfer", "p2pstore.ssd_tier")
 LIBP2P = ("libp2p", "multiaddr")
 LIBP2P_MODULE = "p2pstore/gossip/links/libp2p_parts.py"
 PYVERBS_MODULE = "p2pstore/transfer/rdma/rdma_verbs.py"
-ZMQ_MODULE = "p2pstore/peer/event_stream.py"
 
 CLIENT_SIDE = (
     *("p2pstore.client", "p2pstore.local", "p2pstore.blocking", "p2pstore.aio"),
@@ -276,8 +275,6 @@ def check(sources: Mapping[str, str]) -> list[str]:
                 broken.append(f"{where}: imports {name}; checkpoints know {CHECKPOINT_KNOWS}")
             if within(name, LIBP2P) and path != LIBP2P_MODULE:
                 broken.append(f"{where}: imports {name}; only {LIBP2P_MODULE} may")
-            if within(name, ["zmq"]) and path != ZMQ_MODULE:
-                broken.append(f"{where}: imports {name}; only {ZMQ_MODULE} may")
             if within(name, ["pyverbs"]):
                 if path != PYVERBS_MODULE:
                     broken.append(f"{where}: imports {name}; only {PYVERBS_MODULE} may")
@@ -387,7 +384,6 @@ def test_what_the_design_allows_passes() -> None:
         ("p2pstore/gossip/other.py", "import libp2p.peer.id", "may"),
         ("p2pstore/peer.py", "def f():\n    from multiaddr import Multiaddr", "may"),
         ("p2pstore/transfer/other.py", "def f():\n    import pyverbs", "rdma_verbs.py may"),
-        ("p2pstore/core/other.py", "import zmq", "event_stream.py may"),
         ("p2pstore/transfer/rdma/rdma_verbs.py", "import pyverbs", "when it is itself imported"),
         ("p2pstore/client.py", "from p2pstore.peer import Peer", "client side"),
         ("p2pstore/client.py", "def f():\n    from . import peer", "client side"),
