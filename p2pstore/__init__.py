@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from p2pstore.errors import Unavailable as Unavailable
     from p2pstore.peer.api import Peer as Peer
     from p2pstore.peer.api import open_peer as open_peer
+    from p2pstore.results import FetchEstimate as FetchEstimate
+    from p2pstore.results import FetchSource as FetchSource
     from p2pstore.results import ItemResult as ItemResult
     from p2pstore.results import KeyPage as KeyPage
     from p2pstore.results import ListedKey as ListedKey
@@ -80,7 +82,7 @@ _NAMES_IN = {
     "p2pstore.peer.api": ("Peer", "open_peer"),
     "p2pstore.results": (
         *("ItemResult", "KeyPage", "ListedKey", "PinResult", "Location", "PeerInfo", "PrefixHolder"),
-        *("PutResult", "TransferRequest", "TransferStatus"),
+        *("PutResult", "TransferRequest", "TransferStatus", "FetchEstimate", "FetchSource"),
     ),
     "p2pstore.transfer.transfer_trace": ("FetchTrace",),
 }

@@ -41,16 +41,16 @@ VERSION_BYTES: Final = 18
 """Clock, writer and root, as a record has them behind its digest."""
 RECORD: Final = np.dtype(
     {
-        "names": ["first", "second", "clock", "writer", "root", "version", "flags"],
-        "formats": ["<u8", "<u8", "<u8", "<u2", "<u8", f"V{VERSION_BYTES}", "u1"],
+        "names": ["first", "second", "clock", "writer", "root", "version", "size", "flags"],
+        "formats": ["<u8", "<u8", "<u8", "<u2", "<u8", f"V{VERSION_BYTES}", "<u4", "u1"],
         "offsets": [
             *(0, 8, DIGEST_BYTES, DIGEST_BYTES + 8),
-            *(DIGEST_BYTES + 10, DIGEST_BYTES, LOCATION_BYTES - 1),
+            *(DIGEST_BYTES + 10, DIGEST_BYTES, LOCATION_BYTES - 4, LOCATION_BYTES - 1),
         ],
         "itemsize": LOCATION_BYTES,
     }
 )
-"""A packed location record, as far as many are looked at at once."""
+"""A packed location record, as far as many are looked at at once. The highest byte of `size` is `flags`."""
 WHOLE: Final = np.dtype(f"V{LOCATION_BYTES}")
 """A packed location record as one thing."""
 CLOCK: Final = slice(DIGEST_BYTES, DIGEST_BYTES + 8)
@@ -186,6 +186,7 @@ class LocationTable:
         self._writers = self.fields["writer"]
         self._versions = self.fields["version"]
         self._flags = self.fields["flags"]
+        self._sizes = self.fields["size"]
         secret = bytes(view[8 * Word.SALT : 8 * Word.SALT + 16])
         self._factors = tuple(xxh3_64_intdigest(secret, seed=number) for number in range(4))
         self._many_factors = np.array(self._factors, np.uint64)
@@ -341,6 +342,11 @@ class LocationTable:
         """The tiers of the copies in these rows."""
         tiers: npt.NDArray[np.uint8] = self._flags[rows] & np.uint8(TIER_FLAGS)
         return tiers
+
+    def size_units(self, rows: Rows) -> npt.NDArray[np.uint32]:
+        """The sizes of the copies in these rows, in units of 4 KiB."""
+        sizes: npt.NDArray[np.uint32] = self._sizes[rows] & np.uint32(0xFFFFFF)
+        return sizes
 
     def _owned(self, queries: Rows, rows: Rows) -> Matches:
         slots = self.owners(rows)

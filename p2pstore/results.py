@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, get_args
 
 from p2pstore.errors import P2PStoreError
 
@@ -71,6 +73,64 @@ class PrefixHolder:
     blocks: int
     memory_blocks: int
     local: bool
+
+
+SourceKind = Literal["memory", "neighbour", "remote", "ssd"]
+"""Of the local peer, of another one on this host, of one elsewhere; an SSD of any peer."""
+SOURCE_KINDS: Final[tuple[SourceKind, ...]] = get_args(SourceKind)
+"""In the order in which reads prefer them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSource:
+    """Objects that are expected to come from one holder: median of the seconds, and `spread`, the standard deviation of
+    their logarithm."""
+
+    peer_id: str
+    peer: str
+    kind: SourceKind
+    blocks: int
+    bytes: int
+    seconds: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEstimate:
+    """Expected time to bring objects here in one batch: median of the seconds, and `spread`, the standard deviation of
+    their logarithm. `blocks` were found; `by_key` names the place in `sources` for each key, -1 where no peer has
+    it."""
+
+    seconds: float
+    spread: float
+    bytes: int
+    blocks: int
+    sources: list[FetchSource]
+    by_key: list[int]
+
+    @property
+    def p90_seconds(self) -> float:
+        """Nine of ten fetches take no longer."""
+        return self.seconds * math.exp(P90 * self.spread)
+
+    @staticmethod
+    def of(sources: list[FetchSource], by_key: list[int]) -> FetchEstimate:
+        """The sum of these sources, which are read one after the other."""
+        seconds, spread = total_time([(each.seconds, each.spread) for each in sources])
+        length_bytes = sum(each.bytes for each in sources)
+        blocks = sum(each.blocks for each in sources)
+        return FetchEstimate(seconds, spread, length_bytes, blocks, sources, by_key)
+
+
+P90: Final = 1.2816
+"""Of a normal distribution, in standard deviations."""
+
+
+def total_time(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Sum of independent times with a spread each."""
+    seconds = sum(each for each, _ in times)
+    deviation = math.sqrt(sum((each * spread) ** 2 for each, spread in times))
+    return seconds, deviation / seconds if seconds else 0.0
 
 
 class ItemResult(NamedTuple, Generic[T_co]):

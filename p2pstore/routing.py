@@ -8,11 +8,12 @@ bound on the load all requests would go where the first block is, since all shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from p2pstore.results import PeerInfo, PrefixHolder
+from p2pstore.results import FetchEstimate, PeerInfo, PrefixHolder
 
 DEFAULT_LOAD_BOUND: Final = 1.25
 """Of the mean of what is queued. The looser, the more each machine gets of what it has cached, and the longer queues
@@ -21,6 +22,10 @@ differ."""
 
 DEFAULT_MOST_LOAD: Final = 1.0
 """Of a peer (`PeerInfo.load`): one whole core, or all of its upload slots."""
+
+
+PROBE_DEVIATIONS: Final = 1.6
+"""A source is read again where it is faster than computing with a chance of one in twenty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +96,27 @@ class Router:
         peers: Sequence[str],
         queued: Mapping[str, float] | None = None,
         infos: Iterable[PeerInfo] | None = None,
+        estimates: Mapping[str, FetchEstimate] | None = None,
     ) -> list[Route]:
         """Routes of a request of `block_count` blocks to `peers` (ids of those beside which an engine runs), best
         first. `holders` is what `match_prefix_by_peer` said of its keys; `queued` the seconds of work that wait at
         each peer, instead of what this router has sent there. `infos` is what `peers()` said of them: where one is in
-        trouble, it comes after all others.
+        trouble, it comes after all others. `estimates` is what `estimate` said at some of these peers of the request's
+        keys: there it counts instead of the costs of fetching.
         """
         waiting = self._queued if queued is None else queued
         known = list(holders)
         own = {holder.peer_id: holder for holder in known}
         bound = self.load_bound * sum(waiting.get(peer, 0.0) for peer in peers) / max(1, len(peers))
-        routes = [
-            self._route(peer, block_count, own.get(peer), known, waiting.get(peer, 0.0), bound)
-            for peer in peers
-        ]
+        routes = []
+        for peer in peers:
+            fetch_costs, queue = (
+                self._fetch_costs(peer, (estimates or {}).get(peer)),
+                waiting.get(peer, 0.0),
+            )
+            routes.append(
+                self._route(peer, block_count, own.get(peer), known, queue, bound, fetch_costs)
+            )
         if infos is not None:
             told = {info.peer_id: info for info in infos}
             routes = [replace(each, trouble=self._trouble(told.get(each.peer_id))) for each in routes]
@@ -123,6 +135,13 @@ class Router:
             return f"it is busy: {info.load:.2f} of a core, or of its upload slots"
         return ""
 
+    def _fetch_costs(self, peer: str, estimate: FetchEstimate | None) -> tuple[float, float]:
+        """Seconds to fetch a block, and in addition from an SSD. Where there is an estimate, its mean says both."""
+        away = [each for each in estimate.sources if each.peer_id != peer] if estimate else []
+        if not away:
+            return self.costs.fetch_seconds_per_block, self.costs.ssd_seconds_per_block
+        return sum(each.seconds for each in away) / sum(each.blocks for each in away), 0.0
+
     def _route(
         self,
         peer: str,
@@ -131,17 +150,19 @@ class Router:
         holders: Sequence[PrefixHolder],
         queue_seconds: float,
         bound: float,
+        fetch_costs: tuple[float, float],
     ) -> Route:
         """The cheapest of: using what is here, and also fetching what the others have beyond that."""
-        costs = self.costs
+        costs, (fetch_seconds, ssd_seconds) = self.costs, fetch_costs
         here = min(own.blocks, block_count) if own is not None else 0
         best: tuple[float, int, int] | None = None
         for reused, slow_blocks in [(here, 0), *_runs(holders, peer, here, block_count)]:
             seconds = (
                 (block_count - reused) * costs.prefill_seconds_per_block
-                + (reused - here) * costs.fetch_seconds_per_block
+                + (reused - here) * fetch_seconds
                 + here * costs.load_seconds_per_block
-                + (slow_blocks + _on_ssd(own, here)) * costs.ssd_seconds_per_block
+                + slow_blocks * ssd_seconds
+                + _on_ssd(own, here) * costs.ssd_seconds_per_block
             )
             if best is None or seconds < best[0]:
                 best = seconds, reused, reused - here
@@ -182,6 +203,28 @@ class Router:
         """Whether some route is expected to keep this limit: if not, better reject the request before any work was
         spent on it (early rejection)."""
         return any(route.first_token_seconds <= first_token_seconds for route in routes)
+
+
+def worth_fetching(estimate: FetchEstimate, prefill_seconds: Sequence[float]) -> int:
+    """How many keys of a chain, from the first on, to fetch so that fetching them and computing the others takes the
+    least time. `estimate` is that of the chain; `prefill_seconds` is the time to compute each of its blocks.
+
+    One more block is fetched from a source that is too slow, but, not having been read for long, may be fast again:
+    a link that recovered would not be noticed otherwise."""
+    seconds = [each.seconds / each.blocks for each in estimate.sources]
+    most, saved, cut = 0.0, 0.0, 0
+    for place, (number, prefill) in enumerate(zip(estimate.by_key, prefill_seconds, strict=True), 1):
+        if number < 0:
+            break
+        saved += prefill - seconds[number]
+        if saved > most:
+            most, cut = saved, place
+    number = estimate.by_key[cut] if cut < len(estimate.by_key) else -1
+    if number < 0:
+        return cut
+    source = estimate.sources[number]
+    best_seconds = source.seconds * math.exp(-PROBE_DEVIATIONS * source.spread)
+    return cut + (best_seconds < source.blocks * prefill_seconds[cut])
 
 
 def _runs(

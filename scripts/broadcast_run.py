@@ -43,11 +43,12 @@ class Failed(Exception):
 class Peer:
     """One `mooncake-p2p join` on a host; ends with this program, whatever becomes of it."""
 
-    def __init__(self, host: Host, name: str, folder: Path) -> None:
+    def __init__(self, host: Host, name: str, folder: Path, memory: str) -> None:
         self.host = host
         self.name = name
         self.socket = folder / f"{name}.sock"
         self.control = ""
+        self._memory = memory
         self._log = folder / f"{name}.log"
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,7 +56,7 @@ class Peer:
     def start(self, bootstrap: str | None) -> None:
         """Start it. `wait_until_ready` says when it serves."""
         command = [sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join"]
-        command += ["--name", self.name, "--insecure", "--memory", "16MiB"]
+        command += ["--name", self.name, "--insecure", "--memory", self._memory]
         command += ["--listen", f"{self.host.address}:0", "--data-listen", f"{self.host.address}:0"]
         command += ["--state-dir", str(self._folder / f"{self.name}.state")]
         command += ["--socket", str(self.socket), "--cluster", "bench-broadcast"]
@@ -124,10 +125,10 @@ class Peer:
 
 
 @contextmanager
-def cluster_on(hosts: Sequence[Host], folder: Path) -> Iterator[list[Peer]]:
+def cluster_on(hosts: Sequence[Host], folder: Path, memory: str = "16MiB") -> Iterator[list[Peer]]:
     """A peer on each of these hosts (a host may be named more than once), all of one cluster, for the time of the
     block. Raises `Failed`."""
-    peers = [Peer(host, f"peer{number}", folder) for number, host in enumerate(hosts)]
+    peers = [Peer(host, f"peer{number}", folder, memory) for number, host in enumerate(hosts)]
     try:
         peers[0].start(None)
         peers[0].wait_until_ready()

@@ -13,9 +13,21 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+from p2pstore.trace.one_cache import read_requests
 from simulation.measures.figures import Case, Curve, Measured
 
-NAMES = ("spread", "crash", "false-deaths", "heal", "bandwidth", "partitioned", "memory", "restart")
+FETCH_CHOICE = "fetch-choice"
+NAMES = (
+    "spread",
+    "crash",
+    "false-deaths",
+    "heal",
+    "bandwidth",
+    "partitioned",
+    "memory",
+    "restart",
+    FETCH_CHOICE,
+)
 
 
 @dataclass(slots=True)
@@ -54,8 +66,14 @@ def parts(name: str) -> tuple[str, ...]:
 
 def parts_of(measure: str) -> list[str]:
     """The parts of one measure, or of `all`."""
-    names = NAMES if measure == "all" else (measure,)
-    return list(dict.fromkeys(part for name in names for part in parts(name)))
+    return list(dict.fromkeys(part for name in names_of(measure) for part in parts(name)))
+
+
+def names_of(measure: str) -> tuple[str, ...]:
+    """One measure, or `all`: without the one that needs a trace, where P2PSTORE_TRACE names none."""
+    if measure != "all":
+        return (measure,)
+    return NAMES if os.environ.get("P2PSTORE_TRACE") else NAMES[:-1]
 
 
 def _sizes(name: str, quick: bool) -> tuple[int, ...]:
@@ -67,6 +85,9 @@ def _sizes(name: str, quick: bool) -> tuple[int, ...]:
 def take(name: str, case: Case) -> Taken:
     """Take one; in a process of its own."""
     begin = time.perf_counter()
+    if name == FETCH_CHOICE:
+        with Path(os.environ["P2PSTORE_TRACE"]).open("rb") as lines:
+            case = replace(case, requests=list(read_requests(lines)))
     measured = _module(name).measure(replace(case, resident_bytes=resident_bytes))
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Taken(name, case.peers, case.part, time.perf_counter() - begin, peak_bytes, measured)

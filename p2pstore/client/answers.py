@@ -8,9 +8,20 @@ from typing import Final, TypeVar
 
 from p2pstore.arguments import PIN_NAMES
 from p2pstore.errors import KeyExists, NoSuchKey, P2PStoreError, ProtocolError
-from p2pstore.local.local_messages import Copy, ItemError, Keys, PeersReply, PutOutcome
+from p2pstore.local.local_messages import (
+    Copy,
+    Estimated,
+    ExpectedFetch,
+    ItemError,
+    Keys,
+    PeersReply,
+    PutOutcome,
+)
 from p2pstore.objects import format_peer_id
 from p2pstore.results import (
+    SOURCE_KINDS,
+    FetchEstimate,
+    FetchSource,
     ItemResult,
     KeyPage,
     ListedKey,
@@ -21,6 +32,7 @@ from p2pstore.results import (
     PrefixHolder,
     PutResult,
     PutStatusName,
+    total_time,
 )
 from p2pstore.wire import error_of
 
@@ -151,6 +163,30 @@ class PrefixRuns:
             for peer_id, copy in self._copies.items()
         ]
         return sorted(found, key=lambda each: (-each.blocks, -each.memory_blocks, each.peer_id))
+
+
+def fetch_estimate(replies: Sequence[Estimated]) -> FetchEstimate:
+    """The estimate of a batch, whose parts were asked one after the other."""
+    sources: dict[tuple[bytes, int], list[ExpectedFetch]] = {}
+    by_key: list[int] = []
+    for reply in replies:
+        for each in reply.sources:
+            sources.setdefault((each.peer_id, each.kind), []).append(each)
+        places = {name: place for place, name in enumerate(sources)}
+        numbers = [places[each.peer_id, each.kind] for each in reply.sources]
+        by_key += [numbers[number] if 0 <= number < len(numbers) else -1 for number in reply.by_key]
+    return FetchEstimate.of([_fetch_source(some) for some in sources.values()], by_key)
+
+
+def _fetch_source(parts: Sequence[ExpectedFetch]) -> FetchSource:
+    return FetchSource(
+        format_peer_id(parts[0].peer_id),
+        parts[0].name,
+        SOURCE_KINDS[max(0, min(parts[0].kind, len(SOURCE_KINDS) - 1))],
+        sum(each.objects for each in parts),
+        sum(each.length_bytes for each in parts),
+        *total_time([(each.seconds, each.spread) for each in parts]),
+    )
 
 
 def location(copy: Copy) -> Location:

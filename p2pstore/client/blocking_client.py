@@ -165,6 +165,7 @@ class BlockingClient(Facade):
     contains_many = in_blocking_form(ClientSession.contains_many)
     match_prefix = in_blocking_form(ClientSession.match_prefix)
     match_prefix_by_peer = in_blocking_form(ClientSession.match_prefix_by_peer)
+    estimate = in_blocking_form(ClientSession.estimate)
     locate = in_blocking_form(ClientSession.locate)
     remove = in_blocking_form(ClientSession.remove)
     remove_many = in_blocking_form(ClientSession.remove_many)
@@ -187,6 +188,15 @@ class BlockingClient(Facade):
         """Have the local peer evict these objects later, as if they were read now. Does not wait."""
         digests, _ = possible_keys(keys, self._session._digests)
         self._session._live.link.ledger.touched(digests)
+
+    def fail_fast(self, patience_seconds: float) -> None:
+        """Have calls raise `DeadlineExceeded` as soon as the peer answers not even a probe for that long. Objects in
+        its memory are read all the same."""
+        self._session._link.connection.silence.patience_seconds = patience_seconds
+
+    def hear(self, seconds: float) -> None:
+        """Wait for a sign of life of the peer. Raises `DeadlineExceeded` when there is none in time."""
+        run_blocking(self._session._link.connection.hear(seconds))
 
     @contextmanager
     def lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> Iterator[memoryview]:

@@ -312,9 +312,12 @@ class Fetcher:
 
     async def copy_many_here(self, digests: Sequence[bytes], rooms_for: RoomsFor) -> list[int]:
         """Verified copies of what the local peer holds, which is told of them: see `copy_many`."""
+        began = time.monotonic()
         lengths = await copy_many(self._link.driver, self._link.readers, digests, rooms_for)
         if lengths.count(-1) < len(lengths):
             self._link.ledger.read_many(digests, lengths)
+            length_bytes = sum(lengths) + lengths.count(-1)
+            self._link.ledger.timed(OWN_COPY, length_bytes, time.monotonic() - began)
         return lengths
 
     async def _read_here_watched(
@@ -371,6 +374,7 @@ class Fetcher:
         watch = watch_of(destination)
         if watch is not None and item is not None:
             watch.attempt(item.holders[0].member, "ssd" if item.on_ssd else "rdma")
+        began = time.monotonic()
         reply = await self._lease_fetched(key, digest)
         full = reply.items[0].error.code == Code.LEASE_LIMIT_EXCEEDED
         if full and self._link.make_room():  # leases of the reads before this one
@@ -381,6 +385,10 @@ class Fetcher:
                 watch.failed(grant.error.text)
             raise_for(key, grant.error)
             copied = await self._copy_leased(digest, destination)
+            on_ssd = item is not None and item.on_ssd
+            if copied is not None and (on_ssd or grant.source):
+                member, seconds = OWN_COPY if on_ssd else grant.source, time.monotonic() - began
+                self._link.ledger.timed(member, copied.length, seconds, on_ssd=on_ssd)
             if watch is not None and copied is not None and grant.transport:
                 watch.brought(grant.source, grant.transport, copied.length)
             return copied

@@ -176,6 +176,7 @@ class HolderReads:
     ) -> list[int]:
         """Copies from a peer of this host whose memory is mapped already: see `copy_many`."""
         readers = self._shm.mapped(copy) if copy.same_host else ()
+        began = time.monotonic()
         lengths = await copy_many(
             self._link.driver, readers, digests, rooms_for, copy.announced, versions
         )
@@ -190,6 +191,7 @@ class HolderReads:
                 if missing
                 else digests,
             )
+            self._link.ledger.timed(copy.member, sum(lengths) + missing, time.monotonic() - began)
         return lengths
 
     async def pull_many(
@@ -197,7 +199,9 @@ class HolderReads:
     ) -> list[ItemOutcome]:
         """Many objects over one connection; per item what came, or why not. `others`: peers that hold each of them as
         well, or none."""
+        began = time.monotonic()
         outcomes = await self._pool.pull_many(_hurried(copy, others), items)
+        seconds = time.monotonic() - began
         lengths = [
             each if isinstance(each, int) else each.length
             for each in outcomes
@@ -213,6 +217,8 @@ class HolderReads:
             length_bytes=sum(lengths),
             failures=failures,
         )
+        if not failures:
+            self._timed(copy, lengths, seconds)
         return outcomes
 
     async def pull_small(
@@ -221,7 +227,9 @@ class HolderReads:
         """`pull_many` of objects of at most one chunk each, in fewer steps: their lengths, in the order of the parts,
         -1 where `pull_many` is to say more; and the failure that left the rest open. `asked` has as many items as the
         parts that were taken, once the read has ended."""
+        began = time.monotonic()
         lengths, failure = await self._pool.pull_small_parts(_hurried(copy, others), parts)
+        seconds = time.monotonic() - began
         if failure is not None:
             self.known.forget([copy.member])
         missing = lengths.count(-1)
@@ -232,7 +240,16 @@ class HolderReads:
             length_bytes=sum(lengths) + missing,
             failures=len(asked) - len(lengths),
         )
+        if failure is None and not missing:
+            self._timed(copy, lengths, seconds)
         return lengths, failure
+
+    def _timed(self, copy: RemoteCopy, lengths: Sequence[int], seconds: float) -> None:
+        """A batch came: one request, but an SSD is read for each of its objects."""
+        requests = len(lengths) if copy.on_ssd else 1
+        self._link.ledger.timed(
+            copy.member, sum(lengths), seconds, requests=requests, on_ssd=copy.on_ssd
+        )
 
 
 def _hurried(copy: RemoteCopy, others: Collection[bytes]) -> RemoteCopy:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from p2pstore.results import (
     Buffer,
+    FetchEstimate,
     Framework,
     ItemResult,
     KeyPage,
@@ -106,6 +107,11 @@ class ObjectReads(Protocol):
     async def match_prefix_by_peer(self, keys: Sequence[str]) -> list[PrefixHolder]:
         """For each live peer that holds the first of these keys, how many it holds from there on; the longest run
         first."""
+        ...
+
+    async def estimate(self, keys: Sequence[str]) -> FetchEstimate:
+        """Expected time to bring these objects here in one batch, from what their holders delivered lately: to fetch
+        them, or to compute them again. Those that no peer holds are left out."""
         ...
 
     async def list_keys(

@@ -7,6 +7,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from p2pstore import arguments
@@ -28,6 +29,7 @@ from p2pstore.local.local_requests import MOST_ITEMS, Cuts, text_bytes
 from p2pstore.local.socket_paths import find_socket
 from p2pstore.objects import DEFAULT_NAMESPACE, batch_key_hasher, encode_key, key_hasher
 from p2pstore.results import (
+    FetchEstimate,
     ItemResult,
     KeyPage,
     Location,
@@ -188,6 +190,21 @@ class AskCalls(OpenSession):
             if not runs.go_on(reply.items):
                 break
         return runs.holders()
+
+    async def estimate(self, keys: Sequence[str]) -> FetchEstimate:
+        self._link.check()
+        digests, places = arguments.possible_keys(arguments.key_list(keys), self._digests)
+        replies = []
+        for some in Cuts(LocalKind.ESTIMATE, len(digests)):
+            request = local.Locate(b"".join(digests[some.start : some.stop]))
+            replies.append(await self._link.request(LocalKind.ESTIMATE, request, local.Estimated))
+        estimate = answers.fetch_estimate(replies)
+        if places is None:
+            return estimate
+        by_key = [-1] * len(keys)
+        for place, number in zip(places, estimate.by_key, strict=True):
+            by_key[place] = number
+        return replace(estimate, by_key=by_key)
 
     async def locate(self, key: str) -> list[Location]:
         request = local.Locate(self._digest(key))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Final
 
 from p2pstore.local.local_messages import (
@@ -11,6 +12,7 @@ from p2pstore.local.local_messages import (
     AccessCount,
     HolderFailure,
     PullCount,
+    ReadTiming,
     Report,
     SlowRead,
     TransportFallback,
@@ -77,6 +79,8 @@ class ReadLedger:
         self._fallbacks: dict[tuple[int, str], TransportFallback] = {}
         self._misses = 0
         self._unseen: dict[int, Counter[bytes]] = {}
+        self._timings: dict[tuple[int, bool], list[int]] = {}
+        """By holder, and whether from its SSD: requests, bytes and microseconds."""
 
     def __bool__(self) -> bool:
         return bool(
@@ -86,6 +90,7 @@ class ReadLedger:
             or self._slow
             or self._fallbacks
             or self._misses
+            or self._timings
         )
 
     @property
@@ -121,6 +126,22 @@ class ReadLedger:
             self._reads.setdefault(digest, [0, 0, 0])
         self._stir()
 
+    def timed(
+        self, member: int, length_bytes: int, seconds: float, *, requests: int = 1, on_ssd: bool = False
+    ) -> None:
+        """A holder (or OWN_COPY) delivered these bytes in that time. The peer learns its speed from that."""
+        if length_bytes <= 0:
+            return
+        self._stir()
+        timing = self._timings.get((member, on_ssd))
+        if timing is None:
+            if len(self._timings) >= MAX_HOLDERS:
+                return
+            timing = self._timings[member, on_ssd] = [0, 0, 0]
+        timing[0] += requests
+        timing[1] += length_bytes
+        timing[2] += ceil(seconds * 1e6)
+
     def failed(self, failures: Sequence[HolderFailure]) -> None:
         """Holders did not deliver."""
         self._failures.extend(failures)
@@ -146,6 +167,8 @@ class ReadLedger:
                 counted.objects += share.member == member
                 counted.bytes += share.length_bytes
             self._counted(member, transport).took(seconds, report.pulled.length)
+            if not report.failures and len(report.brought()) == 1:
+                self.timed(member, report.pulled.length, seconds, on_ssd=report.copy.on_ssd)
             for (
                 failure
             ) in report.failures:  # a holder that was left: most of the time was the wait for it
@@ -176,6 +199,7 @@ class ReadLedger:
         counted.objects += 1
         counted.bytes += length_bytes
         counted.took(seconds, length_bytes)
+        self.timed(member, length_bytes, seconds)
         if transport == ShmTransport.name:
             self._unseen_by(member, [digest])
         if seconds >= SLOW_SECONDS:
@@ -239,6 +263,7 @@ class ReadLedger:
         fallbacks, self._fallbacks = self._fallbacks, {}
         misses, self._misses = self._misses, 0
         unseen, self._unseen = self._unseen, {}
+        timings, self._timings = self._timings, {}
         return Report(
             [
                 AccessCount(digest, count, count * length, views)
@@ -254,4 +279,5 @@ class ReadLedger:
                 for member, counts in list(unseen.items())
                 for digest, count in list(counts.items())
             ],
+            [ReadTiming(*where, *timing) for where, timing in list(timings.items())],
         )

@@ -19,7 +19,9 @@ from typing import Any, Final, TypeVar, cast
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import ConfigError, DeadlineExceeded, StoreClosed
+from p2pstore.integrations.retention import Retention, retention
 from p2pstore.objects import MAX_KEY_BYTES
+from p2pstore.routing import worth_fetching
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,6 +35,8 @@ CLOSE_SECONDS: Final = 1.0
 """Wait for the worker's end in `close`."""
 ANSWER_SECONDS: Final = 0.1
 """Deadline of an open lookup. The key counts as missing afterwards."""
+PATIENCE_SECONDS: Final = 0.1
+"""Time that the peer has for the answer to a probe, before the calls that wait for it fail."""
 POLL_SECONDS: Final = 0.001
 """Interval at which an engine's own thread looks for the answer."""
 KEPT_SECONDS: Final = 0.25
@@ -184,8 +188,8 @@ class LastingClient:
 
     `weight_version` is the namespace: what one version of a model's weights computed is of no use to another, so every
     engine has to say which one it runs. Raises `ConfigError` without it. A worker thread connects, now or when the
-    peer comes, asks what lookups leave open, and probes a peer that does not answer. While no peer answers, every call
-    returns at once.
+    peer comes, asks what lookups leave open, and probes a peer that does not answer. A call fails as soon as the peer
+    hangs; until it answers, only what lies in its memory is found.
     """
 
     def __init__(self, weight_version: Any, socket: str | None = None, *, timeout: float = 5.0) -> None:
@@ -194,7 +198,7 @@ class LastingClient:
                 f"weight_version is {weight_version!r}: name the model and the version of its weights as text, such as "
                 "'llama-3.1-8b@v1'; engines share a cache only under the same name"
             )
-        self._connect = functools.partial(blocking.connect, namespace=weight_version, timeout=timeout)
+        self._open = functools.partial(blocking.connect, namespace=weight_version, timeout=timeout)
         self._socket = socket
         self._client: BlockingClient | None = None
         self._wake = threading.Condition()
@@ -214,7 +218,7 @@ class LastingClient:
         """The result of the call, or `otherwise` when the store fails; the log says so. It waits for the peer, so it is
         not for a scheduler's thread."""
         client = self._client
-        if client is None or not self._breaker.closed:
+        if client is None:
             return otherwise
         try:
             result = what(client)
@@ -235,7 +239,7 @@ class LastingClient:
         """Whether these objects are there. Never waits and never asks: for a scheduler's thread. None: the worker asks
         the peer; look up again, which within `ANSWER_SECONDS` gives the answer or False."""
         client = self._client
-        if client is None or not self._breaker.closed:
+        if client is None:
             return [False] * len(keys)
         try:
             known = client.contains_many_nowait(keys)
@@ -245,6 +249,8 @@ class LastingClient:
             return [False] * len(keys)
         if None not in known:
             return known
+        if not self._breaker.closed:
+            return [bool(each) for each in known]
         now = time.monotonic()
         answers = [
             self._lookups.look_up(key, now) if is_there is None else is_there
@@ -294,6 +300,10 @@ class LastingClient:
             near = difflib.get_close_matches(name, known, n=1)
             meant = f": did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
             LOG.warning("there is no setting %r, so it changes nothing%s", name, meant)
+
+    def retention(self, parameters: Any, hints: Any = None, prefix: str = "") -> Retention:
+        """How long the blocks of a request should be kept: see `retention`."""
+        return retention(parameters, hints, self.say, prefix)
 
     def close(self) -> None:
         """Disconnect; may be called twice. Calls then give what they give when the store fails."""
@@ -349,12 +359,13 @@ class LastingClient:
         try:
             if client is not None:
                 try:
-                    client.statistics(cluster=False)
+                    client.hear(PAUSE_SECONDS)
                 except StoreClosed:
                     client.close()
                     self._socket, client = client.socket_path, None
             if client is None:
-                client = self._connect(self._socket)
+                client = self._open(self._socket)
+                client.fail_fast(PATIENCE_SECONDS)
             answered = True
         except Exception as error:  # the next probe may fare better
             if not self._absence_said:
@@ -369,6 +380,52 @@ class LastingClient:
             LOG.warning("the peer answers: the pool is in use")
             self._absence_said = False
         self._probed_once.set()
+
+
+class FetchLimit:
+    """Declines blocks that are expected to be there sooner when they are computed, which takes `seconds_per_token`. The
+    worker asks for estimates, of all blocks together that a request looked up in one step of the scheduler."""
+
+    def __init__(self, client: LastingClient, seconds_per_token: float) -> None:
+        if not seconds_per_token > 0:
+            raise ConfigError(
+                f"max_fetch_seconds_per_token is {seconds_per_token!r}: it must be above 0"
+            )
+        self._client = client
+        self._seconds_per_token = seconds_per_token
+        self._verdicts: dict[str, dict[str, bool | float]] = {}
+        """By request and key; before a verdict the time from which on the key is allowed without one."""
+        self._gathered: dict[str, dict[str, int]] = {}
+        """By request: tokens of the keys of this step."""
+
+    def allows(self, request: str, key: str, tokens: int) -> bool | None:
+        """Whether to fetch a block that is there. Never waits. None: look up again, as for `LastingClient.look_up`."""
+        verdicts = self._verdicts.setdefault(request, {})
+        verdict = verdicts.get(key)
+        if verdict is None:
+            verdicts[key] = time.monotonic() + ANSWER_SECONDS
+            self._gathered.setdefault(request, {})[key] = tokens
+            return None
+        if isinstance(verdict, bool):
+            return verdict
+        return True if time.monotonic() >= verdict else None
+
+    def ask(self) -> None:
+        """A step of the scheduler has ended: have the worker ask for what it left open."""
+        if self._gathered:
+            gathered, self._gathered = self._gathered, {}
+            self._client.later(functools.partial(self._judge, gathered))
+
+    def forget(self, request: str) -> None:
+        """The request has ended."""
+        self._verdicts.pop(request, None)
+
+    def _judge(self, gathered: dict[str, dict[str, int]], client: BlockingClient) -> None:
+        for request, tokens in gathered.items():
+            verdicts = self._verdicts.get(request, {})
+            prefill = [count * self._seconds_per_token for count in tokens.values()]
+            fetched = worth_fetching(client.estimate(list(tokens)), prefill)
+            verdicts.update((key, place < fetched) for place, key in enumerate(tokens))
 
 
 def _asking(keys: list[str]) -> Callable[[BlockingClient], list[bool]]:

@@ -6,18 +6,26 @@
 
 `weight_version` is required; `socket` names the local peer, where there are several; `threads` move blocks. Engines
 share blocks of models of one name: the last part of the model's path, or what `model` says. `enable_kv_events` tells
-routers of blocks in the pool, with medium `STORAGE` (vLLM adds tokens with `self_describing_kv_events`).
+routers of blocks in the pool, with medium `STORAGE` (vLLM adds tokens with `self_describing_kv_events`). With
+`max_fetch_seconds_per_token` (the time of a prefill per token) blocks whose fetch is expected to take longer are
+computed: a lookup misses them.
+
+A request's `kv_transfer_params` may say `p2pstore_pin_seconds` (its blocks are evicted last), `p2pstore_ttl_seconds`
+(they end), and `p2pstore_wait_seconds` (missing ones may still come). KV hints of action `kv.retain` pin, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +45,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.block_events import BlockEvents
-from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
+from p2pstore.integrations.lasting_client import FetchLimit, LastingClient, legal_key, or_else
 from p2pstore.results import ItemResult
 
 LOST_SECONDS = 5.0
@@ -45,6 +53,9 @@ MAX_LOST = 100_000
 NAME_BYTES = 12
 WAIT_PARAMETER = "p2pstore_wait_seconds"
 """In a request's `kv_transfer_params`: the time to wait for blocks that another engine has just computed."""
+LIMIT = "max_fetch_seconds_per_token"
+_ALLOWED = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
+Kept = tuple[float | None, Callable[[BlockingClient], None] | None]
 PEER_ANSWERS = "vllm:kv_offload_p2pstore_peer_answers"
 
 
@@ -72,7 +83,8 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._weight_version = options.get("weight_version", "")
         self._client = LastingClient(self._weight_version, options.get("socket"))
         self._client.say_unknown(
-            options, ["weight_version", "socket", "threads", "model", "locality", "enable_kv_events"]
+            options,
+            ["weight_version", "socket", "threads", "model", "locality", "enable_kv_events", LIMIT],
         )
         if options.get("locality"):
             self.locality = Locality(options["locality"])
@@ -86,6 +98,16 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._finished: deque[JobResult] = deque()
         self._lost: dict[bytes, float] = {}
         self._wait_until: dict[str, float] = {}
+        limit = options.get(LIMIT)
+        self._limit = None if limit is None else FetchLimit(self._client, float(limit))
+        self._tokens = (
+            []
+            if limit is None
+            else [
+                group.tokens_per_block * offloading_spec.blocks_per_chunk
+                for group in offloading_spec.config.groups
+            ]
+        )
         self._compared = False
         self._told_answers: bool | None = None
         self._events: BlockEvents[bytes] | None = None
@@ -105,13 +127,19 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         (there,) = self._client.look_up([self._name(key)])
         if there is None or (not there and self._wait_until and self._waits(req_context)):
             return LookupResult.RETRY
+        if there and self._limit is not None:
+            group = int.from_bytes(key[-4:], "big")
+            allowed = self._limit.allows(req_context.req_id, self._name(key), self._tokens[group])
+            return _ALLOWED[allowed]
         return LookupResult.HIT if there else LookupResult.MISS
 
     @or_else(lambda *_, **__: None)
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Blocks were found in the engine's own memory: the pool keeps them, too, for engines that begin later."""
         if self._client.answers:
-            self._client.later(_touching(self._prefix, list(keys)))
+            keys = list(keys)
+            self._client.later(_touching(self._prefix, keys))
+            _pin_later(self._pool, self._client, _kept(self._client, self._prefix, keys, req_context)[1])
 
     def _waits(self, req_context: Any) -> bool:
         """Whether a missing block of this request may still be on its way from the engine that computed it."""
@@ -136,17 +164,23 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
     def on_request_finished(self, req_context: Any) -> None:
         """What the request read is told of now: vLLM notes a block's tokens when it finds it in its own memory."""
         self._wait_until.pop(req_context.req_id, None)
+        if self._limit is not None:
+            self._limit.forget(req_context.req_id)
         read = self._read.pop(req_context.req_id, None)
         if read and self._events is not None:
             self._events.found(read, new=False)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(self._store, job_metadata)
+        kept = _kept(self._client, self._prefix, job_metadata.keys, job_metadata.req_context)
+        self._submit(partial(self._store, kept), job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(self._load, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        """vLLM calls it once in each step of the scheduler."""
+        if self._limit is not None:
+            self._limit.ask()
         with self._lock:
             done = list(self._finished)
             self._finished.clear()
@@ -257,13 +291,15 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         with self._lock:
             self._finished.append(result)
 
-    def _store(self, keys: list[bytes], rows: list[memoryview]) -> list[bytes]:
+    def _store(self, kept: Kept, keys: list[bytes], rows: list[memoryview]) -> list[bytes]:
+        ttl, pinning = kept
         names = [self._name(key) for key in keys]
         there = self._client.call(lambda client: client.contains_many(names), [False] * len(names))
         new = [number for number, is_there in enumerate(there) if not is_there]
         items = [(names[number], rows[number]) for number in new]
         failed: list[ItemResult[Any]] = []
-        results = self._client.call(lambda client: client.put_many(items), failed)
+        results = self._client.call(lambda client: client.put_many(items, ttl=ttl), failed)
+        _pin_later(self._pool, self._client, pinning)
         stored = {number for number, result in zip(new, results, strict=False) if result.error is None}
         if self._events is not None:
             self._events.found([keys[number] for number in sorted(stored)], new=True)
@@ -293,6 +329,26 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     def _name(self, key: bytes) -> str:
         return legal_key(self._prefix + key.hex())
+
+
+def _kept(client: LastingClient, prefix: str, keys: Iterable[bytes], req_context: Any) -> Kept:
+    """The request's wishes about its blocks: their time to live, and the call that pins them."""
+    parameters, hints = (getattr(req_context, name, None) for name in ("kv_transfer_params", "kv_hints"))
+    wanted = client.retention(parameters, hints)
+    if not wanted.pins:
+        return wanted.ttl, None
+    last_token = getattr(req_context, "get_offload_key_position", lambda _: None)
+    names = {legal_key(prefix + key.hex()): last_token(key) or math.inf for key in keys}
+    return wanted.ttl, wanted.pinning(names)
+
+
+def _pin_later(
+    pool: ThreadPoolExecutor, client: LastingClient, pinning: Callable[[BlockingClient], None] | None
+) -> None:
+    """Pins take a request each: in a thread, and after what was submitted before."""
+    if pinning is not None:
+        with suppress(RuntimeError):  # it was shut down
+            pool.submit(client.call, pinning, None)
 
 
 def _touching(prefix: str, keys: list[bytes]) -> Callable[[BlockingClient], None]:

@@ -400,8 +400,7 @@ class SlowRead(Message, frozen=True):
 
 
 class TransportFallback(Message, frozen=True):
-    """A transport to a holder that failed where the next one to the same holder took over: how often, and why
-    the last time."""
+    """A transport to a holder that failed where the next one took over: how often, and why the last time."""
 
     member: int
     transport: str
@@ -417,6 +416,16 @@ class UnseenRead(Message, frozen=True):
     count: int = 1
 
 
+class ReadTiming(Message, frozen=True):
+    """Requests to one holder (or OWN_COPY), one after the other, brought bytes of its memory or SSD in that time."""
+
+    member: int
+    on_ssd: bool
+    requests: int
+    bytes: int
+    microseconds: int
+
+
 class Report(Message, frozen=True):
     """One way, at most every 100 ms: reads that the peer did not see, and holders that failed. `misses` counts
     reads that ended without the value: it had no holder, or none that could be reached."""
@@ -428,6 +437,7 @@ class Report(Message, frozen=True):
     fallbacks: Annotated[list[TransportFallback], MANY] = []
     misses: int = 0
     unseen: Annotated[list[UnseenRead], MANY] = []
+    timings: Annotated[list[ReadTiming], MANY] = []
 
 
 class Contains(Message, frozen=True):
@@ -471,3 +481,20 @@ class MatchPrefix(Message, frozen=True):
 
 class MatchedPrefix(Message, frozen=True):
     length: int
+
+
+class ExpectedFetch(Message, frozen=True):
+    """`results.FetchSource`; `kind` is a place in `SOURCE_KINDS`."""
+
+    peer_id: bytes
+    name: str
+    kind: int
+    objects: int
+    length_bytes: int
+    seconds: float
+    spread: float
+
+
+class Estimated(Message, frozen=True):
+    sources: list[ExpectedFetch]
+    by_key: list[int]

@@ -39,6 +39,7 @@ class LocalKind(IntEnum):
     FLUSH = 32
     PREFETCH = 33
     MATCH_PREFIX = 34
+    ESTIMATE = 35
     PLACE = 36
     STORED = 37
     CHECKPOINT_PUBLISH = 48
@@ -125,6 +126,7 @@ MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
     LocalKind.FLUSH: (local.Flush, local.Flushed),
     LocalKind.PREFETCH: (local.Prefetch, Empty),
     LocalKind.MATCH_PREFIX: (local.MatchPrefix, local.MatchedPrefix),
+    LocalKind.ESTIMATE: (local.Locate, local.Estimated),
     LocalKind.PLACE: (local.Place, local.Placed),
     LocalKind.STORED: (local.StoredElsewhere, Empty),
 }

@@ -1,14 +1,16 @@
 """Queries of routers over HTTP: how much of a chain of blocks the pool has, and which peer how much of it.
 
-`POST /v1/prefix` speaks of blocks, `POST /query` of tokens, in the shape of Mooncake's RFC 1403. Both take keys, or
-what keys are made of: `prefix`, a hash a block, and `suffixes` where a block is several objects (a rank or a piece
-each), of which a holder must have all. Where this peer does not know all locations, it asks the keys' homes.
+`POST /v1/prefix` speaks of blocks, `POST /v1/estimate` of the time to bring them here, and `POST /query` of tokens, in
+the shape of Mooncake's RFC 1403. All take keys, or what keys are made of: `prefix`, a hash a block, and `suffixes`
+where a block is several objects (a rank or a piece each), of which a holder must have all. Where this peer does not
+know all locations, it asks the keys' homes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from http import HTTPStatus
 from itertools import product
@@ -16,12 +18,24 @@ from typing import Any, Final
 
 import msgspec
 
-from p2pstore.core.gets.key_pages import PrefixMatch, match_copies, match_here
+from p2pstore.client.answers import fetch_estimate
+from p2pstore.core.gets.key_pages import holdings_here, holdings_of, match
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.errors import P2PStoreError
-from p2pstore.objects import DEFAULT_NAMESPACE, batch_key_hasher, format_peer_id, namespace_digest
+from p2pstore.gossip.locations.location_lookups import Holding
+from p2pstore.gossip.records import Member
+from p2pstore.objects import (
+    DEFAULT_NAMESPACE,
+    MAX_KEY_BYTES,
+    batch_key_hasher,
+    format_peer_id,
+    namespace_digest,
+)
+from p2pstore.peer.for_clients.local_queries import estimated
 from p2pstore.peer.node import Node
 from p2pstore.status.http_server import Answer, Queries, text_answer
+
+Holdings = Mapping[Member, Holding]
 
 MAX_KEYS: Final = 4096
 MAX_SUFFIXES: Final = 256
@@ -55,18 +69,25 @@ class PrefixQueries:
 
     def by_path(self) -> Queries:
         """The queries, by their paths."""
-        return {"/v1/prefix": self.prefix, "/query": self.query}
+        return {"/v1/prefix": self.prefix, "/v1/estimate": self.estimate, "/query": self.query}
 
     def prefix(self, body: bytes) -> Answer | Awaitable[Answer]:
         """`PrefixRequest` to `{matched, complete, holders: [{peer_id, peer, blocks, memory_blocks, local}], as_of}`."""
         return self._answer(body, PrefixRequest, self._prefix_document)
+
+    def estimate(self, body: bytes) -> Answer | Awaitable[Answer]:
+        """`PrefixRequest` to the expected time to bring these objects here: see `FetchEstimate`."""
+        return self._answer(body, PrefixRequest, self._estimate_document)
 
     def query(self, body: bytes) -> Answer | Awaitable[Answer]:
         """`TokenRequest` to `{namespace: {peer: {longest_matched, GPU, DP, CPU, DISK}}}` in tokens."""
         return self._answer(body, TokenRequest, self._token_document)
 
     def _answer(
-        self, body: bytes, kind: type[PrefixRequest], document: Callable[[Any, PrefixMatch], Any]
+        self,
+        body: bytes,
+        kind: type[PrefixRequest],
+        document: Callable[[Any, Sequence[bytes], Holdings], Any],
     ) -> Answer | Awaitable[Answer]:
         try:
             request = msgspec.json.decode(body, type=kind)
@@ -74,11 +95,10 @@ class PrefixQueries:
             digests = self._hasher(request.namespace)(keys)
         except (msgspec.DecodeError, ValueError) as error:
             return text_answer(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
-        pieces = 1 if request.keys else len(request.suffixes)
         space = namespace_digest(request.namespace)
-        match = match_here(self._core, digests, self._node.now, space, pieces)
-        if match is not None:
-            return _json(document(request, match))
+        found = holdings_here(self._core, digests, self._node.now, space)
+        if found is not None:
+            return _json(document(request, digests, found))
 
         async def asked() -> Answer:
             operation = LookupOperation(self._core, digests, namespace=space)
@@ -86,14 +106,23 @@ class PrefixQueries:
                 copies = await self._node.complete(operation)
             except P2PStoreError as error:
                 return text_answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-            return _json(document(request, match_copies(copies, pieces)))
+            return _json(document(request, digests, holdings_of(copies)))
 
         return asked()
 
-    def _prefix_document(self, request: PrefixRequest, match: PrefixMatch) -> dict[str, Any]:
+    def _estimate_document(
+        self, request: PrefixRequest, digests: Sequence[bytes], found: Holdings
+    ) -> dict[str, Any]:
+        estimate = fetch_estimate([estimated(self._node, digests, found)])
+        return {**asdict(estimate), "p90_seconds": estimate.p90_seconds}
+
+    def _prefix_document(
+        self, request: PrefixRequest, digests: Sequence[bytes], found: Holdings
+    ) -> dict[str, Any]:
         core = self._core
+        matched = match(found, len(digests), 1 if request.keys else len(request.suffixes))
         holders = []
-        for run in match.runs:
+        for run in matched.runs:
             state = core.gossip.membership.resolve(run.member)
             peer_id = core.peer_id if run.member == core.member else state and state.peer_id
             if peer_id:
@@ -107,15 +136,17 @@ class PrefixQueries:
                     }
                 )
         return {
-            "matched": match.matched,
-            "complete": match.matched == len(request.keys or request.hashes),
+            "matched": matched.matched,
+            "complete": matched.matched == len(request.keys or request.hashes),
             "holders": holders,
             "as_of": {"peer": core.name_of(core.peer_id), "unix": round(time.time(), 3)},
         }
 
-    def _token_document(self, request: TokenRequest, match: PrefixMatch) -> dict[str, Any]:
+    def _token_document(
+        self, request: TokenRequest, digests: Sequence[bytes], found: Holdings
+    ) -> dict[str, Any]:
         tokens = request.block_size
-        document = self._prefix_document(request, match)
+        document = self._prefix_document(request, digests, found)
         return {
             request.namespace: {
                 each["peer"]: {
@@ -144,6 +175,9 @@ def _keys_of(request: PrefixRequest) -> list[str]:
     if request.keys:
         return request.keys
     prefix = request.prefix
+    longest = len(prefix) + len(max(request.hashes, key=len)) + len(max(request.suffixes, key=len))
+    if longest > MAX_KEY_BYTES:  # looked at before 4,096 of a million bytes each are made
+        raise ValueError(f"a key of {longest:,} characters; at most {MAX_KEY_BYTES:,} bytes are allowed")
     return [prefix + each + suffix for each, suffix in product(request.hashes, request.suffixes)]
 
 

@@ -10,6 +10,7 @@ from typing import Final
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.objects import Version
+from p2pstore.trace.one_cache import Request
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
 from simulation.gossip_run import key_of
@@ -38,6 +39,8 @@ class Case:
     """One of the measure's `PARTS`, if it has any: a part that can be taken in a process of its own."""
     resident_bytes: Callable[[], int] = _not_handed_in
     """How much memory this process has; handed in, because it is not of the simulated world."""
+    requests: Sequence[Request] = ()
+    """A trace, for measures that replay one."""
 
 
 @dataclass(frozen=True, slots=True)

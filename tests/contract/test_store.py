@@ -93,7 +93,7 @@ def test_all_worlds_have_the_same_methods(kind: type) -> None:
     beyond = public_methods(kind) - public_methods(Client)
     assert beyond <= {
         *("contains_nowait", "locate_nowait", "match_prefix_nowait", "reload", "aclose"),
-        *("contains_many_nowait", "touch"),
+        *("contains_many_nowait", "touch", "fail_fast", "hear"),
     }
     for name in public_methods(Client) - {"open", "close"}:
         reference = ObjectStore if hasattr(ObjectStore, name) else Client
@@ -400,6 +400,11 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
     [distant] = store.match_prefix_by_peer(chain[2:])
     assert (distant.blocks, distant.peer != holder.peer) == (1, True)
     assert store.match_prefix_by_peer([key + "nope", f"{key}3"]) == []
+    estimate = store.estimate([*chain, key + "nope", ""])
+    sources = {each.peer: (each.kind, each.blocks) for each in estimate.sources}
+    assert sources == {holder.peer: ("memory", 2), distant.peer: ("neighbour", 1)}
+    assert (estimate.by_key[0] != estimate.by_key[2], estimate.by_key[3:]) == (True, [-1, -1])
+    assert 0 < estimate.seconds < estimate.p90_seconds
     removed = store.remove_many([f"{key}1", f"{key}299", key + "nope", ""])
     assert [each.value for each in removed] == [True, True, False, None]
     assert isinstance(removed[3].error, ValueError)
@@ -895,7 +900,7 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
     *(
         (name, (bad,), {}, TypeError, "keys")
         for name in (
-            *("contains_many", "match_prefix", "match_prefix_by_peer"),
+            *("contains_many", "match_prefix", "match_prefix_by_peer", "estimate"),
             *("remove_many", "prefetch", "get_many", "take_leases"),
         )
         for bad in ("key", b"key", 7)
@@ -1039,7 +1044,7 @@ EVERY_METHOD: list[tuple[str, tuple[Any, ...]]] = [
     *(("get_many_into", ([],)), ("take_lease", ("k",)), ("register", (bytearray(1),))),
     ("register_gpu", ()),
     *(("contains", ("k",)), ("contains_many", ([],)), ("locate", ("k",))),
-    ("match_prefix_by_peer", ([],)),
+    *(("match_prefix_by_peer", ([],)), ("estimate", ([],))),
     *(("match_prefix", ([],)), ("list_keys", ()), ("peers", ()), ("statistics", ())),
     *(("remove", ("k",)), ("remove_many", ([],)), ("pin", ("k",)), ("unpin", ("k",))),
     *(("prefetch", ([],)), ("replicate", ("k", 2)), ("flush", ())),

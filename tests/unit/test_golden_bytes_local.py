@@ -274,13 +274,21 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
             [local.TransportFallback(1, "shm", 2, "no")],
             3,
             [local.UnseenRead(DIGEST, 1, 2)],
+            [local.ReadTiming(1, True, 2, 300, 9)],
         ),
         (
-            "16000400040302018d00000000000000979194c410000102030405060708090a0b0c0d0e0f02cd20"
+            "16000400040302019600000000000000989194c410000102030405060708090a0b0c0d0e0f02cd20"
             "00019195c410000102030405060708090a0b0c0d0e0f01070203919801a374637002cd012c01920002"
             "03930000019196c410000102030405060708090a0b0c0d0e0f01a3746370cb3fe000000000000007"
             "a16b919401a373686d02a26e6f039193c410000102030405060708090a0b0c0d0e0f0102"
+            "919501c302cd012c09"
         ),
+    ),
+    "estimated": (
+        LocalKind.ESTIMATE,
+        REPLY,
+        local.Estimated([local.ExpectedFetch(b"p", "n", 2, 3, 4096, 0.5, 0.25)], [0, -1]),
+        "23000100040302012200000000000000929197c40170a16e0203cd1000cb3fe0000000000000cb3fd00000000000009200ff",
     ),
     "peers": (
         LocalKind.PEERS,
@@ -425,7 +433,7 @@ def test_the_numbers_of_the_kinds() -> None:
                 (
                     *("RESERVE", "COMMIT", "ABORT", "LEASE", "RELEASE", "PLAN", "REPORT"),
                     *("CONTAINS", "LOCATE", "REMOVE", "LIST", "PEERS", "STATISTICS", "LEAVE"),
-                    *("REPLICATE", "PIN", "FLUSH", "PREFETCH", "MATCH_PREFIX"),
+                    *("REPLICATE", "PIN", "FLUSH", "PREFETCH", "MATCH_PREFIX", "ESTIMATE"),
                 ),
                 16,
             )

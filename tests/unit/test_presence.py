@@ -9,10 +9,11 @@ import pytest
 from p2pstore.core.gets.key_pages import (
     PrefixMatch,
     PrefixRun,
+    holdings_here,
+    holdings_of,
     is_known,
     known_keys,
-    match_copies,
-    match_here,
+    match,
 )
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.records import SCOPE_NAMESPACE
@@ -28,14 +29,20 @@ def known_one_by_one(world: Harness, digests: list[bytes]) -> set[bytes]:
     }
 
 
+def match_here(world: Harness, digests: list[bytes], name: bytes, pieces: int = 1) -> PrefixMatch:
+    found = holdings_here(world.core, digests, world.now, name)
+    assert found is not None
+    return match(found, len(digests), pieces)
+
+
 def check_matches(world: Harness, digests: list[bytes], name: bytes = namespace_digest("other")) -> None:
     """A chain that begins at any of these matches as the copies of each key say."""
     copies = [world.core.copies.known(digest, world.now, name) for digest in digests]
     for begin in range(0, len(digests), 5):
         for pieces in (1, 3):
             end = len(digests) - (len(digests) - begin) % pieces
-            here = match_here(world.core, digests[begin:end], world.now, name, pieces)
-            assert here == match_copies(copies[begin:end], pieces)
+            here = match_here(world, digests[begin:end], name, pieces)
+            assert here == match(holdings_of(copies[begin:end]), end - begin, pieces)
 
 
 def known(world: Harness, *keys: str) -> list[bool]:
@@ -62,11 +69,12 @@ def test_runs_of_a_chain_by_holder() -> None:
     for key in ("b", "c"):
         world.hold(world.others[0], key, b"2")
     digests = [digest_of(key) for key in "abcd"]
-    match = match_here(world.core, digests, world.now, namespace_digest(NAMESPACE))
-    assert match == PrefixMatch(4, [PrefixRun(world.core.member, 2, 2)])
-    halves = match_here(world.core, digests, world.now, namespace_digest(NAMESPACE), 2)
+    assert match_here(world, digests, namespace_digest(NAMESPACE)) == PrefixMatch(
+        4, [PrefixRun(world.core.member, 2, 2)]
+    )
+    halves = match_here(world, digests, namespace_digest(NAMESPACE), 2)
     assert halves == PrefixMatch(1, [PrefixRun(world.core.member, 1, 1)])
-    assert match_here(world.core, [], world.now, b"") == PrefixMatch(0, [])
+    assert match_here(world, [], b"") == PrefixMatch(0, [])
 
 
 def test_a_dead_holder_does_not_count_until_it_is_back() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from p2pstore.results import PeerInfo, PrefixHolder
+from p2pstore.results import FetchEstimate, FetchSource, PeerInfo, PrefixHolder
 from p2pstore.routing import Costs, Route, Router
 
 COSTS = Costs(prefill_seconds_per_block=1.0, fetch_seconds_per_block=0.1)
@@ -52,6 +52,23 @@ def test_blocks_on_an_ssd_take_longer() -> None:
     routes = Router(costs).rank(10, [holder("a", 10, memory_blocks=4), holder("b", 10)], PEERS)
     assert ids(routes)[0] == "b"
     assert routes[0].work_seconds == 0.0
+
+
+def estimated(peer_id: str, seconds: float) -> FetchEstimate:
+    own = FetchSource(peer_id, peer_id, "memory", 4, 400, 0.001, 0.1)
+    return FetchEstimate.of([own, FetchSource("x", "x", "remote", 4, 400, seconds, 0.1)], [0, 1] * 4)
+
+
+def test_of_two_peers_with_equal_prefix_the_one_with_the_faster_link_comes_first() -> None:
+    holders = [holder("a", 4), holder("b", 4), holder("x", 8)]
+    estimates = {"a": estimated("a", 2.0), "b": estimated("b", 0.4)}
+    routes = Router(COSTS).rank(10, holders, ["a", "b"], estimates=estimates)
+    assert [(each.peer_id, each.fetched_blocks) for each in routes] == [("b", 4), ("a", 4)]
+    assert [each.work_seconds for each in routes] == pytest.approx([2.4, 4.0])
+    slow = Router(COSTS).rank(10, holders, ["a"], estimates={"a": estimated("a", 8.0)})
+    assert (slow[0].fetched_blocks, slow[0].work_seconds) == (0, 6.0), "computing is cheaper"
+    other = Router(COSTS).rank(10, holders, ["a"], estimates={"b": estimated("b", 8.0)})
+    assert other[0].work_seconds == pytest.approx(2.4), "costs count where there is no estimate"
 
 
 def test_queues_count_and_a_bound_keeps_the_first_from_getting_all() -> None:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.gets.serving import MAX_LIST_LIMIT, ListHereOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.gossip.locations.location_lookups import Holding
 from p2pstore.gossip.records import Member, PeerId, Tier
 from p2pstore.objects import ZERO_VERSION, newest_accepted_clock
@@ -99,10 +98,8 @@ class ListOperation(Operation):
 
 
 def is_page_of(page: Keys, request: ListKeys) -> bool:
-    """Whether a page is what was asked for: keys in order, each once, after `after`, with the prefix.
-
-    Anything else could send a client that pages through the keys in circles.
-    """
+    """Whether a page is what was asked for: keys in order, each once, after `after`, with the prefix. Anything else
+    could send a client that pages through the keys in circles."""
     keys = [item.key for item in page.items]
     return (
         all(earlier < later for earlier, later in pairwise([request.after, *keys]))
@@ -117,11 +114,8 @@ def merge_pages(
     silent: list[PeerId],
     name_of: Callable[[PeerId], str],
 ) -> Steps[ListedPage]:
-    """Merge sorted pages: the newest version of each key speaks for it.
-
-    A page that says `more` ends the merged page at its last key: behind it that peer may hold keys
-    that it did not list.
-    """
+    """Merge sorted pages: the newest version of each key speaks for it. A page that says `more` ends the merged one at
+    its last key, behind which that peer may hold keys that it did not list."""
     horizon = min((page.items[-1].key for _, page in answers if page.more and page.items), default=None)
     merged: list[KeyEntry] = []
     for number, (key, place, item) in enumerate(heapq.merge(*map(_in_order, count(), answers))):
@@ -238,11 +232,11 @@ class PrefixMatch:
     runs: list[PrefixRun]
 
 
-def match_here(
-    core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes, pieces: int = 1
-) -> PrefixMatch | None:
-    """The match of a chain of keys whose locations this peer knows all, at a microsecond or so a key. None: ask
-    homes (`LookupOperation`), and use `match_copies`. A block is `pieces` keys in a row, all of one member."""
+def holdings_here(
+    core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes
+) -> dict[Member, Holding] | None:
+    """Holders of keys whose locations this peer knows all, at a microsecond or so a key. None: ask homes
+    (`LookupOperation`), and use `holdings_of`."""
     found = core.gossip.locations.holdings(digests, believed_clocks(core, now, namespace))
     if found is None:
         return None
@@ -253,15 +247,15 @@ def match_here(
             for holding in found.values():
                 holding.held[place] = holding.in_memory[place] = False
             _note_copies(found, place, len(digests), core.copies.known(digest, now, namespace))
-    return _match(found, len(digests), pieces)
+    return found
 
 
-def match_copies(copies: Sequence[Sequence[KnownCopy]], pieces: int = 1) -> PrefixMatch:
-    """The match of a chain of keys with these copies each."""
+def holdings_of(copies: Sequence[Sequence[KnownCopy]]) -> dict[Member, Holding]:
+    """Holders of keys with these copies each."""
     found: dict[Member, Holding] = {}
     for place, some in enumerate(copies):
         _note_copies(found, place, len(copies), some)
-    return _match(found, len(copies), pieces)
+    return found
 
 
 def _own_holding(core: PeerCore, digests: Sequence[bytes], now: float) -> Holding:
@@ -282,9 +276,11 @@ def _note_copies(
             holding = found.setdefault(copy.member, Holding.of_none(count))
             holding.held[place] = True
             holding.in_memory[place] = copy.record.tier is not Tier.SSD
+            holding.size_units[place] = copy.record.size_units
 
 
-def _match(found: Mapping[Member, Holding], count: int, pieces: int) -> PrefixMatch:
+def match(found: Mapping[Member, Holding], count: int, pieces: int = 1) -> PrefixMatch:
+    """The match of a chain of `count` keys with these holders. A block is `pieces` keys in a row, all of one member."""
     runs = []
     pooled = np.zeros(count // pieces, np.bool_)
     for member, holding in found.items():

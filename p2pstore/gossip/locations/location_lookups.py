@@ -39,15 +39,18 @@ _MAX_CLOCK: Final = (1 << 64) - 1
 
 
 class Holding(NamedTuple):
-    """Which of some keys a member holds, and which of these in its memory: a boolean each."""
+    """Which of some keys a member holds, and which of these in its memory: a boolean each; and how long they are, in
+    units of 4 KiB, of which 0 is not known."""
 
     held: npt.NDArray[np.bool_]
     in_memory: npt.NDArray[np.bool_]
+    size_units: npt.NDArray[np.uint32]
 
     @staticmethod
     def of_none(count: int) -> Holding:
         """Of none of `count` keys."""
-        return Holding(np.zeros(count, np.bool_), np.zeros(count, np.bool_))
+        held, in_memory = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        return Holding(held, in_memory, np.zeros(count, np.uint32))
 
 
 class LocationLookups(ViewTable):
@@ -75,12 +78,8 @@ class LocationLookups(ViewTable):
         *,
         hearsay: bool = False,
     ) -> int:
-        """Note operations that arrived ahead of the log, from its owner or, as `hearsay`, from another. How many were
-        news.
-
-        Raises `ProtocolError`, and changes nothing, when sequences and whole records do not pair
-        up.
-        """
+        """Note operations ahead of the log, from its owner or, as `hearsay`, another. How many were news. Raises
+        `ProtocolError`, and changes nothing, when sequences and whole records do not pair up."""
         if check_run(operations) != len(sequences):
             raise ProtocolError("a push has not one sequence number per location record")
         if member in self.shares.refused:
@@ -154,12 +153,14 @@ class LocationLookups(ViewTable):
         some = self._believed(matches, believed).nonzero()[0]
         some = some[np.argsort(matches.slots[some], kind="stable")]
         slots, queries = matches.slots[some], matches.queries[some]
-        in_memory = self._index.tiers(matches.rows[some]) != Tier.SSD
+        rows = matches.rows[some]
+        in_memory, size_units = self._index.tiers(rows) != Tier.SSD, self._index.size_units(rows)
         borders = np.flatnonzero(np.diff(slots, prepend=0, append=0)).tolist()
         for begin, end in pairwise(borders):
             holding = Holding.of_none(len(digests))
             holding.held[queries[begin:end]] = True
             holding.in_memory[queries[begin:end]] = in_memory[begin:end]
+            holding.size_units[queries[begin:end]] = size_units[begin:end]
             found[self._of_slot[int(slots[begin])].member] = holding
         if self._any_apart:
             self._correct_holdings(found, digests, believed)
@@ -193,6 +194,7 @@ class LocationLookups(ViewTable):
                         found[member] = Holding.of_none(len(digests))
                     found[member].held[place] = True
                     found[member].in_memory[place] = packed[_FLAGS] & TIER_FLAGS != Tier.SSD
+                    found[member].size_units[place] = decode_location(packed).size_units
 
     @exclusive
     def mentioned(self, digests: Set[bytes]) -> set[bytes]:
@@ -318,9 +320,8 @@ class EarlyOperation:
 
 
 class EarlyOperations:
-    """The newest operation of each key and owner. The oldest go after `kept_seconds`: the log must have told of them by
-    then. When there are over `limit`, the oldest of the owner that has most go: one that pushes much pushes out
-    nothing of others. What the log told of goes at once."""
+    """The newest operation of each key and owner, until the log told of it, or for `kept_seconds`. Over `limit` the
+    oldest of the owner that has most go: one that pushes much pushes out nothing of others."""
 
     def __init__(self, limit: int, kept_seconds: float, apart: ApartKeys | None = None) -> None:
         self._limit = limit

@@ -10,9 +10,9 @@ from typing import Final
 import msgspec
 import trio
 
-from p2pstore.core.core_effects import KnownCopy, PullFailure
 from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable
 from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation, split_digests
+from p2pstore.core.operation import KnownCopy, PullFailure
 from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local
@@ -280,6 +280,16 @@ class LocalGets:
                 self._node.guard.doubt_own_copy(failure.digest)
             else:
                 self._core.holders.failed(failure.digest, _pull_failure(failure), self._node.now)
+            yield
+        for timing in message.timings[:MAX_BATCH]:
+            self._node.estimator.observe(
+                self._core.member if timing.member == local.OWN_COPY else timing.member,
+                on_ssd=timing.on_ssd,
+                requests=timing.requests,
+                length_bytes=timing.bytes,
+                seconds=timing.microseconds / 1e6,
+                now=self._node.now,
+            )
             yield
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Final
 
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.gets.key_pages import ListedPage, ListOperation, is_known, known_keys
+from p2pstore.core.gets.key_pages import (
+    ListedPage,
+    ListOperation,
+    holdings_here,
+    holdings_of,
+    is_known,
+    known_keys,
+)
 from p2pstore.core.gets.lookup import LookupOperation, split_digests
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import KnownCopy, PutEnd
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.partition_homes import kept_name
-from p2pstore.gossip.records import PeerRecord, member_of
+from p2pstore.gossip.locations.location_lookups import Holding
+from p2pstore.gossip.records import Member, PeerRecord, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import LocalClient
@@ -21,6 +28,7 @@ from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import DIGEST_BYTES, namespace_digest
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import MEMBERS_PER_STEP, cluster_document, json_in_steps
+from p2pstore.results import SOURCE_KINDS
 from p2pstore.runtime.stepping import Steps
 from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.status.measures import Traffic
@@ -175,6 +183,20 @@ class LocalQueries:
     async def _ask_match_prefix(self, packed: bytes, space: bytes) -> local.MatchedPrefix:
         return _matched(await self._ask_presence(packed, space))
 
+    def estimate(self, client: LocalClient, message: local.Locate) -> Answer:
+        """How long it takes to bring objects here."""
+        digests = check_batch(split_digests(message.digests))
+        space = namespace_digest(client.namespace)
+        found = holdings_here(self._core, digests, self._now, space)
+        if found is not None:
+            return estimated(self._node, digests, found)
+        return self._ask_estimate(digests, space)
+
+    async def _ask_estimate(self, digests: Sequence[bytes], space: bytes) -> local.Estimated:
+        operation = LookupOperation(self._core, digests, namespace=space)
+        copies = await self._node.complete(operation)
+        return estimated(self._node, digests, holdings_of(copies))
+
     async def _ask_presence(self, packed_digests: bytes, namespace: bytes) -> bytes:
         """As `_presence`, asking homes of keys that are not known here: it need not know all."""
         digests = check_batch(split_digests(packed_digests))
@@ -258,6 +280,27 @@ class LocalQueries:
         if message.cluster:
             document["cluster"] = yield from cluster_document(self._core, self._now)
         return local.StatisticsReply((yield from json_in_steps(document)))
+
+
+def estimated(node: Node, digests: Sequence[bytes], found: Mapping[Member, Holding]) -> local.Estimated:
+    """The time to bring here the objects that these members hold."""
+    sources: list[local.ExpectedFetch] = []
+    by_key = [-1] * len(digests)
+    for source in node.estimator.estimate(digests, found, node.now):
+        for place in source.places.tolist():
+            by_key[place] = len(sources)
+        sources.append(
+            local.ExpectedFetch(
+                source.peer_id,
+                node.core.name_of(source.peer_id),
+                SOURCE_KINDS.index(source.kind),
+                len(source.places),
+                source.length_bytes,
+                source.expected.seconds,
+                source.expected.spread,
+            )
+        )
+    return local.Estimated(sources, by_key)
 
 
 def _matched(present: bytes) -> local.MatchedPrefix:
