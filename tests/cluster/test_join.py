@@ -1,17 +1,11 @@
 """`join` as an operator meets it: in the background, several on a host, its log, invites, who may connect."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from p2pstore import blocking
-from pathlib import Path
-from tests.commands import ran
-from tests.waiting import eventually
-from typing import Any
+
 import contextlib
 import json
 import os
 import pty
-import pytest
 import re
 import select
 import shutil
@@ -19,9 +13,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2pstore import blocking
+from tests.commands import ran
+from tests.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "mooncake_p2p"]
 COMMAND_SECONDS = 60.0
+
 
 class Machine:
     """Directories of its own for state and sockets. Whatever runs in them at the end is killed."""
@@ -89,13 +93,16 @@ class Machine:
                     os.kill(number, signal.SIGKILL)
         shutil.rmtree(self.folder)
 
+
 @pytest.fixture
 def machine() -> Iterator[Machine]:
     with contextlib.closing(Machine(Path(tempfile.mkdtemp(prefix="p2p-")))) as machine:
         yield machine
 
+
 def exists(process_id: int) -> bool:
     return Path(f"/proc/{process_id}").exists()
+
 
 def test_in_the_background(machine: Machine) -> None:
     ready = machine.join("--name", "a")
@@ -128,6 +135,7 @@ def test_in_the_background(machine: Machine) -> None:
     assert [event for event in events if event in machine.log("a")] == [*events[:2], *events[3:]]
     assert not list(machine.folder.glob("mooncake-p2p/*.sock"))
 
+
 def test_what_fails_in_the_background_is_told(machine: Machine) -> None:
     (machine.folder / "http.py").write_text("raise SystemExit('not what was meant')")
     assert "--memory: 'lots'" in machine.failed(2, "join", "--detach", "--memory", "lots")
@@ -146,6 +154,7 @@ def test_what_fails_in_the_background_is_told(machine: Machine) -> None:
     assert "stranger_refused" not in machine.log("a")
     assert re.search("WARNING .*another cluster|WARNING .*cluster 'another'", machine.log("a"))
 
+
 def test_who_joins_nobody_in_the_background_is_told_why(machine: Machine) -> None:
     options = ("--bootstrap", "127.0.0.1:1", "--join-timeout", "0.2")
     result = machine.run("join", "--detach", *options)
@@ -156,6 +165,7 @@ def test_who_joins_nobody_in_the_background_is_told_why(machine: Machine) -> Non
     assert "the peer runs as process" in runs
     assert result.returncode == 0
     assert '"joined": false' in result.stdout
+
 
 def test_who_stops_waiting_leaves_no_peer_behind(machine: Machine) -> None:
     for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
@@ -171,8 +181,10 @@ def test_who_stops_waiting_leaves_no_peer_behind(machine: Machine) -> None:
         assert not exists(peer)
         (machine.state / "a" / "peer.log").unlink()
 
+
 def _text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
+
 
 def test_peers_that_start_at_once_share_nothing(machine: Machine) -> None:
     starts = [machine.start("join", "--detach", stdout=subprocess.PIPE) for _ in range(3)]
@@ -184,11 +196,13 @@ def test_peers_that_start_at_once_share_nothing(machine: Machine) -> None:
     for field in ("name", "peer_id", "control", "socket"):
         assert len({document[field] for document in documents}) == 3
 
+
 def test_of_peers_that_start_at_once_one_gets_the_name_that_was_said(machine: Machine) -> None:
     starts = [machine.start("join", "--detach", "--name", "n", stdout=subprocess.PIPE) for _ in range(2)]
     outputs = [process.communicate(timeout=COMMAND_SECONDS)[0] for process in starts]
     assert sorted(process.returncode for process in starts) == [0, 2]
     assert sorted(bool(output) for output in outputs) == [False, True]
+
 
 def test_the_log_is_json_that_names_events(machine: Machine) -> None:
     first = machine.join("--name", "a", "--log-format", "json", "--log-level", "debug")
@@ -215,6 +229,7 @@ def test_the_log_is_json_that_names_events(machine: Machine) -> None:
         assert event in events
     assert events[-1] == "stopped"
 
+
 def test_joining_takes_no_longer_than_it_may_and_goes_on(machine: Machine) -> None:
     port = machine.join("--name", "probe")["control"]
     machine.done("leave")
@@ -226,6 +241,7 @@ def test_joining_takes_no_longer_than_it_may_and_goes_on(machine: Machine) -> No
     assert "no bootstrap peer answered within 0.1 s: serving alone, and trying on" in machine.log("a")
     machine.join("--name", "b", "--listen", port)
     eventually(lambda: "joined through" in machine.log("a"))
+
 
 def test_a_closed_terminal_ends_a_peer_in_the_foreground(machine: Machine) -> None:
     process_id, terminal = pty.fork()
@@ -251,9 +267,11 @@ def test_a_closed_terminal_ends_a_peer_in_the_foreground(machine: Machine) -> No
         _, status = os.waitpid(process_id, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
+
 def state_of(process_id: int) -> str:
     """`Z` once it ended and was not waited for."""
     return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+
 
 def test_an_invite_for_this_machine(machine: Machine) -> None:
     first = machine.join("--name", "a")
@@ -264,6 +282,7 @@ def test_an_invite_for_this_machine(machine: Machine) -> None:
     document = json.loads(machine.done("invite", "--json", "--socket", ready["socket"]))
     assert document["bootstrap"] == [ready["control"], first["control"]]
     assert (document["with_key"], document["cluster"]) == (False, machine.folder.name)
+
 
 def test_an_invite_without_the_key(machine: Machine) -> None:
     key = machine.folder / "key"
@@ -278,6 +297,7 @@ def test_an_invite_without_the_key(machine: Machine) -> None:
     assert "others may read it" in machine.failed(
         2, "invite", "--socket", str(machine.folder / "mooncake-p2p" / "a.sock")
     )
+
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
 def test_another_user_gets_in_when_the_socket_lets_him(machine: Machine) -> None:
@@ -304,6 +324,7 @@ def test_another_user_gets_in_when_the_socket_lets_him(machine: Machine) -> None
     machine.join("--name", "hidden", "--socket", str(hidden / "s.sock"), "--socket-mode", "0666")
     assert f"but {hidden} keeps them out" in machine.log("hidden")
 
+
 def test_a_ready_line_that_cannot_be_written_ends_nothing(machine: Machine) -> None:
     with open("/dev/full", "wb") as full, open(machine.folder / "errors", "wb") as errors:
         peer = machine.start("join", "--name", "a", stdout=full, stderr=errors)
@@ -316,6 +337,7 @@ def test_a_ready_line_that_cannot_be_written_ends_nothing(machine: Machine) -> N
     assert "No space left" in said
     assert "Traceback" not in said
     assert "Exception ignored" not in said
+
 
 def test_a_hangup_while_starting_ends_nothing(machine: Machine) -> None:
     options = ("join", "--name", "a", "--invite", "-")
@@ -333,6 +355,7 @@ def test_a_hangup_while_starting_ends_nothing(machine: Machine) -> None:
     _, complaint = peer.communicate(b"no invite", timeout=COMMAND_SECONDS)
     assert peer.returncode == 2
     assert complaint.startswith(b"error: that is no invite")
+
 
 def _is_caught(process_id: int, number: int) -> bool:
     status = Path(f"/proc/{process_id}/status").read_text()

@@ -1,27 +1,28 @@
 """`POST /v1/prefix` and `POST /query` of real peers, as routers ask them."""
 
 from __future__ import annotations
+
+import http.client
+import json
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
+from shutil import which
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
 from p2pstore import open_peer
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.peer.prefix_queries import PrefixRequest
-from pathlib import Path
-from shutil import which
-from tests.cluster.processes import PeerProcess
-from tests.cluster.processes import ProcessCluster
-from tests.cluster.processes import new_cluster
-from tests.cluster.processes import until
+from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
 from tests.commands import ran
-from typing import Any
-from urllib.request import urlopen
-import http.client
-import json
-import pytest
 
 SECONDS = 30.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prefix_query.sh"
+
 
 @pytest.fixture(params=["full", "partitioned"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[ProcessCluster]:
@@ -29,6 +30,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[ProcessCluster]:
         options = ["--directory", request.param, "--http", "127.0.0.1:0", "--network", "local"]
         cluster.start_first(*options)
         yield cluster
+
 
 def ask(peer: PeerProcess, path: str, body: Any, token: str = "") -> tuple[int, Any]:
     """The status, and the document or the text."""
@@ -40,6 +42,7 @@ def ask(peer: PeerProcess, path: str, body: Any, token: str = "") -> tuple[int, 
         content = answer.read()
         is_json = answer.getheader("Content-Type") == "application/json"
         return answer.status, json.loads(content) if is_json else content.decode()
+
 
 def test_prefixes_of_two_peers(cluster: ProcessCluster) -> None:
     first, second = cluster.peers
@@ -95,6 +98,7 @@ def test_prefixes_of_two_peers(cluster: ProcessCluster) -> None:
     until(lambda: ask(second, "/v1/prefix", {"keys": keys})[1]["matched"] == 0, SECONDS)
     assert ask(second, "/v1/prefix", {"keys": keys[12:]})[1]["matched"] == 2
 
+
 @pytest.mark.parametrize("cluster", ["full"], indirect=True)
 def test_wrong_queries_are_answered_and_harm_nothing(cluster: ProcessCluster) -> None:
     peer = cluster.peers[0]
@@ -115,6 +119,7 @@ def test_wrong_queries_are_answered_and_harm_nothing(cluster: ProcessCluster) ->
     assert ask(peer, "/query", {"keys": ["a"]})[0] == 422
     assert ask(peer, "/v1/prefix", {"keys": ["a"] * 4096})[1]["matched"] == 0
 
+
 @pytest.mark.skipif(which("curl") is None, reason="the example needs curl")
 @pytest.mark.parametrize("cluster", ["full"], indirect=True)
 def test_the_example_with_curl(cluster: ProcessCluster) -> None:
@@ -125,6 +130,7 @@ def test_the_example_with_curl(cluster: ProcessCluster) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["matched"] == 1
 
+
 @pytest.mark.parametrize("cluster", ["full"], indirect=True)
 def test_the_description_names_all_queries_and_their_fields(cluster: ProcessCluster) -> None:
     with urlopen(f"http://{cluster.peers[0].ready['metrics']}/openapi.json") as answer:
@@ -133,6 +139,7 @@ def test_the_description_names_all_queries_and_their_fields(cluster: ProcessClus
     assert posts == {"/v1/prefix", "/v1/estimate", "/query"}
     fields = description["components"]["schemas"]["Prefix"]["properties"]
     assert set(fields) == set(PrefixRequest.__struct_fields__)
+
 
 async def test_a_token_file(tmp_path: Path) -> None:
     token = tmp_path / "token"

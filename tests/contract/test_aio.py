@@ -2,34 +2,34 @@
 thrown in from outside. What it has in common with the others is in `test_store`."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from p2pstore import aio
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import NoLocalPeer
-from p2pstore.errors import StoreClosed
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.objects import MIB
-from p2pstore.runtime.asyncio_streams import AsyncioDriver
-from p2pstore.runtime.asyncio_streams import AsyncioStream
-from pathlib import Path
-from tests.commands import ran
-from tests.contract.sides import in_asyncio
-from tests.contract.sides import started
-from tests.contract.small_peer import SmallPeer
-from tests.threads import in_threads
-from typing import Any
+
 import asyncio
 import contextlib
 import gc
 import os
-import p2pstore
-import pytest
 import socket
 import sys
 import threading
-import trio
 import warnings
 import weakref
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import p2pstore
+from p2pstore import aio
+from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.objects import MIB
+from p2pstore.runtime.asyncio_streams import AsyncioDriver, AsyncioStream
+from tests.commands import ran
+from tests.contract.sides import in_asyncio, started
+from tests.contract.small_peer import SmallPeer
+from tests.threads import in_threads
+
 
 @contextlib.asynccontextmanager
 async def stream_pair() -> AsyncIterator[tuple[AsyncioStream, socket.socket]]:
@@ -44,6 +44,7 @@ async def stream_pair() -> AsyncIterator[tuple[AsyncioStream, socket.socket]]:
         stream.close()
         theirs.close()
 
+
 async def drain(sock: socket.socket, length: int) -> bytes:
     """The next bytes that arrive."""
     received = b""
@@ -54,7 +55,9 @@ async def drain(sock: socket.socket, length: int) -> bytes:
         received += data
     return received
 
+
 # --- streams ------------------------------------------------------------------------------------
+
 
 @in_asyncio
 async def test_a_whole_send_is_not_cancelled_in_the_middle() -> None:
@@ -72,6 +75,7 @@ async def test_a_whole_send_is_not_cancelled_in_the_middle() -> None:
         await stream.send_whole(b"next")
         assert await drain(theirs, 4) == b"next"
 
+
 @in_asyncio
 async def test_a_whole_send_that_fails_closes_the_stream() -> None:
     async with stream_pair() as (stream, _):
@@ -79,6 +83,7 @@ async def test_a_whole_send_that_fails_closes_the_stream() -> None:
         with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
             await stream.send_whole(bytes(MIB))
         assert stream.fileno() == -1
+
 
 @in_asyncio
 async def test_a_timeout_around_a_whole_send_stays_a_timeout() -> None:
@@ -90,9 +95,11 @@ async def test_a_timeout_around_a_whole_send_stays_a_timeout() -> None:
         with pytest.raises(TimeoutError):
             await sending
 
+
 async def _send_within(stream: AsyncioStream, frame: bytes, seconds: float) -> None:
     async with asyncio.timeout(seconds):
         await stream.send_whole(frame)
+
 
 @in_asyncio
 async def test_a_cancelled_receive_loses_no_bytes() -> None:
@@ -114,6 +121,7 @@ async def test_a_cancelled_receive_loses_no_bytes() -> None:
         await asyncio.sleep(0)
         assert not receiving.cancel(), "it waits with bytes in its hands"
         assert await receiving == 4
+
 
 @in_asyncio
 async def test_closing_a_stream_ends_its_waits_and_forgets_its_number() -> None:
@@ -139,6 +147,7 @@ async def test_closing_a_stream_ends_its_waits_and_forgets_its_number() -> None:
         with pytest.raises(OSError, match=r"descriptor|closed"):
             await stream.receive_into(memoryview(bytearray(8)))
 
+
 @in_asyncio
 async def test_connecting_has_a_deadline(tmp_path: Path) -> None:
     driver = AsyncioDriver()
@@ -158,6 +167,7 @@ async def test_connecting_has_a_deadline(tmp_path: Path) -> None:
     with pytest.raises(ConnectionRefusedError):
         await driver.connect_tcp("127.0.0.1", port, 1)
 
+
 @in_asyncio
 async def test_a_thread_is_waited_for_when_its_caller_is_cancelled() -> None:
     go, ended = threading.Event(), []
@@ -176,7 +186,9 @@ async def test_a_thread_is_waited_for_when_its_caller_is_cancelled() -> None:
         await running
     assert ended
 
+
 # --- the client ---------------------------------------------------------------------------------
+
 
 def test_it_is_awaited_or_entered(peer: SmallPeer) -> None:
     async def main() -> None:
@@ -198,6 +210,7 @@ def test_it_is_awaited_or_entered(peer: SmallPeer) -> None:
             await aio.connect(str(peer.path) + "no")
 
     asyncio.run(main(), debug=True)
+
 
 @in_asyncio
 async def test_whoever_is_left_waiting_receives_next(peer: SmallPeer) -> None:
@@ -225,11 +238,14 @@ async def test_whoever_is_left_waiting_receives_next(peer: SmallPeer) -> None:
         assert await asyncio.wait_for(calls[2], 10) == []
         peer.call(gates[1].set)
 
+
 def locates(peer: SmallPeer) -> int:
     return peer.backend.requests.count(LocalKind.LOCATE)
 
+
 async def eventually(peer: SmallPeer, condition: Any) -> None:
     await asyncio.to_thread(peer.wait_until, condition)
+
 
 @in_asyncio
 async def test_leases_are_given_back_without_another_call(peer: SmallPeer) -> None:
@@ -242,6 +258,7 @@ async def test_leases_are_given_back_without_another_call(peer: SmallPeer) -> No
         await eventually(peer, lambda: peer.backend.gone == [])
         names = {task.get_name() for task in asyncio.all_tasks()}
         assert "p2pstore-janitor" not in names
+
 
 @pytest.mark.parametrize("error", [KeyError("mine"), DeadlineExceeded("mine")])
 def test_what_a_signal_handler_raises_within_a_step_comes_out_as_itself(
@@ -267,6 +284,7 @@ def test_what_a_signal_handler_raises_within_a_step_comes_out_as_itself(
     asyncio.run(in_asyncio())
     trio.run(in_trio)
 
+
 def test_each_loop_connects_for_itself(peer: SmallPeer) -> None:
     async def use(value: bytes) -> aio.AioClient:
         client = await aio.connect(peer.path)
@@ -285,9 +303,11 @@ def test_each_loop_connects_for_itself(peer: SmallPeer) -> None:
     in_threads(4, lambda _: asyncio.run(use(b"two")))
     assert asyncio.run(_get(peer)) == b"two"
 
+
 async def _get(peer: SmallPeer) -> bytes:
     async with aio.connect(peer.path) as client:
         return await client.get("k")
+
 
 def test_a_dropped_client_ends_its_connection(peer: SmallPeer) -> None:
     async def main() -> Any:
@@ -303,6 +323,7 @@ def test_a_dropped_client_ends_its_connection(peer: SmallPeer) -> None:
     peer.wait_until(lambda: len(peer.backend.gone) == 1)
     assert view == b"value"
 
+
 @in_asyncio
 async def test_a_task_group_with_a_failure_cancels_the_others_cleanly(peer: SmallPeer) -> None:
     async with aio.connect(peer.path) as client:
@@ -315,6 +336,7 @@ async def test_a_task_group_with_a_failure_cancels_the_others_cleanly(peer: Smal
         assert len(caught.value.exceptions) == 1
         peer.call(peer.backend.gate.set)
         assert [each.name for each in await client.peers()] == ["small"]
+
 
 TEARDOWN = """
 import asyncio, sys
@@ -347,6 +369,7 @@ assert "trio" not in sys.modules and "libp2p" not in sys.modules, "trio was impo
 print("done")
 """
 
+
 @pytest.mark.parametrize("mode", ["debug", "plain"])
 def test_the_loop_ends_without_warnings(mode: str, peer: SmallPeer) -> None:
     """Whether the client was closed or not, and whatever was under way."""
@@ -354,6 +377,7 @@ def test_the_loop_ends_without_warnings(mode: str, peer: SmallPeer) -> None:
     done = ran(command)
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
     peer.wait_until(lambda: len(peer.backend.gone) == 2)
+
 
 def test_what_each_world_imports() -> None:
     code = """

@@ -2,44 +2,42 @@
 batch of puts in windows, of which the peer publishes one while the client writes the next."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import p2pstore
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
-from p2pstore.client.puts import WINDOW_BYTES
-from p2pstore.client.puts import WINDOW_ITEMS
-from p2pstore.errors import AnswerTooLarge
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import StoreClosed
+from p2pstore.client.puts import WINDOW_BYTES, WINDOW_ITEMS
+from p2pstore.errors import AnswerTooLarge, CapacityExceeded, NoSuchKey, StoreClosed
 from p2pstore.integrations.mooncake import replicas as removing
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.local_requests import Cuts
-from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
-from p2pstore.local.local_requests import MOST_ITEMS
-from p2pstore.local.local_requests import REQUEST_BYTES
-from p2pstore.local.local_requests import text_bytes
+from p2pstore.local.local_requests import (
+    MAX_REPORTED_FAILURES,
+    MOST_ITEMS,
+    REQUEST_BYTES,
+    Cuts,
+    text_bytes,
+)
 from p2pstore.put_facts import PutFacts
-from p2pstore.wire import LOCAL_LIMITS
-from p2pstore.wire import encode_body
-from pathlib import Path
+from p2pstore.wire import LOCAL_LIMITS, encode_body
 from simulation.segment_checks import check_segment
-from tests.contract.small_peer import SmallPeer
-from tests.contract.small_peer import small_peer
+from tests.contract.small_peer import SmallPeer, small_peer
 from tests.contract.worlds import peer_process
-from tests.waiting import SECONDS
-from tests.waiting import eventually
-from typing import Any
-import p2pstore
-import pytest
-import subprocess
-import sys
-import trio
+from tests.waiting import SECONDS, eventually
 
 COUNT = 10_100
 KEYS = [f"{number:06}/".ljust(1024, "k") for number in range(COUNT)]
@@ -50,6 +48,7 @@ VALUE = b"v"
 patient = partial(blocking.connect, timeout=SECONDS)
 """These requests are large, and a busy machine is slow."""
 
+
 @pytest.fixture(scope="module")
 def near_and_far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     folder: Path = tmp_path_factory.mktemp("batches")
@@ -58,15 +57,18 @@ def near_and_far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
         with peer_process(folder, "far", *more) as far:
             yield near.socket, far.socket
 
+
 @pytest.fixture
 def near(near_and_far: tuple[str, str]) -> Iterator[BlockingClient]:
     with patient(near_and_far[0]) as client:
         yield client
 
+
 @pytest.fixture
 def far(near_and_far: tuple[str, str]) -> Iterator[BlockingClient]:
     with patient(near_and_far[1]) as client:
         yield client
+
 
 def test_every_call_takes_ten_thousand_of_the_longest_keys(
     near: BlockingClient, far: BlockingClient
@@ -89,6 +91,7 @@ def test_every_call_takes_ten_thousand_of_the_longest_keys(
     eventually(lambda: not far.contains(KEYS[MANY - 1]))
     eventually(lambda: far.contains_many(KEYS) == [False] * MANY + [True] * (COUNT - MANY))
 
+
 def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
     near_and_far: tuple[str, str], near: BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +109,7 @@ def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
         monkeypatch.setattr(removing, "PAGE_KEYS", 300)
         assert store.remove_by_regex("^m/") == 1000
         assert store.batch_is_exist([keys[0], keys[-1], kept]) == [0, 0, 1]
+
 
 # --- the one place that cuts -------------------------------------------------------------------
 
@@ -132,12 +136,14 @@ LARGEST: dict[LocalKind, tuple[int, Any]] = {
     LocalKind.LIST: (0, lambda n: local.ListKeys("n" * 255, "k" * 1024, "k" * 1024, n)),
 }
 
+
 @pytest.mark.parametrize("kind", MOST_ITEMS)
 def test_the_largest_request_of_each_kind_fits_a_frame(kind: LocalKind) -> None:
     assert MOST_ITEMS[kind] <= MAX_BATCH
     size, message = LARGEST[kind]
     (some,) = islice(Cuts(kind, 100_000, [size] * 100_000 if size else None), 1)
     assert len(encode_body(message(len(some)))) <= LOCAL_LIMITS.body_bytes
+
 
 def test_the_largest_report_fits_a_frame() -> None:
     counts = [BIG] * 64
@@ -153,6 +159,7 @@ def test_the_largest_report_fits_a_frame() -> None:
         [local.ReadTiming(BIG, True, BIG, BIG, BIG)] * 1024,
     )
     assert len(encode_body(report)) <= LOCAL_LIMITS.body_bytes
+
 
 def test_requests_are_cut_by_bytes_and_by_items_and_again_where_the_answer_is_too_large() -> None:
     most = MOST_ITEMS[LocalKind.REMOVE]
@@ -173,19 +180,24 @@ def test_requests_are_cut_by_bytes_and_by_items_and_again_where_the_answer_is_to
         cuts.ask_again(range(9, 10), error)
     assert [text_bytes(text) for text in ("", "ab", "\N{SNOWMAN}")] == [5, 7, 9]
 
+
 SIZES = [0, 1, 4096, 70_000]
+
 
 def values(count: int, name: str = "k") -> list[tuple[str, bytes]]:
     return [(f"{name}{number}", bytes([number % 251]) * SIZES[number % 4]) for number in range(count)]
+
 
 def reserved_bytes(peer: SmallPeer) -> int:
     """Bytes in rooms that are no objects (yet)."""
     return peer.call(lambda: reserved_now(peer))
 
+
 def reserved_now(peer: SmallPeer) -> int:
     """`reserved_bytes`, for the peer's own thread."""
     segment = peer.backend.segment
     return segment.used_bytes - sum(entry.extent_bytes for entry in segment.entries())
+
 
 @pytest.mark.parametrize(
     "count", [1, 2, WINDOW_ITEMS, WINDOW_ITEMS + 1, 3 * WINDOW_ITEMS, 5 * WINDOW_ITEMS + 7]
@@ -202,11 +214,13 @@ def test_every_value_is_stored_under_its_key(peer: SmallPeer, count: int) -> Non
         assert all(each.unwrap().status == "unchanged" for each in client.put_many(items))
     peer.wait_until(lambda: reserved_now(peer) == 0)  # room may be reserved ahead for a single put
 
+
 def test_a_window_is_reserved_with_the_commit_of_an_earlier_one(peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:
         client.put_many([(f"k{number}", b"v") for number in range(6 * WINDOW_ITEMS)])
     requests = [each for each in peer.backend.requests if each in (LocalKind.RESERVE, LocalKind.COMMIT)]
     assert requests == [LocalKind.RESERVE] + [LocalKind.COMMIT] * 6
+
 
 def test_a_batch_larger_than_the_memory_keeps_what_came_last(tmp_path: Path) -> None:
     with (
@@ -223,6 +237,7 @@ def test_a_batch_larger_than_the_memory_keeps_what_came_last(tmp_path: Path) -> 
         assert [each.ok for each in results] == [True, False, True, True]
         assert isinstance(results[1].error, CapacityExceeded)
         assert reserved_bytes(peer) == 0
+
 
 async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: SmallPeer) -> None:
     async with p2pstore.connect(str(peer.path)) as client:
@@ -242,6 +257,7 @@ async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: Sm
                     assert not held[key] or await client.get(key) == value
                 except NoSuchKey:  # evicted for a window that was on its way to the peer
                     assert not await client.contains(key)
+
 
 KILLED_AT_EACH_STEP = """
 import json, os, signal, sys
@@ -281,6 +297,7 @@ assert set(ends) <= {0, signal.SIGKILL}  # with several answers in one, there ar
 print(ends.count(signal.SIGKILL))
 """
 
+
 def test_a_client_killed_at_any_step_of_a_batch_leaves_whole_values_alone(peer: SmallPeer) -> None:
     command = [sys.executable, "-W", "ignore", "-c", KILLED_AT_EACH_STEP, str(peer.path)]
     run = subprocess.run(command, stdout=subprocess.PIPE, timeout=120.0, check=True)
@@ -294,6 +311,7 @@ def test_a_client_killed_at_any_step_of_a_batch_leaves_whole_values_alone(peer: 
             assert bytes(segment.payload(entry)) == b"v" * 5000
 
     peer.call(look)
+
 
 def test_a_peer_that_goes_in_the_middle_is_said(peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:

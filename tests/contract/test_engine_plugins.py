@@ -5,44 +5,45 @@ names stands in for it: so the plug-ins' own work is always tested, and with the
 """
 
 from __future__ import annotations
-from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore import blocking
-from p2pstore.errors import ConfigError
-from p2pstore.integrations.lasting_client import LastingClient
-from p2pstore.integrations.lasting_client import legal_key
-from p2pstore.objects import encode_key
-from pathlib import Path
-from tests.contract.worlds import PeerProcess
-from tests.contract.worlds import peer_process
-from tests.optional import require_torch
-from tests.waiting import eventually
-from types import SimpleNamespace
-from typing import Any
-from typing import NamedTuple
+
 import abc
 import asyncio
 import ctypes
 import enum
 import importlib
 import importlib.util
-import numpy as np
 import os
-import pytest
 import select
 import signal
 import sys
 import threading
 import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from p2pstore import blocking
+from p2pstore.errors import ConfigError
+from p2pstore.integrations.lasting_client import LastingClient, legal_key
+from p2pstore.objects import encode_key
+from tests.contract.worlds import PeerProcess, peer_process
+from tests.optional import require_torch
+from tests.waiting import eventually
 
 WEIGHTS = "model@v1"
 DEADLINE_SECONDS = 60.0
+
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
     with peer_process(tmp_path_factory.mktemp("plugins"), "plugins") as running:
         yield running
+
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
     """Modules with these names in them, and their packages, for the length of the test; unless they are installed."""
@@ -59,6 +60,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
 
+
 def plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     """The plug-in's module, imported for this test alone."""
     full = f"p2pstore.integrations.{name}"
@@ -67,12 +69,15 @@ def plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     monkeypatch.delitem(sys.modules, full)
     return module
 
+
 # --- what they have in common ---------------------------------------------------------------------
+
 
 def test_the_weight_version_has_to_be_named() -> None:
     for none in ("", " ", None, 5):
         with pytest.raises(ConfigError, match="weight_version"):
             LastingClient(none)
+
 
 def test_settings_that_mean_nothing_are_named(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
@@ -85,6 +90,7 @@ def test_settings_that_mean_nothing_are_named(
     assert ["'threads'" in each.getMessage() for each in caplog.records] == [False, True]
     assert all("changes nothing" in each.getMessage() for each in caplog.records)
     client.close()
+
 
 def test_engines_that_hash_otherwise_are_told(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
@@ -105,6 +111,7 @@ def test_engines_that_hash_otherwise_are_told(
     one.close()
     other.close()
 
+
 def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(tmp_path: Path) -> None:
     with peer_process(tmp_path, "restarted") as running:
         client = LastingClient(WEIGHTS, running.socket)
@@ -119,8 +126,10 @@ def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(tmp_
         client.close()
         assert client.call(lambda each: each.get("k"), b"nothing") == b"nothing"
 
+
 LONG = "k" * 1100
 KEYS_OF_ENGINES = ["k", LONG, LONG + "1", "\N{SNOWMAN}" * 400, "\udc80", ""]
+
 
 def test_texts_of_any_length_have_legal_keys_of_their_own() -> None:
     keys = [legal_key(text) for text in KEYS_OF_ENGINES]
@@ -130,6 +139,7 @@ def test_texts_of_any_length_have_legal_keys_of_their_own() -> None:
     assert all(encode_key(key) for key in keys)
     assert keys[1].startswith("k" * 900)
     assert legal_key("k" * 1024) == "k" * 1024
+
 
 def test_whatever_a_call_raises_is_a_miss_and_a_line_in_the_log(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
@@ -141,7 +151,9 @@ def test_whatever_a_call_raises_is_a_miss_and_a_line_in_the_log(
     assert len(caplog.records) == 3
     client.close()
 
+
 # --- SGLang ---------------------------------------------------------------------------------------
+
 
 class HiCacheStorage(abc.ABC):  # noqa: B024 - the part of SGLang's that matters here
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -150,11 +162,13 @@ class HiCacheStorage(abc.ABC):  # noqa: B024 - the part of SGLang's that matters
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         self.registered_pools = {host_pool_name: host_pool}
 
+
 @dataclass
 class PoolTransferResult:
     kv_hit_pages: int
     extra_pool_hit_pages: dict[str, int]
     restorable_prefix_pages: list[int] | None = None
+
 
 @dataclass
 class StorageMetrics:
@@ -162,6 +176,7 @@ class StorageMetrics:
     backup_pgs: list[int] = field(default_factory=list)
     prefetch_bandwidth: list[float] = field(default_factory=list)
     backup_bandwidth: list[float] = field(default_factory=list)
+
 
 SGLANG: dict[str, dict[str, Any]] = {
     "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
@@ -171,6 +186,7 @@ SGLANG: dict[str, dict[str, Any]] = {
     },
 }
 PAGE_SIZE = 4
+
 
 class HostPool:
     """Pages of two pieces, K and V, as `page_first` has them."""
@@ -185,6 +201,7 @@ class HostPool:
         pieces = [self.memory[half, page] for page in pages for half in (0, 1)]
         return [int(piece.ctypes.data) for piece in pieces], [piece.nbytes for piece in pieces]
 
+
 def sglang_config(**changed: Any) -> Any:
     fields = {
         **{"tp_rank": 0, "tp_size": 2, "pp_rank": 0, "pp_size": 1, "model_name": "org/model"},
@@ -195,6 +212,7 @@ def sglang_config(**changed: Any) -> Any:
     }
     return SimpleNamespace(**{**fields, **changed})
 
+
 @pytest.fixture
 def hicache(peer: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's backend, which finds the peer by its environment."""
@@ -202,6 +220,7 @@ def hicache(peer: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in(monkeypatch, SGLANG)
     monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
     return plugin(monkeypatch, "sglang").P2PHiCache
+
 
 def test_sglang_pages_come_back_in_another_engine(hicache: Any) -> None:
     torch = require_torch()
@@ -254,10 +273,12 @@ def test_sglang_pages_come_back_in_another_engine(hicache: Any) -> None:
     assert reader.batch_exists(keys) == 0
     assert reader.batch_get_v1(keys, indices) == [False] * 4
 
+
 def side_transfer(name: str, pool_keys: list[str], first: int, policy: str = "all_pages") -> Any:
     torch = require_torch()
     indices = torch.arange(first * PAGE_SIZE, (first + len(pool_keys)) * PAGE_SIZE)
     return SimpleNamespace(name=name, keys=pool_keys, host_indices=indices, hit_policy=policy)
+
 
 def test_sglang_side_pools_of_hybrid_models(hicache: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A prefix ends where all pools can go on from; states of ranks are their own, what all ranks have is shared."""
@@ -316,6 +337,7 @@ def test_sglang_side_pools_of_hybrid_models(hicache: Any, caplog: pytest.LogCapt
     assert writer.batch_set_v2(put) == {"mamba": [False] * 2, "indexer": [False] * 3}
     assert asked(writer, "mamba") == (0, {}, [])
 
+
 class HeadsPool(HostPool):
     """Pages that are cut by heads, as `page_head` has them: four heads of K, then four of V."""
 
@@ -337,6 +359,7 @@ class HeadsPool(HostPool):
             for half in (0, 1)
         ]
         return [int(piece.ctypes.data) for piece in pieces], [piece.nbytes for piece in pieces]
+
 
 def test_sglang_engines_of_other_sizes_share_what_is_cut_by_heads(hicache: Any) -> None:
     torch = require_torch()
@@ -370,6 +393,7 @@ def test_sglang_engines_of_other_sizes_share_what_is_cut_by_heads(hicache: Any) 
     for store in (alone, *ranks, other):
         store.close()
 
+
 def test_sglang_is_told_what_was_moved_and_which_settings_mean_nothing(
     hicache: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -391,6 +415,7 @@ def test_sglang_is_told_what_was_moved_and_which_settings_mean_nothing(
     assert silent.get_stats() is None
     assert "did you mean 'weight_version'" in caplog.text
     silent.close()
+
 
 def test_sglang_starts_without_a_peer_and_goes_on_when_it_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -415,6 +440,7 @@ def test_sglang_starts_without_a_peer_and_goes_on_when_it_hangs(
         peer.process.send_signal(signal.SIGCONT)
         eventually(lambda: store.batch_set_v1(["new"], indices) == [True])
         store.close()
+
 
 def test_sglang_makes_the_backend_itself(peer: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own factory, with its own configuration: only where it is installed (`scripts/engine_environment`)."""
@@ -448,6 +474,7 @@ def test_sglang_makes_the_backend_itself(peer: PeerProcess, monkeypatch: pytest.
     assert (side.memory[:, :2] == wanted).all()
     store.close()
 
+
 def test_sglang_ranks_that_do_not_write_say_that_all_is_well(hicache: Any) -> None:
     torch = require_torch()
     store = hicache(sglang_config(is_mla_model=True, is_storage_writer=False), {})
@@ -456,10 +483,13 @@ def test_sglang_ranks_that_do_not_write_say_that_all_is_well(hicache: Any) -> No
     assert store.batch_exists(["mla"]) == 0
     store.close()
 
+
 # --- vLLM -----------------------------------------------------------------------------------------
+
 
 class LookupResult(enum.Enum):
     MISS, HIT, RETRY = range(3)
+
 
 @dataclass
 class TransferJob:
@@ -469,6 +499,7 @@ class TransferJob:
     is_promotion: bool
     req_context: Any = None
 
+
 @dataclass
 class JobResult:
     job_id: int
@@ -476,6 +507,7 @@ class JobResult:
     successful_keys: Any = None
     transfer_time: float | None = None
     transfer_bytes: int | None = None
+
 
 @dataclass
 class OffloadingEvent:
@@ -486,9 +518,11 @@ class OffloadingEvent:
     ownership: str | None = None
     removal_expected: bool = False
 
+
 @dataclass
 class RequestOffloadingContext:
     fields: dict[str, Any] = field(default_factory=dict)
+
 
 class FileMapper:
     """vLLM's own rule for which engines' blocks are alike, as far as it matters here."""
@@ -508,9 +542,11 @@ class FileMapper:
     def get_run_config(self) -> dict[str, Any]:
         return self.fields
 
+
 @dataclass
 class Metadata:
     documentation: str
+
 
 class OffloadingConnectorStats:
     def __init__(self) -> None:
@@ -522,10 +558,12 @@ class OffloadingConnectorStats:
     def reduce(self) -> dict[str, int]:
         return self.gauges
 
+
 class SecondaryTierManager:
     def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
         self.tier_type = tier_type
         self.locality = None
+
 
 VLLM: dict[str, dict[str, Any]] = {
     "vllm.v1.kv_offload.base": {
@@ -549,6 +587,7 @@ VLLM: dict[str, dict[str, Any]] = {
     "vllm.v1.core.kv_cache_utils": {"NONE_HASH": b"seed"},
 }
 
+
 def vllm_spec(tp_size: int = 1, name: str = "org/model") -> Any:
     parallel = {"tp_size": tp_size, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, "rank": 0}
     config = SimpleNamespace(
@@ -563,6 +602,7 @@ def vllm_spec(tp_size: int = 1, name: str = "org/model") -> Any:
     events = SimpleNamespace(enable_kv_cache_events=True, self_describing_kv_events=True)
     return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events)
 
+
 def finished(tier: Any) -> Any:
     found: list[Any] = []
 
@@ -574,10 +614,12 @@ def finished(tier: Any) -> Any:
     (result,) = found
     return result
 
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in(monkeypatch, VLLM)
     return plugin(monkeypatch, "vllm")
+
 
 def test_vllm_blocks_come_back_in_another_engine(peer: PeerProcess, vllm: Any) -> None:
     memories = [np.random.default_rng(seed).integers(0, 256, (6, 5000), np.uint8) for seed in range(3)]
@@ -621,6 +663,7 @@ def test_vllm_blocks_come_back_in_another_engine(peer: PeerProcess, vllm: Any) -
     writer.submit_load(vllm.TransferJob(8, keys[:1], np.array([1]), True, None))
     assert not finished(writer).success
     assert writer.lookup(keys[0], None) == miss
+
 
 def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
     peer: PeerProcess, vllm: Any, caplog: pytest.LogCaptureFixture
@@ -682,6 +725,7 @@ def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
     for tier in tiers:
         tier.shutdown()
 
+
 def test_vllm_computes_what_would_take_longer_to_fetch(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -725,6 +769,7 @@ def test_vllm_computes_what_would_take_longer_to_fetch(
     with pytest.raises(ConfigError, match="above 0"):
         module.P2PTier(vllm_spec(), memory.data, "P2PTier", max_fetch_seconds_per_token=0, **named)
 
+
 def test_vllm_makes_the_tier_itself(peer: PeerProcess) -> None:
     """By its own factory: only where it is installed (`scripts/engine_environment`)."""
     made = pytest.importorskip("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
@@ -743,7 +788,9 @@ def test_vllm_makes_the_tier_itself(peer: PeerProcess) -> None:
     assert (memory[2:] == memory[:2]).all()
     tier.shutdown()
 
+
 # --- LMCache --------------------------------------------------------------------------------------
+
 
 class RemoteConnector:
     """Chunks of `CHUNK_BYTES`; its own reshaping cuts partial ones."""
@@ -760,6 +807,7 @@ class RemoteConnector:
         memory_obj.data = memory_obj.data[:bytes_read]
         return memory_obj
 
+
 class RemoteMetadata:
     def __init__(self, length: int, shapes: Any, dtypes: Any, fmt: Any) -> None:
         self.length, self.shapes, self.dtypes, self.fmt = length, length, dtypes, fmt
@@ -771,12 +819,14 @@ class RemoteMetadata:
     def deserialize(data: Any) -> RemoteMetadata:
         return RemoteMetadata(int.from_bytes(data, "little"), 0, 0, 0)
 
+
 class Bitmap:
     def __init__(self, size: int) -> None:
         self.bits = [0] * size
 
     def set(self, number: int) -> None:
         self.bits[number] = 1
+
 
 class L2AdapterInterface:
     """Counts bytes as LMCache's own does."""
@@ -798,12 +848,14 @@ class L2AdapterInterface:
     def get_usage(self) -> Any:
         return SimpleNamespace(total_bytes_used=sum(self.used.values()))
 
+
 class ObjectKey(NamedTuple):
     chunk_hash: bytes
     model_name: str = "m"
     kv_rank: int = 0x2010201
     object_group_id: int = 0
     cache_salt: str = "salt"
+
 
 class EncodedObjectKey(NamedTuple):
     chunk_hash_hex: str
@@ -812,17 +864,21 @@ class EncodedObjectKey(NamedTuple):
     object_group_id: int
     cache_salt: str
 
+
 class KeyEntry(NamedTuple):
     key: EncodedObjectKey
     size_bytes: int
+
 
 class KeyListPage(NamedTuple):
     entries: tuple[KeyEntry, ...]
     next_page_token: str | None
 
+
 class L2StoreResult(int):
     def __new__(cls, success: bool, bytes_transferred: int) -> L2StoreResult:
         return super().__new__(cls, bytes_transferred if success else -1)
+
 
 class EventNotifier:
     def __init__(self) -> None:
@@ -836,6 +892,7 @@ class EventNotifier:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
 
 class ChunkedTokenDatabase:
     """The parts of LMCache's that hash; making one gives vLLM another seed."""
@@ -852,6 +909,7 @@ class ChunkedTokenDatabase:
     def _hash_tokens(self, tokens: list[int]) -> int:
         return int(self.hash_func((self.NONE_HASH, tuple(tokens), ())))  # type: ignore[attr-defined]
 
+
 LMCACHE: dict[str, dict[str, Any]] = {
     "lmcache.v1.token_database": {"ChunkedTokenDatabase": ChunkedTokenDatabase},
     "lmcache.lmcache_native": {"Bitmap": Bitmap},
@@ -865,6 +923,7 @@ LMCACHE: dict[str, dict[str, Any]] = {
     "lmcache.v1.storage_backend.connector.base_connector": {"RemoteConnector": RemoteConnector},
 }
 CHUNK_BYTES = 1000
+
 
 class MemoryObj:
     def __init__(self, data: bytes | int, counts: list[int]) -> None:
@@ -883,6 +942,7 @@ class MemoryObj:
 
     get_dtypes = get_memory_format = get_shapes
 
+
 class CpuBackend:
     """Gives out memory, and counts what is not given back."""
 
@@ -897,6 +957,7 @@ class CpuBackend:
             raise MemoryError("no more")
         return MemoryObj(CHUNK_BYTES if shapes == "shapes" else shapes, self.counts)
 
+
 @dataclass(frozen=True)
 class ChunkKey:
     text: str
@@ -905,12 +966,14 @@ class ChunkKey:
     def to_string(self) -> str:
         return self.text
 
+
 @pytest.fixture
 def lmcache(monkeypatch: pytest.MonkeyPatch) -> Any:
     if importlib.util.find_spec("lmcache") is not None:
         pytest.skip("LMCache is installed: its own basic_check is the test")
     stand_in(monkeypatch, LMCACHE)
     return plugin(monkeypatch, "lmcache")
+
 
 @pytest.mark.parametrize("save_chunk_meta", [False, True])
 def test_lmcache_chunks_come_back(save_chunk_meta: bool, peer: PeerProcess, lmcache: Any) -> None:
@@ -967,6 +1030,7 @@ def test_lmcache_chunks_come_back(save_chunk_meta: bool, peer: PeerProcess, lmca
 
     asyncio.run(use())
 
+
 def test_lmcache_engines_that_hash_otherwise_are_told_at_the_first_request(
     peer: PeerProcess, lmcache: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -990,6 +1054,7 @@ def test_lmcache_engines_that_hash_otherwise_are_told_at_the_first_request(
     asyncio.run(ask("builtin", 6))
     asyncio.run(ask("sha256_cbor", 5))
     assert caplog.text.count("this lmcache engine differs from those") == 2
+
 
 class Server:
     """LMCache's server beside an adapter: it waits for the events, and takes the results."""
@@ -1027,6 +1092,7 @@ class Server:
         self._wait_for(2)
         return self._adapter.query_load_result(task).bits
 
+
 @pytest.fixture
 def adapter(peer: PeerProcess, lmcache: Any) -> Iterator[Any]:
     """The adapter of LMCache's server."""
@@ -1035,6 +1101,7 @@ def adapter(peer: PeerProcess, lmcache: Any) -> Iterator[Any]:
     adapter = lmcache.P2PL2Adapter({"weight_version": "l2@v1", "socket": peer.socket})
     yield adapter
     adapter.close()
+
 
 def test_lmcache_tasks_of_the_server_end_with_an_event(adapter: Any) -> None:
     server = Server(adapter)
@@ -1052,6 +1119,7 @@ def test_lmcache_tasks_of_the_server_end_with_an_event(adapter: Any) -> None:
     adapter.delete([SimpleNamespace()])
     adapter.delete(keys[:1])
     assert server.look_up(keys) == [0, 1, 0]
+
 
 def test_lmcache_counts_the_chunks_that_a_server_stored_and_the_pool_still_has(
     peer: PeerProcess, adapter: Any
@@ -1072,6 +1140,7 @@ def test_lmcache_counts_the_chunks_that_a_server_stored_and_the_pool_still_has(
         assert client.remove(client.list_keys("lmcache/", limit=1).keys[0].key)
     eventually(lambda: adapter.get_usage().total_bytes_used == 100)
     assert adapter.used == {keys[1]: 100}
+
 
 def test_lmcache_s_server_lists_the_pool_s_chunks_and_reports_its_state(adapter: Any) -> None:
     server = Server(adapter)
@@ -1094,6 +1163,7 @@ def test_lmcache_s_server_lists_the_pool_s_chunks_and_reports_its_state(adapter:
     status = adapter.report_status()
     assert (status["is_healthy"], status["peer_answers"]) == (True, True)
     assert (status["stored_object_count"], status["current_size_bytes"]) == (6, 600)
+
 
 def test_a_chunk_that_lmcache_has_looked_up_is_not_evicted_until_it_is_unlocked(
     peer: PeerProcess, adapter: Any

@@ -1,32 +1,37 @@
 """Plug-ins whose peer hangs, is away or comes late: schedulers go on, and nothing is said falsely."""
 
 from __future__ import annotations
-from p2pstore.integrations import lasting_client
-from p2pstore.integrations import retention
-from p2pstore.local.local_connection import LocalConnection
-from pathlib import Path
-from tests.contract.test_engine_plugins import ChunkKey
-from tests.contract.test_engine_plugins import CpuBackend
-from tests.contract.test_engine_plugins import LMCACHE
-from tests.contract.test_engine_plugins import MemoryObj
-from tests.contract.test_engine_plugins import VLLM
-from tests.contract.test_engine_plugins import finished
-from tests.contract.test_engine_plugins import plugin
-from tests.contract.test_engine_plugins import stand_in
-from tests.contract.test_engine_plugins import vllm_spec
-from tests.contract.worlds import peer_process
-from tests.waiting import eventually
-from types import SimpleNamespace
-from typing import Any
+
 import asyncio
 import functools
 import importlib.util
-import numpy as np
-import pytest
 import signal
 import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pstore.integrations import lasting_client, retention
+from p2pstore.local.local_connection import LocalConnection
+from tests.contract.test_engine_plugins import (
+    LMCACHE,
+    VLLM,
+    ChunkKey,
+    CpuBackend,
+    MemoryObj,
+    finished,
+    plugin,
+    stand_in,
+    vllm_spec,
+)
+from tests.contract.worlds import peer_process
+from tests.waiting import eventually
 
 KEYS = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(4)]
+
 
 def impatient(monkeypatch: pytest.MonkeyPatch, name: str, modules: dict[str, dict[str, Any]]) -> Any:
     """A plug-in's module, whose client waits for a second."""
@@ -36,11 +41,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch, name: str, modules: dict[str, dic
     monkeypatch.setattr(module, "LastingClient", short)
     return module
 
+
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = impatient(monkeypatch, "vllm", VLLM)
     monkeypatch.setattr(module, "kv_cache_utils", SimpleNamespace(NONE_HASH=b"seed"), raising=False)
     return module
+
 
 @pytest.fixture
 def askers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -55,15 +62,18 @@ def askers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(LocalConnection, "_register", noted)
     return names
 
+
 def tier_of(module: Any, socket: str, *, spec: Any = None, **options: Any) -> Any:
     memory = np.arange(6 * 5000, dtype=np.uint8).reshape(6, 5000)
     options = {"weight_version": "outages@v1", "socket": socket, **options}
     return module.P2PTier(spec or vllm_spec(), memory.data, "P2PTier", **options)
 
+
 def store(module: Any, tier: Any, keys: list[bytes]) -> bool:
     job = module.TransferJob(1, keys, np.arange(len(keys)), False, None)
     tier.submit_store(job)
     return bool(finished(tier).success)
+
 
 def test_a_scheduler_is_answered_while_the_peer_hangs(
     tmp_path: Path, vllm: Any, askers: set[str]
@@ -96,6 +106,7 @@ def test_a_scheduler_is_answered_while_the_peer_hangs(
     assert threading.current_thread().name not in askers
     assert askers
 
+
 def test_an_engine_starts_without_a_peer_and_uses_it_when_it_comes(
     tmp_path: Path, vllm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,6 +120,7 @@ def test_an_engine_starts_without_a_peer_and_uses_it_when_it_comes(
         assert tier.lookup(KEYS[0], None) is vllm.LookupResult.HIT
         tier.shutdown()
     assert "the peer answers" in caplog.text
+
 
 def test_engines_that_can_share_nothing_are_told_at_the_first_request_and_no_others(
     tmp_path: Path, vllm: Any, caplog: pytest.LogCaptureFixture
@@ -139,6 +151,7 @@ def test_engines_that_can_share_nothing_are_told_at_the_first_request_and_no_oth
     assert "tp_size (2 here, 1 there)" in layout
     assert "PYTHONHASHSEED" not in layout
 
+
 def test_after_its_end_a_tier_holds_nothing_of_the_engine_s_memory(
     tmp_path: Path, vllm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,6 +165,7 @@ def test_after_its_end_a_tier_holds_nothing_of_the_engine_s_memory(
         view.release()
         assert set(tier.config_info()) == set(vllm.P2PTier.config_info_keys({}))
         assert set(vllm.P2PTier.build_metric_definitions({})) == {vllm.PEER_ANSWERS}
+
 
 def test_a_request_waits_for_blocks_that_another_engine_has_just_computed(
     tmp_path: Path, vllm: Any
@@ -176,6 +190,7 @@ def test_a_request_waits_for_blocks_that_another_engine_has_just_computed(
         assert tier.lookup(KEYS[1], patient) is miss
         tier.touch(KEYS, plain)
         tier.shutdown()
+
 
 def test_a_request_says_how_long_its_blocks_are_kept(
     tmp_path: Path, vllm: Any, caplog: pytest.LogCaptureFixture
@@ -219,6 +234,7 @@ def test_a_request_says_how_long_its_blocks_are_kept(
         assert "is not understood" in caplog.text
         tier.shutdown()
 
+
 @pytest.mark.parametrize("wrong", [0, -1, "nan", [1], {}])
 def test_a_request_cannot_keep_blocks_for_good(wrong: Any) -> None:
     said: list[str] = []
@@ -227,6 +243,7 @@ def test_a_request_cannot_keep_blocks_for_good(wrong: Any) -> None:
     assert not said
     assert retention.retention({"p2pstore_ttl_seconds": wrong}, None, said.append).ttl is None
     assert len(said) == 1
+
 
 def test_an_orchestrator_s_hint_without_tokens_is_about_all() -> None:
     hints = [
@@ -238,6 +255,7 @@ def test_an_orchestrator_s_hint_without_tokens_is_about_all() -> None:
     kept = [retention.retention({}, SimpleNamespace(actions=[each]), pytest.fail) for each in hints]
     assert [each.pin_seconds(10**6) for each in kept] == [90, 1800, 0, 0]
     assert {each.ttl for each in kept} == {None}
+
 
 def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, askers: set[str]

@@ -2,50 +2,43 @@
 large objects from several holders at once."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from p2pstore import Peer
-from p2pstore import blocking
-from p2pstore.local import local_messages as local
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.transfer.reading.arriving import ALONE
-from p2pstore.transfer.reading.arriving import Destination
-from p2pstore.transfer.reading.arriving import resumable
-from p2pstore.transfer.transfer_trace import FetchTrace
-from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import BufferDestination
-from p2pstore.transfer.transport import PullReport
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.transfer.transport import pull_with_failover
-from p2pstore.wire import Code
 from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from p2pstore import Peer, blocking
+from p2pstore.local import local_messages as local
+from p2pstore.memory.segment_layout import Slot, TrailerBody
+from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.reading.arriving import ALONE, Destination, resumable
+from p2pstore.transfer.transfer_trace import FetchTrace, ReadWatch
+from p2pstore.transfer.transport import BufferDestination, PullReport, RemoteCopy, pull_with_failover
+from p2pstore.wire import Code
 from tests.cluster.peers import cluster
 from tests.contract.sides import Side
 from tests.contract.small_peer import small_peer
-from tests.contract.test_transport import READER
-from tests.contract.test_transport import TcpHarness
-from tests.contract.test_transport import _buffers
-from tests.contract.test_transport import grant
-from tests.contract.test_transport import owner_process
-from tests.contract.test_transport import pattern
-from tests.contract.test_transport import put
-from tests.contract.test_transport import segment_of
+from tests.contract.test_transport import (
+    READER,
+    TcpHarness,
+    _buffers,
+    grant,
+    owner_process,
+    pattern,
+    put,
+    segment_of,
+)
 from tests.waiting import until
-import contextlib
-import numpy as np
-import pytest
-import time
-import trio
 
 HEADS_BYTES = 16 * 1024
 """Headers, slots and trailers of a few answers."""
+
 
 @contextlib.asynccontextmanager
 async def holder(data_bytes: int, value: bytes, clock: int = 1) -> AsyncIterator[TcpHarness]:
@@ -54,7 +47,9 @@ async def holder(data_bytes: int, value: bytes, clock: int = 1) -> AsyncIterator
     async with TcpHarness.open(segment) as harness:
         yield harness
 
+
 DIGEST = put(segment_of(24 * MIB), "key", b"")
+
 
 @contextlib.contextmanager
 def damaged(harness: TcpHarness, data_bytes: int, chunk: int) -> Iterator[None]:
@@ -65,11 +60,13 @@ def damaged(harness: TcpHarness, data_bytes: int, chunk: int) -> Iterator[None]:
     yield
     _buffers[data_bytes][at] ^= 1
 
+
 async def read(
     side: Side, harness: TcpHarness, copies: list[RemoteCopy], destination: Destination
 ) -> PullReport:
     transport = harness.transport(side.driver)
     return await side.run(lambda: pull_with_failover(copies, [transport], DIGEST, destination))
+
 
 @pytest.mark.parametrize(("length", "chunk"), [(5 * MIB + 3, 3), (5 * MIB, 0), (70 * MIB + 1, 66)])
 async def test_only_missing_chunks_are_read_from_the_next_holder(
@@ -88,6 +85,7 @@ async def test_only_missing_chunks_are_read_from_the_next_holder(
         await until(lambda: second.server.traffic.bytes >= missing)  # it counts what it has sent
         assert second.server.traffic.bytes < missing + HEADS_BYTES
 
+
 async def test_several_holders_with_damage_in_different_places(side: Side) -> None:
     """None of them has all of it; together they have."""
     value, room = pattern(6 * MIB), 24 * MIB
@@ -98,6 +96,7 @@ async def test_several_holders_with_damage_in_different_places(side: Side) -> No
             report = await read(side, first, copies, BufferDestination(buffer))
         assert report.copy is copies[1]
         assert buffer == value
+
 
 async def test_versions_are_never_mixed(side: Side) -> None:
     old, new, room = pattern(5 * MIB), pattern(4 * MIB + 9, seed=1), 24 * MIB
@@ -112,6 +111,7 @@ async def test_versions_are_never_mixed(side: Side) -> None:
                 report = await read(side, first, copies, BufferDestination(buffer))
             assert report.unwrap().slot.version.clock == 3
             assert buffer[: len(second_value)] == second_value
+
 
 async def test_what_its_only_holder_replaces_meanwhile_is_read_anew(side: Side) -> None:
     old, new = pattern(6 * MIB), pattern(5 * MIB + 9, seed=1)
@@ -129,6 +129,7 @@ async def test_what_its_only_holder_replaces_meanwhile_is_read_anew(side: Side) 
         assert report.unwrap().length == len(new)
         assert buffer[: len(new)] == new
 
+
 async def test_other_memory_is_filled_from_the_beginning(side: Side) -> None:
     given: list[bytearray] = []
 
@@ -144,6 +145,7 @@ async def test_other_memory_is_filled_from_the_beginning(side: Side) -> None:
             await read(side, first, copies, Moving())
         assert given[-1] == value
         assert len(given) > 1
+
 
 async def test_an_owner_killed_in_the_middle_is_not_read_anew(side: Side) -> None:
     """Progress goes on where it was."""
@@ -166,6 +168,7 @@ async def test_an_owner_killed_in_the_middle_is_not_read_anew(side: Side) -> Non
         assert buffer == value
         assert done == [(number + 1) * MIB for number in range(16)]
         assert second.server.traffic.bytes < 13 * MIB + HEADS_BYTES
+
 
 @pytest.mark.parametrize("into", [True, False], ids=["get_into", "get"])
 async def test_a_client_keeps_what_came_when_its_peer_names_other_holders(
@@ -198,12 +201,15 @@ async def test_a_client_keeps_what_came_when_its_peer_names_other_holders(
             assert peer.backend.excluded == [[], [1]]
             assert second.server.traffic.bytes < 2 * MIB + HEADS_BYTES
 
+
 VALUE = np.random.default_rng(5).integers(0, 256, 66 * MIB + 5, np.uint8).tobytes()
+
 
 def hits(*holders: Peer) -> int:
     """How often the value was read there, as eviction sees it."""
     entries = [each.node.core.objects.find(key_digest("k"), each.node.now) for each in holders]
     return sum(entry.hits for entry in entries if entry is not None)
+
 
 async def test_clients_and_peers_read_a_large_object_from_all_its_holders(tmp_path: Path) -> None:
     async with cluster(tmp_path, memory="160MiB", transport="tcp") as (first, second, third):

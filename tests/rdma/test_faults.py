@@ -1,84 +1,70 @@
 """Faults of RDMA alone: connections, memory that devices write to, and the end of both."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import replace
-from p2pstore.errors import Unavailable
-from p2pstore.memory.mapped.mapping import address_of
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import encode_slot
-from p2pstore.objects import MIB
-from p2pstore.objects import chunk_sums
-from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import RdmaConnect
-from p2pstore.transfer.data_messages import RdmaConnected
-from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.rdma import rdma_lines
-from p2pstore.transfer.rdma import rdma_reads
-from p2pstore.transfer.rdma import rdma_serving
-from p2pstore.transfer.rdma.rdma_payload import WHOLE_BYTES
-from p2pstore.transfer.rdma.rdma_reads import Piece
-from p2pstore.transfer.rdma.rdma_rules import Endpoint
-from p2pstore.transfer.rdma.rdma_rules import RemoteMemory
-from p2pstore.transfer.rdma.rdma_rules import agree
-from p2pstore.transfer.rdma.rdma_staging import Staging
-from p2pstore.transfer.rdma.rdma_transport import RdmaTransport
-from p2pstore.transfer.rdma.rdma_transport import open_rdma_reading
-from p2pstore.transfer.rdma.rdma_verbs import Device
-from p2pstore.transfer.rdma.rdma_verbs import ReadWork
-from p2pstore.transfer.rdma.rdma_verbs import Region
-from p2pstore.transfer.rdma.rdma_verbs import device_names
-from p2pstore.transfer.rdma.rdma_verbs import load_verbs
-from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.serving.serving_limits import ServerLimits
-from p2pstore.transfer.transport import BufferDestination
-from p2pstore.transfer.transport import pull_with_failover
-from p2pstore.wire import Code
-from tests.contract.test_transport import OWNER
-from tests.contract.test_transport import ROOT
-from tests.contract.test_transport import SEGMENT_BYTES
-from tests.contract.test_transport import TcpHarness
-from tests.contract.test_transport import Unprepared
-from tests.contract.test_transport import cancelled_at_step
-from tests.contract.test_transport import grant
-from tests.contract.test_transport import pattern
-from tests.contract.test_transport import put
-from tests.contract.test_transport import segment_of
-from tests.present import present
-from tests.rdma.harness import RdmaHarness
-from tests.rdma.harness import STAGING_BYTES
-from tests.rdma.harness import SomeCompletions
-from tests.rdma.harness import cables
-from tests.rdma.owner import Owner
-from tests.stored import stored
-from tests.waiting import until
-from typing import Any
+
 import mmap
-import msgspec
-import pytest
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
 import trio
 import trio.testing
+
+from p2pstore.errors import Unavailable
+from p2pstore.memory.mapped.mapping import address_of
+from p2pstore.memory.segment_layout import Slot, TrailerBody, decode_slot, encode_slot
+from p2pstore.objects import MIB, chunk_sums
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer.data_messages import DataKind, RdmaConnect, RdmaConnected
+from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.rdma import rdma_lines, rdma_reads, rdma_serving
+from p2pstore.transfer.rdma.rdma_payload import WHOLE_BYTES
+from p2pstore.transfer.rdma.rdma_reads import Piece
+from p2pstore.transfer.rdma.rdma_rules import Endpoint, RemoteMemory, agree
+from p2pstore.transfer.rdma.rdma_staging import Staging
+from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
+from p2pstore.transfer.rdma.rdma_verbs import Device, ReadWork, Region, device_names, load_verbs
+from p2pstore.transfer.read_tickets import Scope
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
+from p2pstore.transfer.serving.serving_limits import ServerLimits
+from p2pstore.transfer.transport import BufferDestination, pull_with_failover
+from p2pstore.wire import Code
+from tests.contract.test_transport import (
+    OWNER,
+    ROOT,
+    SEGMENT_BYTES,
+    TcpHarness,
+    Unprepared,
+    cancelled_at_step,
+    grant,
+    pattern,
+    put,
+    segment_of,
+)
+from tests.present import present
+from tests.rdma.harness import STAGING_BYTES, RdmaHarness, SomeCompletions, cables
+from tests.rdma.owner import Owner
+from tests.stored import stored
+from tests.waiting import until
+
 
 def first_line(transport: RdmaTransport) -> rdma_reads.Line | None:
     """The line to the owner through the first device."""
     return transport.lines.of(OWNER.peer_id).ways[0].line
 
+
 @pytest.fixture
 async def rdma() -> AsyncIterator[RdmaHarness]:
     async with RdmaHarness.open_rdma(segment_of(SEGMENT_BYTES)) as opened:
         yield opened
+
 
 @pytest.mark.parametrize(
     "length", [0, 100, WHOLE_BYTES, WHOLE_BYTES + 1, MIB - 3, MIB, MIB + 1, 2 * MIB + 5]
@@ -94,12 +80,14 @@ async def test_no_object_goes_over_tcp(rdma: RdmaHarness, length: int) -> None:
     assert rdma.server.traffic.objects == 0
     assert rdma.rdma.readers == 1
 
+
 async def test_a_way_is_measured(rdma: RdmaHarness) -> None:
     transport = rdma.transport(TrioDriver())
     moved, seconds = await transport.measure(rdma.copy(), 0.5)
     assert moved >= rdma.staging.large.block_bytes
     assert seconds >= 0.5
     await until(lambda: rdma.engine.under_way == rdma.staging.large.taken == 0)
+
 
 @pytest.mark.parametrize("hint", [1, 77, 1 << 22, -1])
 async def test_a_wrong_hint_costs_a_question(rdma: RdmaHarness, hint: int) -> None:
@@ -112,6 +100,7 @@ async def test_a_wrong_hint_costs_a_question(rdma: RdmaHarness, hint: int) -> No
     await transport.pull(replace(copy, slot=hint), digest, BufferDestination(buffer))
     assert buffer == pattern(3000)
     assert rdma.server.traffic.bytes < 1000  # slot and trailer, without the value
+
 
 async def test_a_slot_that_leads_out_of_the_segment(
     rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch
@@ -135,6 +124,7 @@ async def test_a_slot_that_leads_out_of_the_segment(
     copy = rdma.copy(longer)
     await transport.pull(copy, longer, BufferDestination(bytearray(3000)))  # still connected
 
+
 async def test_a_line_in_use_stays_and_one_out_of_use_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner ends connections on which nothing is asked, and one-sided reads ask nothing."""
     monkeypatch.setattr("p2pstore.transfer.rdma.rdma_lines.PING_SECONDS", 0.3)
@@ -153,6 +143,7 @@ async def test_a_line_in_use_stays_and_one_out_of_use_ends(monkeypatch: pytest.M
         await until(lambda: first_line(transport) is None)
         await until(lambda: rdma.rdma.readers == 0)
 
+
 async def test_an_expired_object_is_not_delivered(rdma: RdmaHarness) -> None:
     value = pattern(3000)
     sums = chunk_sums(value)
@@ -162,6 +153,7 @@ async def test_an_expired_object_is_not_delivered(rdma: RdmaHarness) -> None:
     with pytest.raises(PullFailed) as caught:
         await transport.pull(rdma.copy(digest), digest, Unprepared())
     assert (caught.value.code, caught.value.sequence) == (Code.NO_SUCH_KEY, 42)
+
 
 async def test_a_registered_destination_is_read_into_directly(rdma: RdmaHarness) -> None:
     value = pattern(9 * MIB + 5)
@@ -177,6 +169,7 @@ async def test_a_registered_destination_is_read_into_directly(rdma: RdmaHarness)
     assert not any(memory[:4096])
     assert not any(memory[4096 + len(value) :])
     assert not taken
+
 
 @pytest.mark.parametrize(
     ("length", "direct"), [(3 * MIB + 5, False), (3 * MIB + 5, True), (700_000, True)]
@@ -208,6 +201,7 @@ async def test_a_reader_cancelled_at_each_step_leaves_nothing(
         assert (rdma.staging.small.taken, rdma.staging.large.taken) == (0, 0)
     assert memory == value
     assert at > 2
+
 
 @pytest.mark.parametrize("direct", [False, True])
 async def test_memory_that_is_written_to_stays_taken(
@@ -253,6 +247,7 @@ async def test_memory_that_is_written_to_stays_taken(
     line = present(first_line(transport))
     assert line.failure is None
 
+
 async def test_an_object_of_one_chunk_that_is_waited_for_no_more(
     rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +288,7 @@ async def test_an_object_of_one_chunk_that_is_waited_for_no_more(
     line = present(first_line(transport))
     assert line.failure is None
 
+
 @pytest.mark.parametrize("length", [700_000, 3 * MIB])
 async def test_a_device_that_takes_no_request(
     rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch, length: int
@@ -323,6 +319,7 @@ async def test_a_device_that_takes_no_request(
     assert (rdma.staging.small.taken, rdma.staging.large.taken) == (0, 0)
     await transport.pull(rdma.copy(digest), digest, BufferDestination(buffer))
     assert buffer == value
+
 
 async def test_a_device_that_is_lost(
     rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -357,6 +354,7 @@ async def test_a_device_that_is_lost(
     assert told == [rdma.engine.lost]
     assert rdma.engine.under_way == 0
 
+
 async def test_memory_that_the_owner_took_back(rdma: RdmaHarness) -> None:
     """The key of the memory is good no more: the reader goes on over TCP."""
     value = pattern(2 * MIB)
@@ -378,6 +376,7 @@ async def test_memory_that_the_owner_took_back(rdma: RdmaHarness) -> None:
     assert buffer == value
     assert "connecting over RDMA failed" in transport.why_not(rdma.copy(digest))
 
+
 async def test_an_owner_that_ends_the_connection_in_the_middle(rdma: RdmaHarness) -> None:
     digest = put(rdma.segment, "key", pattern(16 * MIB))
     transport = rdma.transport(TrioDriver())
@@ -396,6 +395,7 @@ async def test_an_owner_that_ends_the_connection_in_the_middle(rdma: RdmaHarness
     await until(lambda: rdma.engine.under_way == 0)
     assert rdma.rdma.readers == 0
 
+
 async def test_a_reader_connects_again_after_the_owner_ended_it(rdma: RdmaHarness) -> None:
     digest = put(rdma.segment, "key", pattern(300_000))
     transport = rdma.transport(TrioDriver())
@@ -409,6 +409,7 @@ async def test_a_reader_connects_again_after_the_owner_ended_it(rdma: RdmaHarnes
     await transport.pull(rdma.copy(digest), digest, BufferDestination(buffer))
     assert buffer == pattern(300_000)
     assert rdma.rdma.readers == 1
+
 
 async def test_the_right_to_read_ends_with_the_connection(rdma: RdmaHarness) -> None:
     """Whatever the reader does: the owner destroys its own end."""
@@ -442,6 +443,7 @@ async def test_the_right_to_read_ends_with_the_connection(rdma: RdmaHarness) -> 
     await rdma.engine.retire(line)
     block.give_back()
 
+
 async def test_room_that_is_free_already(rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the reads that took the room was not seen yet: a waiting reader looks before it sleeps."""
     monkeypatch.setattr(rdma_lines, "REQUESTS_PER_LINE", 1)
@@ -462,6 +464,7 @@ async def test_room_that_is_free_already(rdma: RdmaHarness, monkeypatch: pytest.
         read = await rdma.engine.read(line, piece, small.memory)
     await read.wait(5.0)
     block.give_back()
+
 
 async def test_posts_never_exceed_the_completion_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Soft-RoCE loses completions of a full queue without a word."""
@@ -491,6 +494,7 @@ async def test_posts_never_exceed_the_completion_queue(monkeypatch: pytest.Monke
         assert most == 3
     assert buffers == values
 
+
 async def test_too_many_connections_of_one_peer(
     rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,6 +508,7 @@ async def test_too_many_connections_of_one_peer(
     assert not second.offers(rdma.copy(digest))
     assert first.offers(rdma.copy(digest))
 
+
 async def test_a_queue_pair_that_cannot_be_leaves_nothing(rdma: RdmaHarness) -> None:
     pool = rdma.pool(TrioDriver())
     good = RdmaConnect(17, 1, bytes(10) + b"\xff\xff\x0a\x4d\x00\x09", 4096, 16)
@@ -513,9 +518,11 @@ async def test_a_queue_pair_that_cannot_be_leaves_nothing(rdma: RdmaHarness) -> 
             await pool.request(rdma.copy(), DataKind.RDMA_CONNECT, request)
     assert rdma.rdma.readers == 0
 
+
 def replaced(message: RdmaConnect, **fields: Any) -> RdmaConnect:
     known = {name: getattr(message, name) for name in message.__struct_fields__}
     return RdmaConnect(**{**known, **fields})
+
 
 async def test_readers_without_the_scope_of_peers_may_not(rdma: RdmaHarness) -> None:
     digest = put(rdma.segment, "key", pattern(3000))
@@ -525,6 +532,7 @@ async def test_readers_without_the_scope_of_peers_may_not(rdma: RdmaHarness) -> 
         await transport.pull(copy, digest, Unprepared())
     assert caught.value.retriable
     assert rdma.rdma.readers == 0
+
 
 async def test_a_holder_without_rdma_is_left_to_tcp(rdma: RdmaHarness) -> None:
     segment = segment_of(8 * MIB)
@@ -536,13 +544,16 @@ async def test_a_holder_without_rdma_is_left_to_tcp(rdma: RdmaHarness) -> None:
     assert caught.value.retriable
     assert not transport.offers(tcp.copy(digest))
 
+
 OWNED_BYTES = 24 * MIB
+
 
 @pytest.fixture
 def owner() -> Iterator[Owner]:
     """Forked: to import everything anew takes half a minute in the VM."""
     with Owner.forked(OWNED_BYTES) as owner:
         yield owner
+
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 async def test_an_owner_killed_in_the_middle(owner: Owner) -> None:
@@ -563,9 +574,11 @@ async def test_an_owner_killed_in_the_middle(owner: Owner) -> None:
     pool.close()
     assert await trio.to_thread.run_sync(owner.exit_status) == -signal.SIGKILL
 
+
 async def _kill_when(owner: Owner, staging: Staging) -> None:
     await until(lambda: staging.large.taken > 0, 30.0)
     owner.kill()
+
 
 def test_everything_is_closed_once() -> None:
     memory = memoryview(mmap.mmap(-1, MIB))
@@ -581,9 +594,11 @@ def test_everything_is_closed_once() -> None:
     queue.close()
     assert region.remote_key  # pyverbs would end the process here
 
+
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(Unavailable, match="nope"):
         Device("nope")
+
 
 LOCKING = """
 import mmap, os, resource, sys
@@ -598,6 +613,7 @@ try:
 except ConfigError as error:
     print(error)
 """
+
 
 def test_memory_that_may_not_be_locked() -> None:
     done = subprocess.run(
