@@ -12,6 +12,7 @@ import trio
 from p2pstore import PeerConfig
 from p2pstore.blocking import BlockingClient
 from p2pstore.peer import open_peer
+from tests.waiting import until
 
 BATCH: Final = 250
 JOINING_AT_ONCE: Final = 4
@@ -47,9 +48,7 @@ async def _join_and_leave(folder: Path, settings: PeerConfig, count: int) -> Non
                 max_objects=16,
             )
             async with open_peer(config) as peer:
-                with trio.fail_after(MEET_SECONDS):
-                    while not peer.node.core.live_peers():
-                        await trio.sleep(0.01)
+                await until(peer.node.core.live_peers, MEET_SECONDS)
 
     async with trio.open_nursery() as nursery:
         for place in range(JOINING_AT_ONCE):

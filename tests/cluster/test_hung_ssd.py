@@ -178,8 +178,7 @@ async def test_a_start_that_is_cancelled_while_the_path_hangs_leaves_nothing_ope
                     pytest.fail("it was cancelled")
 
             nursery.start_soon(start)
-            while not began.is_set():
-                await trio.sleep(0.01)
+            await until(began.is_set)
             nursery.cancel_scope.cancel()
     may_go_on.set()
     await until(lambda: disks and not disks[0]._threads._alive)

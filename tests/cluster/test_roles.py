@@ -233,7 +233,7 @@ async def test_a_readers_ticket_changes_nothing(tmp_path: Path) -> None:
         assert set(REQUESTS) >= READER_KINDS
 
 
-async def test_a_reader_believes_members_only(tmp_path: Path) -> None:
+async def test_a_reader_believes_members_only_and_admits_nobody(tmp_path: Path) -> None:
     """All readers hold the readers' key: one of them must not be able to pose as a member to another."""
     member, reader = keys(tmp_path)
     async with (  # the liar reads its own file as a member's
@@ -247,17 +247,9 @@ async def test_a_reader_believes_members_only(tmp_path: Path) -> None:
             await honest.ask(liars_id, address, ControlKind.PING, Ping(1, []), SECONDS)
         with pytest.raises(LinkError, match="wrong cluster key"):
             await of_member.ask(liars_id, address, ControlKind.PING, Ping(1, []), SECONDS)
-
-
-async def test_a_reader_admits_nobody(tmp_path: Path) -> None:
-    member, reader = keys(tmp_path)
-    async with (
-        stranger_host(8, ring_in(reader)) as honest,
-        stranger_host(7, ring_in(member)) as of_member,
-    ):
         address = [f"127.0.0.1:{honest.listening[1]}"]
-        readers_id = Identity(bytes([8]) * 32).peer_id
         with pytest.raises(LinkError, match="is a reader, which admits nobody"):
+            readers_id = honest.settings.identity.peer_id
             await of_member.ask(readers_id, address, ControlKind.PING, Ping(1, []), SECONDS)
 
 

@@ -177,9 +177,7 @@ async def test_a_stranger_from_another_host_is_let_in_through_a_crowd(tmp_path: 
         crowd = list(flood(peer.control, 12, 3, b""))
         await until(lambda: len(host.arrivals.strangers) == 8)
         async with stranger_host() as newcomer:
-            await newcomer.ask(
-                peer.node.core.peer_id, [peer.control], ControlKind.PING, Ping(1, []), SECONDS
-            )
+            await ask(newcomer, peer, ControlKind.PING, Ping(1, []))
         for sock in crowd:
             sock.close()
         await until(lambda: not len(host.arrivals.strangers))
@@ -455,7 +453,7 @@ async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
         for kind, lie, refused in lies:
             expected = pytest.raises(LinkError) if refused else nullcontext()
             with expected as error:
-                await liar.ask(victim.node.core.peer_id, [victim.control], kind, lie, SECONDS)
+                await ask(liar, victim, kind, lie)
             assert error is None or error.value.code == Code.MALFORMED
         assert state.alive
         assert not state.leaving
@@ -492,8 +490,12 @@ async def test_an_old_record_does_not_come_back(tmp_path: Path) -> None:
         await still_well(victim)
 
 
+async def ask(host: ControlHost, peer: Peer, kind: int, message: Message) -> None:
+    await host.ask(peer.node.core.peer_id, [peer.control], kind, message, SECONDS)
+
+
 async def tell(host: ControlHost, peer: Peer, delta: Delta) -> None:
-    await host.ask(peer.node.core.peer_id, [peer.control], ControlKind.DELTA, delta, SECONDS)
+    await ask(host, peer, ControlKind.DELTA, delta)
 
 
 async def test_a_log_that_its_owner_did_not_write_is_not_believed(
@@ -614,9 +616,7 @@ async def test_lists_that_are_too_long_are_refused(tmp_path: Path) -> None:
             with trio.fail_after(SECONDS):
                 if port == "control":
                     with pytest.raises(LinkError):
-                        await host.ask(
-                            victim.node.core.peer_id, [victim.control], kind, message, SECONDS
-                        )
+                        await ask(host, victim, kind, message)
                 elif port == "data":
                     granted = ticket(victim, host.settings.identity, KeyRing())
                     connection = await open_data(victim, granted)
@@ -733,9 +733,7 @@ async def test_abuse_of_the_multiplexer(
         attacker.connection.abort()
         await until(connection.ended.is_set)
         async with stranger_host(78) as honest:
-            await honest.ask(
-                victim.node.core.peer_id, [victim.control], ControlKind.PING, Ping(1, []), SECONDS
-            )
+            await ask(honest, victim, ControlKind.PING, Ping(1, []))
         await still_well(victim)
     loud = [r for r in caplog.records if r.levelno >= logging.ERROR and r.name.startswith("p2p")]
     assert not loud, loud

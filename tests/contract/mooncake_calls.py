@@ -699,6 +699,15 @@ def _torch() -> Any:
     return importlib.import_module("torch")
 
 
+def kinds() -> list[Any]:
+    """The kinds of numbers that tensors of both may have."""
+    torch = _torch()
+    return [
+        *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8),
+        *(torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2),
+    ]
+
+
 def same(left: Any, right: Any) -> bool:
     """Whether two tensors have the same type, shape and bytes."""
     return bool(
@@ -717,11 +726,8 @@ def shape(tensor: Any) -> Any:
 def tensors(c: Calls, s: Any) -> Any:
     torch = _torch()
     tensor = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
-    kinds = [
-        *(torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16),
-        *(torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2),
-    ]
-    made = [torch.ones(5).to(kind) for kind in kinds]
+    others = [kind for kind in kinds() if kind != tensor.dtype]
+    made = [torch.ones(5).to(kind) for kind in others]
     return [
         s.put_tensor("tensors", tensor),
         same(s.get_tensor("tensors"), tensor),
@@ -730,11 +736,11 @@ def tensors(c: Calls, s: Any) -> Any:
         s.upsert_tensor("tensors", tensor + 1),
         same(s.get_tensor("tensors"), tensor + 1),
         s.get_tensor("tensors nobody"),
-        s.batch_put_tensor([f"tensors {kind}" for kind in kinds], made),
+        s.batch_put_tensor([f"tensors {kind}" for kind in others], made),
         [
             got is not None and got.dtype == kind and got.shape == (5,)
             for got, kind in zip(
-                s.batch_get_tensor([f"tensors {kind}" for kind in kinds]), kinds, strict=True
+                s.batch_get_tensor([f"tensors {kind}" for kind in others]), others, strict=True
             )
         ],
         [
@@ -825,22 +831,7 @@ def tensor_headers(c: Calls, s: Any) -> Any:
     torch = _torch()
     room, target = c.memory(4096)
     headers = []
-    for number, kind in enumerate(
-        [
-            torch.bfloat16,
-            torch.float16,
-            torch.float32,
-            torch.float64,
-            torch.int8,
-            torch.uint8,
-            torch.int16,
-            torch.int32,
-            torch.int64,
-            torch.bool,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-        ]
-    ):
+    for number, kind in enumerate(kinds()):
         s.put_tensor(f"tensor_headers {number}", torch.ones(3, 2).to(kind))
         s.get_into(f"tensor_headers {number}", room, 4096)
         headers.append([int(each) for each in target[:304].view(np.int32)])

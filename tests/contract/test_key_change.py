@@ -21,6 +21,7 @@ from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from tests.contract import test_transport as transport
 from tests.contract.test_transport import OWNER, RING, TcpHarness, grant, segment_of
+from tests.waiting import until
 
 NEW_KEY = b"N" * 32
 
@@ -77,8 +78,7 @@ async def test_what_is_under_way_is_answered_first(tcp: TcpHarness) -> None:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask)
-        while not tcp.backend.waiting:
-            await trio.sleep(0.005)
+        await until(lambda: tcp.backend.waiting)
         RING.replace([NEW_KEY])
         tcp.server.recheck()
         await ended(idle, 2)
@@ -98,8 +98,7 @@ async def test_nothing_is_under_way_for_ever(tcp: TcpHarness, monkeypatch: pytes
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)
-        while not tcp.backend.waiting:
-            await trio.sleep(0.005)
+        await until(lambda: tcp.backend.waiting)
         RING.replace([NEW_KEY])
         tcp.server.recheck()
         begin = trio.current_time()

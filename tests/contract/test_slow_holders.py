@@ -28,6 +28,7 @@ from p2pstore.wire import Code
 from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_storing import Stores, store_request, writer
 from tests.contract.test_transport import TcpHarness, pattern, put, segment_of
+from tests.waiting import until
 
 HASTE_SECONDS = 0.3
 """For each wait, where others have the object."""
@@ -289,9 +290,7 @@ async def test_a_queue_for_the_connections_to_a_slow_holder(name: str) -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read_alone)
-            with trio.fail_after(SPARE_SECONDS):
-                while not there.ways[0].passed_bytes:
-                    await trio.sleep(0.01)
+            await until(lambda: there.ways[0].passed_bytes, SPARE_SECONDS)
             assert await seconds_of(read_elsewhere) < HASTE_SECONDS + 1.0
 
 
