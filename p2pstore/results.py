@@ -117,10 +117,9 @@ class FetchEstimate:
     def of(sources: list[FetchSource], by_key: list[int]) -> FetchEstimate:
         """The sum of these sources, which are read one after the other."""
         seconds, spread = total_time([(each.seconds, each.spread) for each in sources])
-        return FetchEstimate(
-            *(seconds, spread, sum(each.bytes for each in sources)),
-            *(sum(each.blocks for each in sources), sources, by_key),
-        )
+        length_bytes = sum(each.bytes for each in sources)
+        blocks = sum(each.blocks for each in sources)
+        return FetchEstimate(seconds, spread, length_bytes, blocks, sources, by_key)
 
 
 P90: Final = 1.2816

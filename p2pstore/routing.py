@@ -108,13 +108,15 @@ class Router:
         known = list(holders)
         own = {holder.peer_id: holder for holder in known}
         bound = self.load_bound * sum(waiting.get(peer, 0.0) for peer in peers) / max(1, len(peers))
-        routes = [
-            self._route(
-                *(peer, block_count, own.get(peer), known, waiting.get(peer, 0.0), bound),
+        routes = []
+        for peer in peers:
+            fetch_costs, queue = (
                 self._fetch_costs(peer, (estimates or {}).get(peer)),
+                waiting.get(peer, 0.0),
             )
-            for peer in peers
-        ]
+            routes.append(
+                self._route(peer, block_count, own.get(peer), known, queue, bound, fetch_costs)
+            )
         if infos is not None:
             told = {info.peer_id: info for info in infos}
             routes = [replace(each, trouble=self._trouble(told.get(each.peer_id))) for each in routes]

@@ -1,4 +1,8 @@
-"""Real vLLM engines of the CPU build share blocks through real peers: ENGINE-PYTHON. Run by `check_vllm`."""
+"""Real vLLM engines of the CPU build share blocks through real peers: ENGINE-PYTHON. Run by `check_vllm`.
+
+`--links`: only the time to the first token of a prompt that another host's peer holds, over links of several rates
+between network namespaces, beside that of an engine without a peer.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import random
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,10 +20,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from shaped_hosts import Host, network_of
 
 from p2pstore import blocking
 from p2pstore.integrations.lasting_client import PROBE_KEY
@@ -43,6 +50,14 @@ MODEL = {
     **{"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False},
     **{"torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2},
 }
+LINKED_MODEL = {**MODEL, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+LINKED_MODEL |= {"num_key_value_heads": 4, "intermediate_size": 1536}
+LINKED_TOKENS = 2040
+LINKED_TOKEN_BYTES = 8 * 4 * 64 * 2 * 4
+"""Of the blocks of one token: layers, heads, numbers of K and V, each of 4 bytes."""
+LINKS = {"100 Mbit/s": 10**8, "1 Gbit/s": 10**9, "10 Gbit/s": 10**10}
+QUEUE_BYTES = 1 << 20
+LINKED_TURNS = 5
 BEGAN = time.monotonic()
 
 
@@ -94,23 +109,33 @@ def check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 class World:
-    """Peers and engines in a folder. All end with it."""
+    """Peers and engines in a folder; of names in `hosts` in a network of their own. All end with it."""
 
     def __init__(self, python: str, folder: Path, stack: ExitStack) -> None:
         self._python, self.folder, self._stack = python, folder, stack
         self._first = free_port()
+        self.hosts: dict[str, Host] = {}
+        self.model, self.memory = MODEL, "128MiB"
+
+    def _address(self, name: str) -> str:
+        return self.hosts[name].address if name in self.hosts else "127.0.0.1"
+
+    def _in(self, name: str, command: Sequence[str]) -> list[str]:
+        return self.hosts[name].command(*command) if name in self.hosts else [*command]
 
     def peer(self, name: str) -> subprocess.Popen[str]:
         """A peer, ready. All have one cluster, which they meet in through the first one's address."""
         port = self._first if name == "a" else 0
-        joins = [] if name == "a" else ["--bootstrap", f"127.0.0.1:{self._first}"]
+        joins = [] if name == "a" else ["--bootstrap", f"{self._address('a')}:{self._first}"]
+        address = self._address(name)
+        command = [
+            *(sys.executable, "-m", "mooncake_p2p", "join", "--name", name, "--insecure"),
+            *("--cluster", "check-vllm", "--memory", self.memory, "--data-listen", f"{address}:0"),
+            *("--listen", f"{address}:{port}", "--socket", self.socket(name)),
+            *("--state-dir", str(self.folder / f"state-{name}"), *joins),
+        ]
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "mooncake_p2p", "join", "--name", name),
-                *("--cluster", "check-vllm", "--memory", "128MiB", "--data-listen", "127.0.0.1:0"),
-                *("--listen", f"127.0.0.1:{port}", "--socket", self.socket(name)),
-                *("--state-dir", str(self.folder / f"state-{name}"), *joins),
-            ],
+            self._in(name, command),
             stdout=subprocess.PIPE,
             stderr=(self.folder / f"peer-{name}.log").open("ab"),
             text=True,
@@ -131,7 +156,7 @@ class World:
         variables.pop("PYTHONHASHSEED", None)
         log = self.folder / f"{name}.log"
         process = subprocess.Popen(
-            [self._python, *program],
+            self._in(name.removeprefix("engine-"), [self._python, *program]),
             stdout=subprocess.PIPE,
             stderr=log.open("wb"),
             env=variables,
@@ -146,6 +171,12 @@ class World:
             keys = [each.key for each in client.list_keys(limit=100_000).keys]
             there = client.contains_many([key for key in keys if not key.startswith(PROBE_KEY)])
         return sum(there)
+
+    def pinned(self, name: str) -> int:
+        """The number of blocks that are pinned."""
+        with blocking.connect(self.socket(name), namespace=WEIGHTS) as client:
+            keys = client.list_keys(limit=100_000).keys
+        return sum(each.pin == "soft" and not each.key.startswith(PROBE_KEY) for each in keys)
 
     def ask_cold(
         self, engine: Engine, tokens: list[int], name: str, namespace: str = WEIGHTS
@@ -185,11 +216,11 @@ class Engine:
         before: Sequence[str] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.name, self.port = name, free_port()
+        self.name, self.port, self._host = name, free_port(), world.hosts.get(name)
         # LMCache's keys have the model's path.
         folder = world.folder / ("lmcache" if "LMCache" in config["kv_connector"] else name) / "tiny"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(MODEL))
+        (folder / "config.json").write_text(json.dumps(world.model))
         program = [*before, str(HERE / "vllm_cpu/engine.py"), str(folder), str(self.port)]
         program += [json.dumps(config), *options]
         self.process, self.log = world.start(f"engine-{name}", program, environment)
@@ -203,7 +234,8 @@ class Engine:
         raise AssertionError(f"engine {self.name} ended:\n{self.log.read_text()[-4000:]}")
 
     def ask(self, tokens: list[int], **more: Any) -> dict[str, Any]:
-        answer = post(self.port, tokens, **more)
+        with nullcontext() if self._host is None else self._host.inside():
+            answer = post(self.port, tokens, **more)
         say(f"  engine {self.name}: {cached(answer)} cached, {answer['seconds']:.3f} s")
         return answer
 
@@ -241,7 +273,9 @@ def check_pool(world: World, a: Engine, b: Engine, peers: dict[str, Any]) -> Non
     reads = b.ask(part)
     assert cached(reads) == 800, cached(reads)
     check_same(a.ask(part), reads)
-    say("pool and partial prefix")
+    a.ask(prompt(8), kv_transfer_params={"p2pstore_pin_seconds": 600})
+    until(lambda: world.pinned("a") == PROMPT_TOKENS // 32, "a request's blocks are pinned")
+    say("pool, partial prefix and pins")
     peers["a"].kill()
     peers["a"].wait()
     check_same(cold, b.ask(prompt(1)))
@@ -257,9 +291,12 @@ def check_pool(world: World, a: Engine, b: Engine, peers: dict[str, Any]) -> Non
 def check_stopped(world: World, a: Engine, b: Engine, alone: Engine, peers: dict[str, Any]) -> None:
     """A stopped peer costs next to nothing; `alone` has none."""
     untried = world.ask_cold(a, prompt(4), "b")
+    world.ask_cold(a, prompt(5), "b")
+    b.ask(prompt(98), max_tokens=1)
     peers["b"].send_signal(signal.SIGSTOP)
-    for seed in (3, 99):  # known and unknown, while the peer's table is still trusted
-        b.ask(prompt(seed), max_tokens=1)
+    # While its table is still trusted: of another peer, of its own, unknown.
+    first = [b.ask(prompt(seed), max_tokens=1)["seconds"] for seed in (5, 3, 99)]
+    say("first requests after the stop:", first)
     times: dict[str, list[float]] = {"stopped": [], "none": []}
     for seed in range(100, 107):
         times["stopped"].append(b.ask(prompt(seed), max_tokens=1)["seconds"])
@@ -267,6 +304,7 @@ def check_stopped(world: World, a: Engine, b: Engine, alone: Engine, peers: dict
     stopped, none = (min(each) for each in times.values())  # what other programs take is left out
     say(f"time to the first token: {stopped:.3f} s with a stopped peer, {none:.3f} s without one")
     assert stopped < none + MOST_MORE_SECONDS, times
+    assert max(first) < max(times["none"]) + 3 * MOST_MORE_SECONDS, (first, times)
     peers["b"].send_signal(signal.SIGCONT)
     b.until_peer_answers()
     check_same(untried, b.ask_warm(prompt(4)))  # what could not be read is not tried again for 5 s
@@ -381,7 +419,47 @@ def share_through(world: World, what: str, namespace: str, one: Engine, other: E
     say(what)
 
 
+def measure_links(python: str) -> None:
+    """A row by link: bytes, best and median seconds until the first token with the pool and without, and the rate of
+    prefill with which fetching is no faster."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        network = stack.enter_context(network_of(3, folder, 10**10, QUEUE_BYTES))
+        world = World(python, folder, stack)
+        world.hosts = dict(zip("abc", network.hosts, strict=True))
+        world.model, world.memory = LINKED_MODEL, "1GiB"
+        for name in "ab":
+            world.peer(name)
+        a, b, alone = engines = [Engine(world, name, world.tier(name)) for name in "abc"]
+        for each in engines:
+            each.wait_ready()
+        for seed in (1, 2):  # what an engine does only once
+            world.ask_cold(a, prompt(seed, LINKED_TOKENS), "b")
+            b.ask(prompt(seed, LINKED_TOKENS), max_tokens=1)
+            alone.ask(prompt(seed, LINKED_TOKENS), max_tokens=1)
+        for link, rate in LINKS.items():
+            network.reshape(rate)
+            times: dict[str, list[float]] = {"pool": [], "alone": []}
+            for turn in range(LINKED_TURNS):
+                tokens = prompt(rate + turn, LINKED_TOKENS)
+                world.ask_cold(a, tokens, "b")
+                answer = b.ask(tokens, max_tokens=1)
+                assert cached(answer) == LINKED_TOKENS // 32 * 32, cached(answer)
+                times["pool"].append(answer["seconds"])
+                times["alone"].append(alone.ask(tokens, max_tokens=1)["seconds"])
+            pool, without = (
+                f"{min(each):.2f} / {statistics.median(each):.2f} s" for each in times.values()
+            )
+            megabytes = LINKED_TOKENS // 32 * 32 * LINKED_TOKEN_BYTES / 1e6
+            even = rate / 8 / LINKED_TOKEN_BYTES
+            say(f"| {link} | {megabytes:.0f} MB | {pool} | {without} | {even:,.0f} tokens/s |")
+            say("  all:", times)
+
+
 def run(python: str, *options: str) -> None:
+    if "--links" in options:
+        measure_links(python)
+        return
     with ExitStack() as stack:
         world = World(python, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
         peers = {name: world.peer(name) for name in "ab"}

@@ -32,7 +32,6 @@ echo made
 exec cat
 """
 
-
 NO_FILTERS: Final = """for each in iptables ip6tables arptables; do
 if [ -e /proc/sys/net/bridge/bridge-nf-call-$each ]; then echo 0 > /proc/sys/net/bridge/bridge-nf-call-$each; fi
 done"""
@@ -207,6 +206,13 @@ class Network:
         )
         self._bridge.run([f"ip link set {end} master bridge up", *shape(end, *self._shape)])
         return host
+
+    def reshape(self, bits_per_second: int) -> None:
+        """Another rate for all links."""
+        rate = f"rate {bits_per_second}bit ceil {bits_per_second}bit quantum 60000"
+        for host in self.hosts:
+            for where, interface in ((host, INTERFACE), (self._bridge, f"link{host.number}")):
+                where.run([f"tc class change dev {interface} parent 1: classid 1:1 htb {rate}"])
 
     def close(self) -> None:
         """End all of it."""

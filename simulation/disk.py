@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from p2pstore.core.core_effects import ColdObject, ColdSorted
+from p2pstore.core.operation import ColdObject, ColdSorted
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.records import PeerId, SignedRecord

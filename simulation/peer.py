@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.copies.coldest import coldest_use
 from p2pstore.core.copies.hand_over import HandOverOperation
 from p2pstore.core.copies.replicate import PutAmongMany
-from p2pstore.core.core_effects import (
+from p2pstore.core.gets.serving import reply_of
+from p2pstore.core.operation import (
     AskPeer,
     CheckObject,
     CheckReturned,
     ColdSorted,
+    Operation,
     OperationFinished,
     PullObject,
     PullOutcome,
@@ -26,8 +28,6 @@ from p2pstore.core.core_effects import (
     Reply,
     SaveClusterRecord,
 )
-from p2pstore.core.gets.serving import reply_of
-from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.core.puts.put_operation import PutOperation

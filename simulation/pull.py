@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.copies.copy_destination import RoomDestination
-from p2pstore.core.core_effects import PullFailure, PullObject, PullOutcome, PullTogether
+from p2pstore.core.operation import PullFailure, PullObject, PullOutcome, PullTogether
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.gossip.records import member_of, writer_of
 from p2pstore.objects import Announced

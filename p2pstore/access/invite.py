@@ -61,10 +61,8 @@ def format_invite(invite: Invite) -> str:
 
 
 def parse_invite(text: str) -> Invite:
-    """The invite in a line. White space, as from a line wrapped by a terminal, is overlooked.
-
-    Raises `ConfigError` saying what is wrong with it and what to do; its text is never part of the message.
-    """
+    """The invite in a line; white space, as from a wrapped line, is overlooked. Raises `ConfigError` saying what is
+    wrong and what to do; its text is never part of the message."""
     return _parse(text, Invite)
 
 

@@ -80,10 +80,8 @@ NO_WRITERS: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
 class KeyRing:
-    """The cluster's keys: the first one proves, all are accepted. Without keys the keyless one stands in.
-
-    All admission shares the peer's one ring, so that `replace` changes it for all at once.
-    """
+    """The cluster's keys: the first one proves, all are accepted; without any the keyless one stands in. All admission
+    shares the peer's one ring, so that `replace` changes it for all at once."""
 
     def __init__(
         self,
@@ -265,10 +263,8 @@ def _members_ring(text: str, source: str) -> KeyRing:
 
 
 def add_key(text: str, source: str, key: str) -> str:
-    """The first round: a key file with one more key (a line of hexadecimal), accepted but not yet used.
-
-    Like the other two it keeps comments, and raises `ConfigError` when the file or the result is no ring.
-    """
+    """The first round: a key file with one more key (a line of hexadecimal), accepted but not yet used. Comments are
+    kept. Raises `ConfigError` when the file or the result is no ring."""
     _members_ring(text, source)
     result = text + ("" if text.endswith("\n") else "\n") + key + "\n"
     parse_cluster_keys(result, source)
@@ -340,10 +336,8 @@ _PREFIX: Final = "12D3KooW"
 
 
 class AllowList:
-    """The peers that may come in. Without a list, each holder of a key may.
-
-    All admission shares the peer's one list, so that `replace` changes it for all at once.
-    """
+    """The peers that may come in; without a list, each holder of a key. All admission shares the peer's one list, so
+    that `replace` changes it for all at once."""
 
     def __init__(self, peer_ids: Iterable[bytes] | None = None) -> None:
         self.peer_ids: frozenset[bytes] | None = None
@@ -375,11 +369,8 @@ def parse_peer_id(text: str, source: str) -> bytes:
 
 
 def parse_peer_ids(text: str, source: str) -> list[bytes]:
-    """The peer ids in an allow file's text: one a line, `#` comments.
-
-    Raises `ConfigError` naming `source` and the line. A file without any id is refused: it would shut
-    out all peers.
-    """
+    """The peer ids in an allow file's text: one a line, `#` comments. Raises `ConfigError` naming `source` and the
+    line, and for a file without any id, which would shut out all peers."""
     peer_ids: list[bytes] = []
     for number, line in enumerate(text.splitlines(), start=1):
         word = line.partition("#")[0].strip()

@@ -26,7 +26,7 @@ from p2pstore.client.read_plan import (
     remote_copy,
     version_of,
 )
-from p2pstore.errors import P2PStoreError, StoreClosed
+from p2pstore.errors import DeadlineExceeded, P2PStoreError, StoreClosed
 from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import Announced, Version
 from p2pstore.transfer.failover import PullFailed, SilentHolders, is_silence
@@ -109,8 +109,12 @@ class _Batch:
                 self._look_up()
             await self._pull_from_only_holders()
         if self._wanted:
-            await self._pull_as_planned()
-            await self._fetch_the_rest()
+            try:
+                await self._pull_as_planned()
+                await self._fetch_the_rest()
+            except DeadlineExceeded as error:  # what was read so far stays of use
+                for number in list(self._wanted):
+                    self._settle(number, plain_error(error))
         return self.outcomes
 
     async def _fetch_alone(self) -> None:

@@ -189,6 +189,15 @@ class BlockingClient(Facade):
         digests, _ = possible_keys(keys, self._session._digests)
         self._session._live.link.ledger.touched(digests)
 
+    def fail_fast(self, patience_seconds: float) -> None:
+        """Have calls raise `DeadlineExceeded` as soon as the peer answers not even a probe for that long. Objects in
+        its memory are read all the same."""
+        self._session._link.connection.silence.patience_seconds = patience_seconds
+
+    def hear(self, seconds: float) -> None:
+        """Wait for a sign of life of the peer. Raises `DeadlineExceeded` when there is none in time."""
+        run_blocking(self._session._link.connection.hear(seconds))
+
     @contextmanager
     def lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> Iterator[memoryview]:
         """A view of the value in place. A view that is still in use after the block, or anything

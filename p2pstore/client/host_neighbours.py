@@ -147,6 +147,7 @@ class Neighbours:
             link.close()
             self._leave_alone(name)
             return None
+        link.connection.silence.patience_seconds = self._own.connection.silence.patience_seconds
         link.on_busy = self._own.stir
         companion = _Companion(link)
         with self._state:

@@ -279,11 +279,9 @@ class Checkpoints:
         return None if switch is None or switch.version == NO_VERSION else switch
 
     def find(self, namespace: str, name: str, publisher: PeerId | None = None) -> Head:
-        """The head of a name by the publisher that is trusted for it: the one given, else the one that is pinned, else
-        the only one there is. Whoever it is, is pinned.
-
-        Raises `NoSuchKey` when that one publishes no such name, and `ValueError` when there are several to choose from.
-        """
+        """The head of a name by its trusted publisher: the one given, else the pinned one, else the only one; it is
+        pinned. Raises `NoSuchKey` when that one publishes no such name, `ValueError` when there are several to choose
+        from."""
         trusted = publisher or self._publishers.pinned(namespace, name)
         known = self.heads(namespace, name)
         if trusted is not None:

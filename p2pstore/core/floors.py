@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.core_effects import SaveClusterRecord
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import Operation, SaveClusterRecord
 from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE
 from p2pstore.gossip.records import (

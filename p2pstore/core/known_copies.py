@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.copies.proofs import ProveOperation
-from p2pstore.core.core_effects import AskPeer, KnownCopy, PullFailure, Reply
 from p2pstore.core.gets.lookup import check_holding_record
+from p2pstore.core.operation import AskPeer, KnownCopy, PullFailure, Reply
 from p2pstore.core.own_objects import location_of, location_on_ssd
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.known_locations import Word

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import KeysView, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.copies.copy_destination import CopyDestination
-from p2pstore.core.core_effects import PullOutcome, Reply
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.reads import UNSEEN_TRANSPORTS
-from p2pstore.core.operation import Operation, Then
+from p2pstore.core.operation import Operation, PullOutcome, Reply, Then
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.records import PeerId
 
@@ -30,17 +29,13 @@ class Operations:
         self._running: dict[int, Operation] = {}
         self._alarms: list[tuple[float, int]] = []
         self._fetches: dict[bytes, FetchOperation] = {}
-        self._awaited: dict[bytes, set[int]] = {}
+        self.awaited: dict[bytes, set[int]] = {}
+        """Digests that operations await news of, and which ones do."""
         self._late: dict[tuple[int, int], PeerId] = {}
         """Questions of operations that have ended. Each has an outcome, so none stays."""
 
     def __len__(self) -> int:
         return len(self._running)
-
-    @property
-    def awaited(self) -> KeysView[bytes]:
-        """A live view of the digests that operations await news of."""
-        return self._awaited.keys()
 
     def start(self, operation: Operation, now: float, then: Then | None = None) -> Operation:
         """Begin an operation; it may be done when this returns. `then` is called at its end."""
@@ -60,22 +55,22 @@ class Operations:
     def await_keys(self, operation: Operation, digests: Sequence[bytes]) -> None:
         """Call the operation's `heard_of` whenever there is news of one of these keys."""
         for digest in digests:
-            self._awaited.setdefault(digest, set()).add(operation.number)
+            self.awaited.setdefault(digest, set()).add(operation.number)
 
     def await_no_more(self, operation: Operation, digests: Sequence[bytes]) -> None:
         """Undo `await_keys`."""
         for digest in digests:
-            numbers = self._awaited.get(digest, set())
+            numbers = self.awaited.get(digest, set())
             numbers.discard(operation.number)
             if not numbers:
-                self._awaited.pop(digest, None)
+                self.awaited.pop(digest, None)
 
     def tell_waiting(self, digests: Sequence[bytes], now: float) -> None:
         """There is news of these keys."""
-        if not self._awaited:
+        if not self.awaited:
             return
         for digest in digests:
-            for number in sorted(self._awaited.get(digest, ())):
+            for number in sorted(self.awaited.get(digest, ())):
                 operation = self._running.get(number)
                 if operation is not None:
                     operation.heard_of(digest, now)

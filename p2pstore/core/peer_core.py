@@ -19,13 +19,12 @@ from p2pstore.core.copies.memory_return import EarlierLife
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
-from p2pstore.core.core_effects import AskPeer, Effect, Reply
 from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import Prefetching
 from p2pstore.core.gets.reads import HotObjects, ReadReports
 from p2pstore.core.gets.serving import PushesComing, rivals_of, serve
 from p2pstore.core.known_copies import Holders, KnownCopies
-from p2pstore.core.operation import Operation, Timed
+from p2pstore.core.operation import AskPeer, Effect, Operation, Reply, Timed
 from p2pstore.core.operations import Operations
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
@@ -112,7 +111,7 @@ class PeerCore:
         self.participations = Participations(self)
         self.checkpoints = Checkpoints(self)
         self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
-        gossip.locations.watch(segment.digests(), self.operations.awaited)
+        gossip.locations.watch(segment.digests(), self.operations.awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
 
@@ -203,10 +202,6 @@ class PeerCore:
     def live_peers(self) -> list[PeerId]:
         """The other members that are not believed dead."""
         return [state.peer_id for state in self.gossip.membership.others()]
-
-    def ranked_peers(self, digest: bytes) -> list[PeerId]:
-        """The other live members in rendezvous order for a key."""
-        return self.gossip.rank(digest)
 
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, this one left out."""

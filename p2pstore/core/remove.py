@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS, SweepOperation
 from p2pstore.core.gets.lookup import AfterLookup
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, SCOPE_NAMESPACE, PeerId, SignedRecord
 from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest

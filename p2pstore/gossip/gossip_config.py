@@ -72,11 +72,8 @@ Network = Literal["lan", "wan", "local"]
 
 
 def preset(network: Network) -> GossipConfig:
-    """Gossip's bounds and timing for a network.
-
-    `lan`: one data centre. `wan`: round trips of up to some 100 ms; a crash is known after a minute instead of
-    ten seconds. `local`: one machine.
-    """
+    """Gossip's bounds and timing. `lan`: one data centre. `wan`: round trips of up to some 100 ms; a crash is known
+    after a minute instead of ten seconds. `local`: one machine."""
     base = GossipConfig()
     if network == "wan":
         return replace(

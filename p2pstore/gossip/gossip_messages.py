@@ -154,12 +154,9 @@ SignedRecords = Annotated[list[SignedRecord], Meta(max_length=MAX_RECORDS)]
 
 
 class Delta(Message, frozen=True):
-    """What the receiver lacks: peer records, then log operations, then cluster records.
-
-    More log operations are in `operations`, which `runs` divides among the members that `members_hash`
-    stands for (`digests`), with a signature of 64 bytes for each run. They are sent to those only who have named that
-    hash.
-    """
+    """What the receiver lacks: peer records, then log operations, then cluster records. To a receiver that named
+    `members_hash`, `operations` go packed, which `runs` divides among these members, with a signature a run
+    (`digests`)."""
 
     records: SignedRecords
     logs: Annotated[list[LogChunk], Meta(max_length=MAX_LOG_CHUNKS)]
@@ -284,10 +281,8 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The reply (`Failure` for an error) to the request that was answered by the `Later` of this token.
-
-    Comes once for each `Later`, unless the peer leaves first.
-    """
+    """The reply (`Failure` for an error) to the request that was answered by the `Later` of this token: one for each,
+    unless the peer leaves first."""
 
     token: int
     reply: Message

@@ -180,7 +180,7 @@ class Incoming:
             self._state.heard_of(chunk.operations, now)
         for record in news.own:
             if self._state.own_record.seen(record):
-                self._state.partitions.log_restarted(now)
+                self._state.partitions.pushes.voided(now)
         self._state.fresh.add(news, sender)
         self._arrived += news.cluster_records
         if news.anything:

@@ -119,11 +119,8 @@ class Gossip(GossipState):
     def serve(
         self, sender: PeerId, kind: int, request: Message, now: float
     ) -> tuple[Message | Later, list[Effect]]:
-        """Answer a peer's request; `Later` when another peer has to be asked first (see there).
-
-        Raises `ProtocolError`, and changes nothing, for nonsense. A peer that asks far more often than it may
-        (`message_budget`) is told so, and nothing else.
-        """
+        """Answer a peer's request; `Later` when another peer is asked first. Raises `ProtocolError`, and changes
+        nothing, for nonsense. A peer that asks far more often than it may is told so, and nothing else."""
         if not self.questions.budget.serve(sender, now):
             self.membership.heard(sender, now)
             return too_much_asked(), []
@@ -137,10 +134,8 @@ class Gossip(GossipState):
         return self._incoming.serve_reader(sender, kind, request, now)
 
     def answered(self, token: int, reply: Message | None, now: float) -> list[Effect]:
-        """The outcome of an `Ask`: its reply, a `Failure`, or None when nothing came in time.
-
-        Raises `ProtocolError`, having taken nothing in, when the reply is nonsense.
-        """
+        """The outcome of an `Ask`: its reply, a `Failure`, or None when nothing came in time. Raises `ProtocolError`,
+        having taken nothing in, when the reply is nonsense."""
         asked = self.questions.take(token)
         if asked is None:
             return []
@@ -161,12 +156,8 @@ class Gossip(GossipState):
     def snapshot_fetched(
         self, token: int, head: SnapshotHead | None, packed: bytes | CheckedSnapshot, now: float
     ) -> list[Effect]:
-        """The outcome of a `FetchSnapshot`; `head` None when it failed. A shell with threads has a snapshot
-        checked in one; bytes are checked here.
-
-        Raises `ProtocolError`, and changes nothing, for a snapshot that its owner did not sign; it
-        is fetched again after a while.
-        """
+        """The outcome of a `FetchSnapshot` (`head` None: failed), checked in a thread, or else here. Raises
+        `ProtocolError`, and changes nothing, for one that its owner did not sign; it is fetched again after a while."""
         asked = self.questions.take(token)
         if asked is None:
             return []

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, cast
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import ConfigError, DeadlineExceeded, StoreClosed
+from p2pstore.integrations.retention import Retention, retention
 from p2pstore.objects import MAX_KEY_BYTES
 from p2pstore.routing import worth_fetching
 
@@ -34,6 +35,8 @@ CLOSE_SECONDS: Final = 1.0
 """Wait for the worker's end in `close`."""
 ANSWER_SECONDS: Final = 0.1
 """Deadline of an open lookup. The key counts as missing afterwards."""
+PATIENCE_SECONDS: Final = 0.1
+"""Time that the peer has for the answer to a probe, before the calls that wait for it fail."""
 POLL_SECONDS: Final = 0.001
 """Interval at which an engine's own thread looks for the answer."""
 KEPT_SECONDS: Final = 0.25
@@ -185,8 +188,8 @@ class LastingClient:
 
     `weight_version` is the namespace: what one version of a model's weights computed is of no use to another, so every
     engine has to say which one it runs. Raises `ConfigError` without it. A worker thread connects, now or when the
-    peer comes, asks what lookups leave open, and probes a peer that does not answer. While no peer answers, every call
-    returns at once.
+    peer comes, asks what lookups leave open, and probes a peer that does not answer. A call fails as soon as the peer
+    hangs; until it answers, only what lies in its memory is found.
     """
 
     def __init__(self, weight_version: Any, socket: str | None = None, *, timeout: float = 5.0) -> None:
@@ -195,7 +198,7 @@ class LastingClient:
                 f"weight_version is {weight_version!r}: name the model and the version of its weights as text, such as "
                 "'llama-3.1-8b@v1'; engines share a cache only under the same name"
             )
-        self._connect = functools.partial(blocking.connect, namespace=weight_version, timeout=timeout)
+        self._open = functools.partial(blocking.connect, namespace=weight_version, timeout=timeout)
         self._socket = socket
         self._client: BlockingClient | None = None
         self._wake = threading.Condition()
@@ -215,7 +218,7 @@ class LastingClient:
         """The result of the call, or `otherwise` when the store fails; the log says so. It waits for the peer, so it is
         not for a scheduler's thread."""
         client = self._client
-        if client is None or not self._breaker.closed:
+        if client is None:
             return otherwise
         try:
             result = what(client)
@@ -236,7 +239,7 @@ class LastingClient:
         """Whether these objects are there. Never waits and never asks: for a scheduler's thread. None: the worker asks
         the peer; look up again, which within `ANSWER_SECONDS` gives the answer or False."""
         client = self._client
-        if client is None or not self._breaker.closed:
+        if client is None:
             return [False] * len(keys)
         try:
             known = client.contains_many_nowait(keys)
@@ -246,6 +249,8 @@ class LastingClient:
             return [False] * len(keys)
         if None not in known:
             return known
+        if not self._breaker.closed:
+            return [bool(each) for each in known]
         now = time.monotonic()
         answers = [
             self._lookups.look_up(key, now) if is_there is None else is_there
@@ -295,6 +300,10 @@ class LastingClient:
             near = difflib.get_close_matches(name, known, n=1)
             meant = f": did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
             LOG.warning("there is no setting %r, so it changes nothing%s", name, meant)
+
+    def retention(self, parameters: Any, hints: Any = None, prefix: str = "") -> Retention:
+        """How long the blocks of a request should be kept: see `retention`."""
+        return retention(parameters, hints, self.say, prefix)
 
     def close(self) -> None:
         """Disconnect; may be called twice. Calls then give what they give when the store fails."""
@@ -350,12 +359,13 @@ class LastingClient:
         try:
             if client is not None:
                 try:
-                    client.statistics(cluster=False)
+                    client.hear(PAUSE_SECONDS)
                 except StoreClosed:
                     client.close()
                     self._socket, client = client.socket_path, None
             if client is None:
-                client = self._connect(self._socket)
+                client = self._open(self._socket)
+                client.fail_fast(PATIENCE_SECONDS)
             answered = True
         except Exception as error:  # the next probe may fare better
             if not self._absence_said:

@@ -11,7 +11,8 @@
       "adapter_params": {"weight_version": "llama-3.1-8b@v1"}}'
 
 The weight version is required; `p2pstore_socket` and `socket` name the local peer, where there are several. All servers
-see one pool: say `"shared": true` beside the adapter's `type` where a coordinator counts.
+see one pool: say `"shared": true` beside the adapter's `type` where a coordinator counts. To the connector requests may
+say by `kv_transfer_params`: `lmcache.p2pstore_pin_seconds` (evict last), `lmcache.p2pstore_ttl_seconds` (end).
 """
 
 from __future__ import annotations
@@ -81,10 +82,9 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any, **_others: Any
     ) -> None:
         super().__init__(local_cpu_backend.config, local_cpu_backend.metadata)
-        extra = (config.extra_config if config is not None else None) or {}
-        self._client = LastingClient(
-            extra.get("p2pstore_weight_version", ""), extra.get("p2pstore_socket")
-        )
+        extra = getattr(config, "extra_config", None) or {}
+        version, socket = (extra.get(f"p2pstore_{name}") for name in ("weight_version", "socket"))
+        self._client = LastingClient(version, socket)
         ours = [name for name in extra if name.startswith("p2pstore_")]
         self._client.say_unknown(ours, ["p2pstore_weight_version", "p2pstore_socket"])
         self._loop = loop
@@ -152,8 +152,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
 
     @or_else(lambda *_, **__: [])
     async def list(self) -> Keys:
-        nothing: Keys = []
-        return await self._in_thread(lambda: self._client.call(_all_keys, nothing))
+        return await self._in_thread(lambda: self._client.call(_all_keys, Keys()))
 
     @or_else(lambda *_, **__: False)
     def remove_sync(self, key: Any) -> bool:
@@ -189,13 +188,15 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
 
     def _put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
         items: list[tuple[str, Any]] = []
+        configs = getattr(keys[0], "request_configs", None) if keys else None
+        kept = self._client.retention(configs, prefix="lmcache.")
         for key, each in zip(keys, memory_objs, strict=True):
             try:
                 items.append((_text(key), self._value_of(each)))
             except Exception as error:  # whatever it is, the other chunks are stored
                 self._client.say(f"a chunk was not stored: {error!r}")
         failed: list[ItemResult[Any]] = []
-        for result in self._client.call(lambda client: client.put_many(items), failed):
+        for result in self._client.call(kept.putting(items), failed):
             if result.error is not None:
                 self._client.say(f"a chunk was not stored: {result.error}")
 
@@ -260,8 +261,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
 
 
 def _all_keys(client: BlockingClient) -> Keys:
-    keys: Keys = []
-    more = True
+    keys, more = Keys(), True
     while more:
         page = client.list_keys(after=keys[-1] if keys else "", limit=PAGE_KEYS)
         keys += [each.key for each in page.keys]

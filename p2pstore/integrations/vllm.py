@@ -9,17 +9,23 @@ share blocks of models of one name: the last part of the model's path, or what `
 routers of blocks in the pool, with medium `STORAGE` (vLLM adds tokens with `self_describing_kv_events`). With
 `max_fetch_seconds_per_token` (the time of a prefill per token) blocks whose fetch is expected to take longer are
 computed: a lookup misses them.
+
+A request's `kv_transfer_params` may say `p2pstore_pin_seconds` (its blocks are evicted last), `p2pstore_ttl_seconds`
+(they end), and `p2pstore_wait_seconds` (missing ones may still come). KV hints of action `kv.retain` pin, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,6 +55,7 @@ WAIT_PARAMETER = "p2pstore_wait_seconds"
 """In a request's `kv_transfer_params`: the time to wait for blocks that another engine has just computed."""
 LIMIT = "max_fetch_seconds_per_token"
 _ALLOWED = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
+Kept = tuple[float | None, Callable[[BlockingClient], None] | None]
 PEER_ANSWERS = "vllm:kv_offload_p2pstore_peer_answers"
 
 
@@ -130,7 +137,9 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Blocks were found in the engine's own memory: the pool keeps them, too, for engines that begin later."""
         if self._client.answers:
-            self._client.later(_touching(self._prefix, list(keys)))
+            keys = list(keys)
+            self._client.later(_touching(self._prefix, keys))
+            _pin_later(self._pool, self._client, _kept(self._client, self._prefix, keys, req_context)[1])
 
     def _waits(self, req_context: Any) -> bool:
         """Whether a missing block of this request may still be on its way from the engine that computed it."""
@@ -162,7 +171,8 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
             self._events.found(read, new=False)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(self._store, job_metadata)
+        kept = _kept(self._client, self._prefix, job_metadata.keys, job_metadata.req_context)
+        self._submit(partial(self._store, kept), job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(self._load, job_metadata)
@@ -281,13 +291,15 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         with self._lock:
             self._finished.append(result)
 
-    def _store(self, keys: list[bytes], rows: list[memoryview]) -> list[bytes]:
+    def _store(self, kept: Kept, keys: list[bytes], rows: list[memoryview]) -> list[bytes]:
+        ttl, pinning = kept
         names = [self._name(key) for key in keys]
         there = self._client.call(lambda client: client.contains_many(names), [False] * len(names))
         new = [number for number, is_there in enumerate(there) if not is_there]
         items = [(names[number], rows[number]) for number in new]
         failed: list[ItemResult[Any]] = []
-        results = self._client.call(lambda client: client.put_many(items), failed)
+        results = self._client.call(lambda client: client.put_many(items, ttl=ttl), failed)
+        _pin_later(self._pool, self._client, pinning)
         stored = {number for number, result in zip(new, results, strict=False) if result.error is None}
         if self._events is not None:
             self._events.found([keys[number] for number in sorted(stored)], new=True)
@@ -317,6 +329,26 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     def _name(self, key: bytes) -> str:
         return legal_key(self._prefix + key.hex())
+
+
+def _kept(client: LastingClient, prefix: str, keys: Iterable[bytes], req_context: Any) -> Kept:
+    """The request's wishes about its blocks: their time to live, and the call that pins them."""
+    parameters, hints = (getattr(req_context, name, None) for name in ("kv_transfer_params", "kv_hints"))
+    wanted = client.retention(parameters, hints)
+    if not wanted.pins:
+        return wanted.ttl, None
+    last_token = getattr(req_context, "get_offload_key_position", lambda _: None)
+    names = {legal_key(prefix + key.hex()): last_token(key) or math.inf for key in keys}
+    return wanted.ttl, wanted.pinning(names)
+
+
+def _pin_later(
+    pool: ThreadPoolExecutor, client: LastingClient, pinning: Callable[[BlockingClient], None] | None
+) -> None:
+    """Pins take a request each: in a thread, and after what was submitted before."""
+    if pinning is not None:
+        with suppress(RuntimeError):  # it was shut down
+            pool.submit(client.call, pinning, None)
 
 
 def _touching(prefix: str, keys: list[bytes]) -> Callable[[BlockingClient], None]:

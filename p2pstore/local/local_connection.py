@@ -18,8 +18,17 @@ from typing import Final, Generic, TypeVar
 
 from p2pstore.errors import ClientForked, DeadlineExceeded, ProtocolError, StoreClosed
 from p2pstore.local.local_greeting import Greeting, Opening, connect_to_peer, greet, hangs, user_at
+from p2pstore.local.local_messages import Contains
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.local_requests import Frame, LateFrame, Waiter, Waiters, late_frame, reply_in
+from p2pstore.local.local_requests import (
+    Frame,
+    LateFrame,
+    Silence,
+    Waiter,
+    Waiters,
+    late_frame,
+    reply_in,
+)
 from p2pstore.runtime.blocking_streams import is_from_signal_handler
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
 from p2pstore.wire import (
@@ -43,6 +52,9 @@ PEER_GONE: Final = (
     "the connection to the local peer ended: it stopped or was restarted. Connect again; "
     "`mooncake-p2p join` starts a peer"
 )
+PEER_HANGS: Final = (
+    "the local peer does not answer: its process hangs or was stopped, or this machine is overloaded"
+)
 
 _open_connections: weakref.WeakSet[LocalConnection] = weakref.WeakSet()
 
@@ -51,7 +63,8 @@ class LocalConnection:
     """An open connection to the local peer. Make one with `LocalConnection.open`.
 
     `hello` is what the peer said; its memories are mapped as `segments`, `location_table`, `hazards` and `checkpoint`
-    (see `Greeting`). `collect_one_way` is asked for frames to go out with whatever is sent next.
+    (see `Greeting`). `collect_one_way` is asked for frames to go out with whatever is sent next. With
+    `silence.patience_seconds` callers probe a silent peer, and fail as soon as it hangs.
     """
 
     def __init__(self, driver: Driver, stream: ByteStream, path: str, greeting: Greeting) -> None:
@@ -69,6 +82,7 @@ class LocalConnection:
         self._frames = FrameBuffer(LOCAL_LIMITS)
         self._receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._waiters = Waiters()
+        self.silence = Silence()
         self._receive_seconds = 0.0
         self._sending = driver.lock()
         self._is_sending = False
@@ -130,13 +144,9 @@ class LocalConnection:
 
     def peer_is_gone(self) -> bool:
         """Whether the connection has ended (a system call; never waits)."""
-        descriptor = self._stream.fileno()
-        if self._closed_because is None and descriptor >= 0:  # another thread may be closing it
-            poll = select.poll()
-            poll.register(descriptor, select.POLLRDHUP)
-            if poll.poll(0):
-                self._end(PEER_GONE)
-        return self._closed_because is not None or descriptor < 0
+        if self._closed_because is None and _is_so(self._stream, select.POLLRDHUP):
+            self._end(PEER_GONE)
+        return self._closed_because is not None or self._stream.fileno() < 0
 
     async def request(
         self,
@@ -179,6 +189,8 @@ class LocalConnection:
         progress_seconds: float,
         on_late_frame: LateFrame | None,
     ) -> Frame:
+        if self.silence.hangs:
+            await self.hear(0.0)
         waiter, frame = self._register(kind, message)
         try:
             await self._send(frame)
@@ -201,6 +213,8 @@ class LocalConnection:
     ) -> RequestAhead[M]:
         """Send a request whose reply is received later, so that this process and the peer work at the same
         time. `receive` or `abandon` must follow. Raises as `request`."""
+        if self.silence.hangs:
+            await self.hear(0.0)
         waiter, frame = self._register(kind, message)
         ahead = RequestAhead(self, waiter, kind, message, reply_type, progress_seconds, on_late_reply)
         try:
@@ -236,14 +250,40 @@ class LocalConnection:
 
     async def _receive_until(self, waiter: Waiter, deadline: float, progress_seconds: float) -> None:
         """Receive, or have others receive, until the reply is there."""
+        asked_at = deadline - progress_seconds
         while waiter.frame is None:
             self.check_usable()
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if self.silence.lasts(asked_at, now):
+                raise DeadlineExceeded(PEER_HANGS)
+            if self.silence.wants_probe(asked_at, now):
+                await _probe(self, now)
+            if now >= deadline:
                 raise DeadlineExceeded(
                     f"the local peer did not answer within {progress_seconds:g} s: it is overloaded, "
                     "what was asked for did not come, or the timeout is too short"
                 )
             await self._receive_or_wait(waiter, deadline)
+
+    async def hear(self, seconds: float) -> None:
+        """Wait for any bytes, for which the peer is probed once. Raises `DeadlineExceeded` when none come in time, and
+        `StoreClosed`. 0 seconds: a look, which takes no time."""
+        begin, heard_before = time.monotonic(), self.silence.heard_at
+        if not seconds and self.silence.hangs and not _is_so(self._stream, select.POLLIN):
+            raise DeadlineExceeded(PEER_HANGS)
+        onlooker = self._waiters.add(-self._waiters.next_number())
+        try:
+            if seconds and not self.silence.is_probed:
+                await _probe(self, begin)
+            while True:
+                self.check_usable()
+                await self._receive_or_wait(onlooker, begin + seconds)
+                if self.silence.heard_at > heard_before or not (seconds or self.silence.hangs):
+                    return
+                if time.monotonic() >= begin + seconds:
+                    raise DeadlineExceeded(PEER_HANGS)
+        finally:
+            self._waiters.give_up(onlooker)
 
     def give_up(self, waiter: Waiter, on_late_frame: LateFrame | None = None) -> None:
         """The caller wants this reply no more; `on_late_frame` gets it when it comes after all."""
@@ -304,7 +344,9 @@ class LocalConnection:
         try:
             event = waiters.begin_receiving(waiter, self._driver.event)
             if waiters.receiver is waiter:
-                self._limit_receiving(deadline - time.monotonic())
+                self._limit_receiving(
+                    min(deadline - time.monotonic(), self.silence.patience_seconds / 2)
+                )
                 count = await self._stream.receive_into(self._receive_buffer)
                 self._dispatch(self._receive_buffer[:count], waiter)
         except DeadlineExceeded as error:
@@ -322,7 +364,7 @@ class LocalConnection:
         finally:
             waiters.end_receiving(waiter)
         if event is not None:
-            await event.wait(deadline - time.monotonic())
+            await event.wait(min(deadline - time.monotonic(), self.silence.patience_seconds / 2))
 
     def _limit_receiving(self, seconds: float) -> None:
         """Have the next receive take at most that long, or 1 % more: a new limit costs a system call."""
@@ -334,6 +376,7 @@ class LocalConnection:
         if not data:
             self._end(PEER_GONE)
             return
+        self.silence.heard(time.monotonic())
         frame = self._frames.sole_frame(data)
         if frame is not None:
             if frame[0].request_id == receiver.number:
@@ -369,6 +412,24 @@ class LocalConnection:
             )
         self.segments.clear()
         self.location_table = self.hazards = None
+
+
+async def _probe(connection: LocalConnection, now: float) -> None:
+    """Send what a peer answers at once, unless another caller is sending: that ends by itself."""
+    if not connection._is_sending:
+        connection.silence.probed(now)
+        number = connection._waiters.next_number()
+        await connection._send(encode_frame(LocalKind.CONTAINS, number, Contains(b"")))
+
+
+def _is_so(stream: ByteStream, event: int) -> bool:
+    """Whether this event of `select.poll` is there now."""
+    descriptor = stream.fileno()
+    if descriptor < 0:  # another thread may be closing it
+        return False
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(0))
 
 
 class RequestAhead(Generic[M]):

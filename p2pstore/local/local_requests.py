@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
@@ -136,6 +137,41 @@ class Waiters:
         with self._state:
             for waiter in self._waiting.values():
                 waiter.wake()
+
+
+class Silence:
+    """Whether the peer hangs: a probe is unanswered for `patience_seconds`, after half as long without a byte. Pure;
+    times in seconds."""
+
+    def __init__(self) -> None:
+        self.patience_seconds = math.inf
+        self.hangs = False
+        """Until the next byte."""
+        self.heard_at = self._probed_at = -math.inf
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether a probe is unanswered. One is enough: they would fill the socket of a peer that was stopped."""
+        return self._probed_at > self.heard_at
+
+    def heard(self, now: float) -> None:
+        """Bytes have come."""
+        self.heard_at = now
+        self.hangs = False
+
+    def probed(self, now: float) -> None:
+        """A probe is being sent."""
+        self._probed_at = now
+
+    def wants_probe(self, asked_at: float, now: float) -> bool:
+        """Whether a caller that waits since `asked_at` should send one."""
+        return not self.is_probed and now - max(asked_at, self.heard_at) >= self.patience_seconds / 2
+
+    def lasts(self, asked_at: float, now: float) -> bool:
+        """Whether the peer hangs, as far as a caller can tell that waits since `asked_at`."""
+        if self.is_probed and now - max(asked_at, self._probed_at) >= self.patience_seconds:
+            self.hangs = True
+        return self.hangs
 
 
 def late_frame(

@@ -21,11 +21,8 @@ from p2pstore.state.state_directory import StateDirectory
 
 
 class Peer(Client):
-    """A peer in this process: a client of itself, with what a peer knows besides.
-
-    Satisfies `p2pstore.ObjectStore`. The `_nowait` methods answer from local knowledge and may be called
-    from any thread.
-    """
+    """A peer in this process: a client of itself, with what a peer knows besides. Satisfies `p2pstore.ObjectStore`. The
+    `_nowait` methods answer from local knowledge and may be called from any thread."""
 
     _node: Node
     control: str
@@ -48,11 +45,9 @@ class Peer(Client):
         return self._node
 
     async def reload(self) -> bool:
-        """Read the cluster key file and the allow file again, as SIGHUP does. Whether something changed.
-
-        Connections that would not be admitted any more end within seconds. Raises `ConfigError`, having
-        changed nothing, when a file cannot be read or is malformed.
-        """
+        """Read the cluster key file and the allow file again, as SIGHUP does. Whether something changed: connections
+        that would not be admitted now end within seconds. Raises `ConfigError`, having changed nothing, for a bad
+        file."""
         return await self._node.credentials.reload()
 
     def contains_nowait(self, key: str) -> bool:

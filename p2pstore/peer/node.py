@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from p2pstore.config import PeerConfig
-from p2pstore.core.core_effects import (
+from p2pstore.core.gets.fetch_estimates import Estimator
+from p2pstore.core.operation import (
     AskPeer,
     CheckObject,
     CheckReturned,
     ColdSorted,
     Effect,
     LoadObject,
+    Operation,
     OperationFinished,
     PullObject,
     PullTogether,
     SaveClusterRecord,
     WriteObject,
 )
-from p2pstore.core.gets.fetch_estimates import Estimator
-from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.gossip.gossip_messages import Answer, Ask, Contact, Duplicate, FetchSnapshot, Status
@@ -250,7 +250,7 @@ class Node:
         if publishers.version != self._pins_version:
             self._pins_version = publishers.version
             if self.saver is not None:
-                self.saver.publisher_pinned()
+                self.saver.save_soon(at_once=True)
 
     async def checkpoint_news(self, seen: object) -> object:
         """Wait until heads, switches or what members have of versions differ from `seen` (what the last call returned;
@@ -274,7 +274,7 @@ class Node:
         if change.new > Status.SUSPECT:
             self._nursery.start_soon(self.host.disconnect, change.peer_id)
         elif change.new is Status.ALIVE and self.saver is not None:
-            self.saver.member_came()
+            self.saver.save_soon()
 
     def _locations_refused(self, member: Member, count: int) -> None:
         state = self.core.gossip.membership.resolve(member)

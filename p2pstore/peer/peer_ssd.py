@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from p2pstore.core.copies.copy_destination import CopyDestination
-from p2pstore.core.core_effects import (
+from p2pstore.core.operation import (
     ColdObject,
     ColdSorted,
     LoadObject,

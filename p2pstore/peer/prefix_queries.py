@@ -24,7 +24,13 @@ from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.locations.location_lookups import Holding
 from p2pstore.gossip.records import Member
-from p2pstore.objects import DEFAULT_NAMESPACE, batch_key_hasher, format_peer_id, namespace_digest
+from p2pstore.objects import (
+    DEFAULT_NAMESPACE,
+    MAX_KEY_BYTES,
+    batch_key_hasher,
+    format_peer_id,
+    namespace_digest,
+)
 from p2pstore.peer.for_clients.local_queries import estimated
 from p2pstore.peer.node import Node
 from p2pstore.status.http_server import Answer, Queries, text_answer
@@ -169,6 +175,9 @@ def _keys_of(request: PrefixRequest) -> list[str]:
     if request.keys:
         return request.keys
     prefix = request.prefix
+    longest = len(prefix) + len(max(request.hashes, key=len)) + len(max(request.suffixes, key=len))
+    if longest > MAX_KEY_BYTES:  # looked at before 4,096 of a million bytes each are made
+        raise ValueError(f"a key of {longest:,} characters; at most {MAX_KEY_BYTES:,} bytes are allowed")
     return [prefix + each + suffix for each, suffix in product(request.hashes, request.suffixes)]
 
 

@@ -16,7 +16,7 @@ import trio
 from p2pstore.config import MemoryPiece, PeerConfig
 from p2pstore.core.copies.memory_return import FATES
 from p2pstore.core.copies.own_copies import CheckOperation
-from p2pstore.core.core_effects import CheckReturned
+from p2pstore.core.operation import CheckReturned
 from p2pstore.errors import ConfigError
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.kept_memory import Expected, Kept, checksum_of, checksum_of_quotas

@@ -57,7 +57,6 @@ class Statistics:
         self.checkup = Checkup(self)
 
     def state(self) -> str:
-        """`leaving`, `joining`, or `ready`."""
         node = self._node
         if node.leave_requested.is_set() or self.core.closing:
             return "leaving"
@@ -66,7 +65,6 @@ class Statistics:
         return "ready"
 
     def totals(self) -> dict[str, int]:
-        """Counters since the peer's start, under the names that `Checkup` shows."""
         node, watch, counters = self._node, self.watch, self.core.counters
         received, lag = watch.traffic.totals.values(), watch.measures.loop_lag
         gets = ("client_reads", "client_leases", "client_reads_elsewhere")

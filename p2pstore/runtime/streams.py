@@ -176,10 +176,8 @@ def flatten_parts(parts: Sequence[BytesLike]) -> list[memoryview]:
 
 
 def gather(views: Sequence[memoryview], first: int) -> list[memoryview]:
-    """The views for the next `sendmsg`: at most 512, and no further one after 2 MiB in all.
-
-    A header goes out with the first of its payload: alone it would cost the reader a wake-up.
-    """
+    """The views for the next `sendmsg`: at most 512, and no further one after 2 MiB in all. A header goes out with the
+    first of its payload: alone it would cost the reader a wake-up."""
     total = 0
     last = first
     while last < len(views) and last - first < MAX_GATHER and total < SEND_PIECE_BYTES:
@@ -281,10 +279,7 @@ where the link is slow."""
 
 def tune_tcp(sock: socket.socket) -> None:
     """Options for every data connection: no Nagle delay, little that waits in the kernel, and a congestion control that
-    does not pace.
-
-    bbr, the default of many distributions, halves loopback and same-rack throughput.
-    """
+    does not pace: bbr, the default of many distributions, halves loopback and same-rack throughput."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError):  # sending works without it as well
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)

@@ -153,7 +153,6 @@ class TrioStream:
             return count, check_descriptors(ancillary, flags)
 
     async def wait_readable_forever(self) -> None:
-        """Wait, without a deadline, until a receive would not block: for servers between requests."""
         try:
             await trio.lowlevel.wait_readable(self._sock)
         except (trio.ClosedResourceError, ValueError):  # ValueError: it was closed before
@@ -197,7 +196,6 @@ class TrioStream:
             shut_down(self._sock)
 
     def stop_receiving(self) -> None:
-        """A receive gets bytes that have arrived, and then 0 as if the other side had closed."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
@@ -358,11 +356,8 @@ LONGEST_PAUSE_SECONDS: Final = 2.0
 
 
 class Accepting:
-    """Accepts connections of one listener, on through shortages: these are logged once a minute, and a process that
-    connects meanwhile is turned away with the reason.
-
-    `what` connects, for people. `turn_away` gets such a connection and the reason, and closes it; it may not raise.
-    """
+    """Accepts connections of one listener of `what` (for people), on through shortages: logged once a minute, with
+    `turn_away` called for a connection and the reason, which closes it and may not raise."""
 
     def __init__(
         self,

@@ -91,12 +91,9 @@ def sole_cause(error: BaseException) -> BaseException:
 
 @asynccontextmanager
 async def open_background_nursery() -> AsyncIterator[trio.Nursery]:
-    """A nursery for what serves an `async with` block; its tasks are cancelled when the block has ended.
-
-    Cancellation from outside reaches the block alone: its last words (a peer's farewell, a connection's
-    orderly end) still have the background running. What the block or a task raises comes out as itself,
-    not inside an exception group: `except NoSuchKey` around the block must catch it.
-    """
+    """A nursery for what serves an `async with` block; its tasks are cancelled when the block has ended. Cancellation
+    from outside reaches the block alone: its last words (a farewell, an orderly end) still have the background running.
+    Errors come out as themselves, not in an exception group: `except NoSuchKey` around the block must catch them."""
     try:
         async with trio.open_nursery() as outer:
             with trio.CancelScope(shield=True):  # else a task that cannot be cancelled stays behind

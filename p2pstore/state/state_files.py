@@ -240,11 +240,8 @@ def floor_frames(records: Iterable[SignedRecord]) -> bytes:
 
 
 def read_floors(data: bytes, promised_bytes: int = -1) -> FoundFloors:
-    """The records in a file. `promised_bytes` were on the disk for certain when the writer last said so; -1 when it
-    never did.
-
-    Raises `NewerFormat`, and `ProtocolError` for what is not a file of floors.
-    """
+    """The records in a file, of which `promised_bytes` were surely on the disk (-1: the writer never said so). Raises
+    `NewerFormat`, and `ProtocolError` for what is not a file of floors."""
     found = FoundFloors(end=min(len(data), _HEADER.size))
     _read_frames(data, found, promised_bytes)
     if len(data) < promised_bytes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, get_args
 
 from p2pstore.config import TransportName
-from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject, Reply
+from p2pstore.core.operation import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import Member, PeerId, member_of
 from p2pstore.local import local_messages as local

@@ -157,10 +157,8 @@ def natural_order(name: str) -> tuple[tuple[str, int], ...]:
 
 
 def overridden(machine: Machine, text: str, where: str) -> Matrix:
-    """The machine's matrix, with the locations that the JSON `text` names as it has them.
-
-    Raises `ConfigError` that begins with `where` for what is no matrix, or names what the machine does not have.
-    """
+    """The machine's matrix, with the locations that the JSON `text` names as it has them. Raises `ConfigError`,
+    beginning with `where`, for what is no matrix or names what the machine lacks."""
     matrix = dict(matrix_of(machine))
     told = parse_matrix(text, where)
     names = sorted((nic.name for nic in machine.nics), key=natural_order)

@@ -46,10 +46,8 @@ def read_machine(root: Path = SYSFS) -> Machine:
 
 
 def read_matrix(override: str | None = None, where: str = "", root: Path = SYSFS) -> Matrix:
-    """The machine's matrix, as `override` changes it: JSON, or the path of a file with it.
-
-    Raises `ConfigError` naming `where` the override was given, for one that does not fit.
-    """
+    """The machine's matrix, as `override` changes it: JSON, or the path of a file with it. Raises `ConfigError` naming
+    `where` the override was given, for one that does not fit."""
     machine = read_machine(root)
     if override is None:
         return matrix_of(machine)

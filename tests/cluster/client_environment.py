@@ -15,6 +15,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Final
 
+from tests.commands import ran
+
 ROOT: Final = Path(__file__).parents[2]
 SECONDS: Final = 300.0
 
@@ -34,7 +36,7 @@ def build(folder: Path) -> list[Path]:
             shutil.copyfile(ROOT / name, source / name)
     out = folder / "dist"
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    done = ran(command, SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(out.iterdir())
 
@@ -75,8 +77,6 @@ def make_environment(folder: Path, wheel: Path) -> Path:
                     shutil.copyfile(source, target)
                 )
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index"]
-    done = subprocess.run(
-        [*command, "--no-deps", str(wheel)], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = ran([*command, "--no-deps", str(wheel)])
     assert done.returncode == 0, done.stdout + done.stderr
     return python

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
+from tests.commands import ran
+
 COMMAND = [sys.executable, "-m", "mooncake_p2p"]
 COMMAND_SECONDS = 60.0
 NAMES = Path("/etc/netns")
@@ -75,11 +77,9 @@ class Host:
 
     def run(self, *arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
         """A command on this host."""
-        return subprocess.run(
+        return ran(
             ["ip", "netns", "exec", self.name, *COMMAND, *arguments],
-            capture_output=True,
-            timeout=COMMAND_SECONDS,
-            text=True,
+            COMMAND_SECONDS,
             env=self.environment,
             input=input,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from tests.cluster.client_environment import build, make_environment, needed
 from tests.cluster.lone_peer import peer_process
 from tests.cluster.older_version import sources_of
+from tests.commands import ran
 
 MOST_PACKAGES = 12
 PREVIOUS_VERSION = "5df8ac77c8adaab8e8e9b9a864530574ef5af2d1"
@@ -94,12 +94,9 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def run(python: Path, *arguments: str, status: int = 0, **variables: str) -> tuple[str, str]:
-    done = subprocess.run(
+    done = ran(
         [str(python), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
+        SECONDS,
         cwd=python.parent,
         env={"PATH": "/usr/bin:/bin", "HOME": os.environ.get("HOME", "/"), **variables},
     )

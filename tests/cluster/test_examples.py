@@ -19,6 +19,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from tests.commands import ran
 from tests.contract.worlds import peer_process
 from tests.optional import require_torch
 from tests.ports import free_port
@@ -38,14 +39,7 @@ class Machine:
 
     def run(self, *command: str) -> str:
         """The output of a Python program; it must end well, with nothing on stderr."""
-        done = subprocess.run(
-            [sys.executable, "-W", "error", *command],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=EXAMPLE_SECONDS,
-            check=False,
-        )
+        done = ran([sys.executable, "-W", "error", *command], EXAMPLE_SECONDS, env=self.environment)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
         assert "Warning" not in done.stderr
@@ -194,13 +188,10 @@ def test_a_proxy_of_prefill_and_decode_engines() -> None:
 def test_without_torch_the_example_says_what_to_install(tmp_path: Path) -> None:
     missing = "raise ModuleNotFoundError('no torch', name='torch')"
     (tmp_path / "torch.py").write_text(missing)
-    done = subprocess.run(
+    done = ran(
         [sys.executable, str(EXAMPLES / "kvcache_transformer.py")],
+        EXAMPLE_SECONDS,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=EXAMPLE_SECONDS,
-        check=False,
     )
     assert done.returncode == 1
     assert "scripts/setup --torch" in done.stderr

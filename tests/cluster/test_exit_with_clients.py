@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.cluster.processes import new_cluster
+from tests.commands import ran
 
 PROGRAM = """
 import gc, sys, threading, time
@@ -47,7 +48,7 @@ def test_a_client_that_is_collected_at_the_end_does_not_keep_the_program() -> No
         socket = str(cluster.peers[0].socket)
         command = [sys.executable, "-c", PROGRAM, socket]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=40)
+            done = ran(command, 40)
         except subprocess.TimeoutExpired as late:
             pytest.fail(f"it said {late.stdout!r} and did not end")
         assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr

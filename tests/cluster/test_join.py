@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from p2pstore import blocking
+from tests.commands import ran
 from tests.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "mooncake_p2p"]
@@ -43,14 +44,8 @@ class Machine:
         }
 
     def run(self, *arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*COMMAND, *arguments],
-            capture_output=True,
-            timeout=COMMAND_SECONDS,
-            text=True,
-            env=self.environment,
-            cwd=self.folder,
-            input=input,
+        return ran(
+            [*COMMAND, *arguments], COMMAND_SECONDS, env=self.environment, cwd=self.folder, input=input
         )
 
     def done(self, *arguments: str, input: str = "") -> str:
@@ -310,11 +305,9 @@ def test_an_invite_without_the_key(machine: Machine) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
 def test_another_user_gets_in_when_the_socket_lets_him(machine: Machine) -> None:
     def as_stranger(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return ran(
             [*COMMAND, *arguments],
-            capture_output=True,
-            timeout=COMMAND_SECONDS,
-            text=True,
+            COMMAND_SECONDS,
             env={**machine.environment, "PYTHONDONTWRITEBYTECODE": "1"},
             user=65534,
             group=65534,

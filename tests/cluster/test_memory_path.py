@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from p2pstore import blocking
+from tests.commands import ran
 from tests.contract.worlds import peer_process
 
 VALUE = bytes(range(256)) * 4096
@@ -20,9 +20,7 @@ def refused(folder: Path, *options: str) -> str:
     """The message of a peer with these options that does not start."""
     command = [sys.executable, "-m", "mooncake_p2p", "join", "--name", "refused", "--memory", "16MiB"]
     command += ["--state-dir", str(folder / "refused"), "--socket", str(folder / "refused.sock")]
-    done = subprocess.run(
-        [*command, *options], capture_output=True, text=True, timeout=END_SECONDS, check=False
-    )
+    done = ran([*command, *options], END_SECONDS)
     assert done.returncode == 2, done.stderr
     return done.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
@@ -18,6 +17,7 @@ from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.peer.prefix_queries import PrefixRequest
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.commands import ran
 
 SECONDS = 30.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prefix_query.sh"
@@ -109,11 +109,14 @@ def test_wrong_queries_are_answered_and_harm_nothing(cluster: ProcessCluster) ->
         *({"keys": ["a"], "hashes": ["b"]}, {"keys": ["a"], "unknown": 1}, {"keys": [""]}),
         *({"keys": ["a"] * 4097}, {"hashes": ["a"] * 100, "suffixes": ["b"] * 100}),
         *({"hashes": ["a"], "suffixes": []}, {"keys": ["a"], "namespace": "n" * 999}),
-        b"[" * 100_000,
+        *(b"[" * 100_000, {"hashes": ["a" * 60_000] * 16, "suffixes": ["b"] * 256}),
+        {"prefix": "a" * 900_000, "hashes": ["b"] * 4096},
     ]:
         status, text = ask(peer, "/v1/prefix", body)
         assert status == 422, body
         assert text, body
+    status_text = Path(f"/proc/{peer.process_id}/status").read_text()
+    assert int(status_text.partition("VmHWM:")[2].split()[0]) < 1 << 20, "over a gigabyte at some moment"
     assert ask(peer, "/v1/prefix", b"1" * (1 << 20) + b"1")[0] == 413
     assert ask(peer, "/query", {"keys": ["a"]})[0] == 422
     assert ask(peer, "/v1/prefix", {"keys": ["a"] * 4096})[1]["matched"] == 0
@@ -125,7 +128,7 @@ def test_the_example_with_curl(cluster: ProcessCluster) -> None:
     peer, keys = cluster.peers[0], ['quote"and\\backslash', "second"]
     peer.client.put(keys[0], b"1")
     command = [EXAMPLE, peer.ready["metrics"], *keys]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = ran(command, SECONDS)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["matched"] == 1
 

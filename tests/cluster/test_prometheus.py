@@ -23,6 +23,7 @@ from p2pstore import blocking
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.objects import MIB
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.commands import ran
 from tests.optional import require_prometheus
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -93,9 +94,7 @@ def test_promtool_finds_the_rules_right() -> None:
         ["check", "config", "prometheus.yml"],
         ["test", "rules", "alerts_test.yml"],
     ):
-        done = subprocess.run(
-            [promtool, *words], cwd=ALERTS.parent, capture_output=True, text=True, timeout=SECONDS
-        )
+        done = ran([promtool, *words], SECONDS, cwd=ALERTS.parent)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -184,13 +183,7 @@ def test_what_alerts_and_dashboard_name_is_there(cluster: ProcessCluster) -> Non
 def test_promtool_finds_the_metrics_right(cluster: ProcessCluster) -> None:
     promtool = require_prometheus("promtool")
     for peer in cluster.peers:
-        done = subprocess.run(
-            [promtool, "check", "metrics"],
-            input=metrics_page(peer),
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
+        done = ran([promtool, "check", "metrics"], SECONDS, input=metrics_page(peer))
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 

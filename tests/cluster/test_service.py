@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import ran
+
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy" / "systemd"
 WAIT_SECONDS = 100.0
@@ -67,18 +69,12 @@ def test_the_unit_is_one_that_systemd_accepts(tmp_path: Path) -> None:
     assert "/opt/p2pstore/bin/mooncake-p2p " in text
     unit.write_text(text.replace("/opt/p2pstore/bin/mooncake-p2p", str(program)))
     command = [verify, "--man=no", "--recursive-errors=no", "verify", str(unit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = ran(command, 120)
     assert (done.returncode, done.stderr) == (0, "")
     unit.write_text(text.replace("/opt/p2pstore/bin/mooncake-p2p", str(program)) + "Watchdog=3\n")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = ran(command, 120)
     assert "Watchdog" in done.stderr, "mistakes are not told: the test has lost its power"
-    score = subprocess.run(
-        [verify, "security", "--offline=yes", "--threshold=25", "--no-pager", str(unit)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    score = ran([verify, "security", "--offline=yes", "--threshold=25", "--no-pager", str(unit)], 120)
     assert score.returncode == 0, score.stdout
 
 
@@ -86,8 +82,6 @@ def test_the_settings_beside_it_are_ones_that_a_peer_takes() -> None:
     command = [sys.executable, "-m", "mooncake_p2p", "config", "show", "--json"]
     command += ["--config", str(UNITS / "peer.toml")]
     environment = {key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = ran(command, env=environment)
     assert done.returncode == 0, done.stderr
     assert '"/dev/shm/mooncake-p2p.memory"' in done.stdout

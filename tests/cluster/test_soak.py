@@ -14,6 +14,7 @@ import pytest
 
 from tests.cluster.hosts import why_not
 from tests.cluster.processes import until
+from tests.commands import ran
 from tests.long_runs import only_in_long_runs
 from tests.soak.ledger import KEPT, OWN_CHANGES, RIGHT_BYTES
 from tests.soak.stage import PREFIX, remove_left_overs
@@ -35,12 +36,7 @@ def left_overs() -> set[Path]:
 @only_in_long_runs
 def test_a_minute_of_it(tmp_path: Path) -> None:
     before = left_overs()
-    done = subprocess.run(
-        soak(tmp_path, "--minutes", "1", "--patience", "5", "--seed", "1"),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = ran(soak(tmp_path, "--minutes", "1", "--patience", "5", "--seed", "1"), 900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     document = json.loads((tmp_path / "soak.json").read_text())
     assert document["passed"]

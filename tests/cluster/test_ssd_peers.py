@@ -14,6 +14,7 @@ import pytest
 
 from p2pstore import CapacityExceeded, NoSuchKey, blocking
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.commands import ran
 
 COUNT = 60
 END_SECONDS = 30.0
@@ -177,7 +178,7 @@ def refused(folder: Path, *options: str) -> str:
     command = [sys.executable, "-m", "mooncake_p2p", "join", "--name", "refused"]
     command += ["--memory", "16MiB", "--state-dir", str(folder / "refused")]
     command += ["--socket", str(folder / "refused.sock"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=END_SECONDS, check=False)
+    done = ran(command, END_SECONDS)
     assert done.returncode == 2, (done.returncode, done.stderr)
     return done.stderr
 

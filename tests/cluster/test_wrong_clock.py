@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from p2pstore.errors import P2PStoreError, Unavailable
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.commands import ran
 
 SECONDS = 30.0
 SITE = '''
@@ -98,11 +98,9 @@ def test_nothing_is_lost_by_a_clock_that_was_wrong(
     right.client.put(f"{name} fine", b"fine", replicas=2)
     assert "clock" in problems(wrong)
     until(lambda: "other clocks" in problems(right), SECONDS)
-    doctor = subprocess.run(
+    doctor = ran(
         [sys.executable, "-m", "mooncake_p2p", "doctor", "--socket", str(wrong.socket)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
+        SECONDS,
         env=cluster.environment,
     )
     assert "60 min" in doctor.stdout, doctor.stdout + doctor.stderr

@@ -8,7 +8,6 @@ import contextlib
 import gc
 import os
 import socket
-import subprocess
 import sys
 import threading
 import warnings
@@ -26,6 +25,7 @@ from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB
 from p2pstore.runtime.asyncio_streams import AsyncioDriver, AsyncioStream
+from tests.commands import ran
 from tests.contract.small_peer import SmallPeer
 
 
@@ -405,7 +405,7 @@ print("done")
 def test_the_loop_ends_without_warnings(mode: str, peer: SmallPeer) -> None:
     """Whether the client was closed or not, and whatever was under way."""
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", TEARDOWN, str(peer.path), mode]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = ran(command)
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
     peer.wait_until(lambda: len(peer.backend.gone) == 2)
 
@@ -424,7 +424,5 @@ print(sorted({"trio", "asyncio", "libp2p"} & set(sys.modules)),
         "p2pstore.client.trio_client": "['trio'] False",
     }
     for module, output in wanted.items():
-        done = subprocess.run(
-            [sys.executable, "-c", code, module], capture_output=True, text=True, timeout=60, check=True
-        )
+        done = ran([sys.executable, "-c", code, module], check=True)
         assert done.stdout.strip() == output, module

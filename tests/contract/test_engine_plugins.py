@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import os
 import select
+import signal
 import sys
 import threading
 import types
@@ -425,7 +426,7 @@ def test_sglang_is_told_what_was_moved_and_which_settings_mean_nothing(
     silent.close()
 
 
-def test_sglang_starts_without_a_peer_and_uses_the_one_that_comes(
+def test_sglang_starts_without_a_peer_and_goes_on_when_it_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch = require_torch()
@@ -438,9 +439,15 @@ def test_sglang_starts_without_a_peer_and_uses_the_one_that_comes(
     assert store.batch_exists(["late"]) == 0
     assert store.batch_get_v1(["late"], indices) == [False]
     assert sum("until the peer answers" in each.getMessage() for each in caplog.records) == 1
-    with peer_process(tmp_path, "late"):
+    with peer_process(tmp_path, "late") as peer:
         eventually(lambda: store.batch_set_v1(["late"], indices) == [True])
         assert store.batch_exists(["late"]) == 1
+        peer.process.send_signal(signal.SIGSTOP)
+        assert store.batch_set_v1(["new"], indices) == [False]
+        assert store.batch_exists(["late", "new"]) == 1, "its memory can be read"
+        assert store.batch_get_v1(["late", "new"], torch.arange(2 * PAGE_SIZE)) == [True, False]
+        peer.process.send_signal(signal.SIGCONT)
+        eventually(lambda: store.batch_set_v1(["new"], indices) == [True])
         store.close()
 
 
@@ -969,6 +976,7 @@ class CpuBackend:
 @dataclass(frozen=True)
 class ChunkKey:
     text: str
+    request_configs: dict[str, Any] | None = None
 
     def to_string(self) -> str:
         return self.text

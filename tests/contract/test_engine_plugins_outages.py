@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2pstore.integrations import lasting_client
+from p2pstore.integrations import lasting_client, retention
 from p2pstore.local.local_connection import LocalConnection
 from tests.contract.test_engine_plugins import (
     LMCACHE,
@@ -84,12 +84,17 @@ def test_a_scheduler_is_answered_while_the_peer_hangs(
         eventually(lambda: tier.lookup(KEYS[2], None) is miss)
         assert tier.lookup(KEYS[3], None) is miss, "nothing else waits"
         eventually(lambda: not tier._client.answers)
-        assert tier.lookup(KEYS[0], None) is miss
         assert not store(vllm, tier, KEYS[1:2])
+        assert tier.lookup(KEYS[0], None) is hit, "its memory can be read"
+        tier._rows[5] = 0
+        tier.submit_load(vllm.TransferJob(2, KEYS[:2], np.array([5, 4]), True, None))
+        assert finished(tier).successful_keys == (KEYS[0],)
+        assert np.array_equal(tier._rows[5], tier._rows[0])
         assert tier.get_stats().reduce() == {vllm.PEER_ANSWERS: 0}
         peer.process.send_signal(signal.SIGCONT)
-        eventually(lambda: tier.lookup(KEYS[0], None) is hit)
+        eventually(lambda: tier._client.answers)
         assert tier.get_stats().reduce() == {vllm.PEER_ANSWERS: 1}
+        eventually(lambda: store(vllm, tier, KEYS[1:2]))
         assert tier.get_stats() is None
         tier.shutdown()
     assert threading.current_thread().name not in askers
@@ -181,6 +186,71 @@ def test_a_request_waits_for_blocks_that_another_engine_has_just_computed(
         tier.shutdown()
 
 
+def test_a_request_says_how_long_its_blocks_are_kept(
+    tmp_path: Path, vllm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its parameters, or by an orchestrator's hints, of which this one is about the first 32 tokens."""
+    retain = SimpleNamespace(
+        action_type="kv.retain",
+        payload={"directives": [{"start": 0, "end": 32, "priority": 80, "duration": 600.0}]},
+    )
+    hints = SimpleNamespace(actions=[retain, SimpleNamespace(action_type="kv.fetch", payload={})])
+
+    def request(parameters: dict[str, Any] | None, hints: Any = None) -> Any:
+        return SimpleNamespace(
+            req_id="r",
+            kv_transfer_params=parameters,
+            kv_hints=hints,
+            get_offload_key_position=lambda key: 16 * (1 + KEYS.index(key)),
+        )
+
+    with peer_process(tmp_path, "kept") as peer:
+        tier = tier_of(vllm, peer.socket)
+        client = tier._client._client
+
+        def kept(key: bytes) -> tuple[str, bool]:
+            (listed,) = client.list_keys(prefix=tier._name(key)).keys
+            return listed.pin, listed.expires_unix is not None
+
+        def store_for(context: Any, keys: list[bytes]) -> None:
+            tier.submit_store(vllm.TransferJob(1, keys, np.arange(len(keys)), False, context))
+            assert finished(tier).success
+
+        store_for(request(None, hints), KEYS[:3])
+        eventually(lambda: [kept(key)[0] for key in KEYS[:3]] == ["soft", "soft", "none"])
+        store_for(request({"p2pstore_ttl_seconds": 3600, "p2pstore_pin_seconds": 60}), KEYS[3:])
+        eventually(lambda: kept(KEYS[3]) == ("soft", True))
+        assert not kept(KEYS[2])[1]
+        tier.touch([KEYS[2]], request({"p2pstore_pin_seconds": 60}))
+        eventually(lambda: kept(KEYS[2])[0] == "soft")
+        assert not caplog.records
+        store_for(request({"p2pstore_pin_seconds": "for good"}), KEYS[:1])
+        assert "is not understood" in caplog.text
+        tier.shutdown()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "nan", [1], {}])
+def test_a_request_cannot_keep_blocks_for_good(wrong: Any) -> None:
+    said: list[str] = []
+    long = retention.retention({"lmcache.p2pstore_pin_seconds": 1e300}, None, said.append, "lmcache.")
+    assert long.pin_seconds(1) == retention.MAX_RETAINED_SECONDS
+    assert not said
+    assert retention.retention({"p2pstore_ttl_seconds": wrong}, None, said.append).ttl is None
+    assert len(said) == 1
+
+
+def test_an_orchestrator_s_hint_without_tokens_is_about_all() -> None:
+    hints = [
+        SimpleNamespace(action_type="kv.retain", payload={"priority": 5, "ttl_seconds": 90}),
+        SimpleNamespace(action_type="kv.retain", payload={"priority": 1}),
+        SimpleNamespace(action_type="kv.retain", payload={"priority": 0, "ttl_seconds": 9e9}),
+        SimpleNamespace(action_type="kv.retain", payload={"directives": [{"covers_output": True}]}),
+    ]
+    kept = [retention.retention({}, SimpleNamespace(actions=[each]), pytest.fail) for each in hints]
+    assert [each.pin_seconds(10**6) for each in kept] == [90, 1800, 0, 0]
+    assert {each.ttl for each in kept} == {None}
+
+
 def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, askers: set[str]
 ) -> None:
@@ -206,14 +276,20 @@ def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
             # Its table is trusted for a moment more. Then a question is open for 0.1 s.
             other = [ChunkKey("other")]
             eventually(lambda: not connector.batched_contains(other) and not connector._client.answers)
-            assert connector.batched_contains(keys) == 0
-            assert await connector.batched_async_contains("", keys) == 0
-            assert await connector.batched_get(keys) == [None]
-            peer.process.send_signal(signal.SIGCONT)
-            eventually(lambda: connector.batched_contains(keys) == 1)
+            assert connector.batched_contains([*keys, *other]) == 1, "its memory can be read"
             assert await connector.batched_async_contains("", keys) == 1
+            found, missing = await connector.batched_get([*keys, *other])
+            assert bytes(found.byte_array) == bytes(1000)
+            assert missing is None
+            peer.process.send_signal(signal.SIGCONT)
+            eventually(lambda: connector._client.answers)
+            assert await connector.batched_async_contains("", keys) == 1
+            kept = ChunkKey("kept", {"lmcache.p2pstore_pin_seconds": 60})
+            await connector.batched_put([kept], [MemoryObj(bytes(1000), [])])
+            assert threading.current_thread().name not in askers
+            (listed,) = connector._client._client.list_keys(prefix="kept").keys
+            assert listed.pin == "soft"
             await connector.close()
 
     asyncio.run(use())
-    assert threading.current_thread().name not in askers
     assert askers

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import signal
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from p2pstore import blocking
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake import replicas as segments
 from p2pstore.integrations.mooncake.base import OwnPeer, ssd_folder
@@ -382,9 +379,7 @@ def test_ranks_of_one_host_may_name_one_folder_and_one_port(
         assert folder.endswith("store-0")
 
 
-def test_only_the_first_call_waits_for_a_peer_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = functools.partial(blocking.connect, timeout=1.0)
-    monkeypatch.setattr(blocking, "connect", connect)
+def test_no_call_waits_for_a_peer_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     asking: list[str] = []
     register = LocalConnection._register
 
@@ -399,11 +394,13 @@ def test_only_the_first_call_waits_for_a_peer_that_hangs(monkeypatch: pytest.Mon
     assert (store.put("k", b"value"), store.is_exist("k")) == (0, 1)
     os.kill(peer.process_id, signal.SIGSTOP)
     eventually(lambda: store.put("new", b"value") == -901)
-    eventually(lambda: time.monotonic() >= store.current._hung_from)
     asking.clear()
     assert store.put("new", b"value") == -901
-    assert store.batch_is_exist(["k", "new"]) == [-1, -1]
-    assert (store.is_exist("k"), store.get("k"), store.health_check()) == (0, b"", 2)
+    eventually(
+        lambda: store.batch_is_exist(["k", "new"]) == [-1, -1]
+    )  # its table was trusted for a moment
+    assert (store.is_exist("new"), store.health_check()) == (0, 2)
+    assert (store.is_exist("k"), store.get("k")) == (1, b"value"), "its memory can be read"
     assert threading.current_thread().name not in asking
     os.kill(peer.process_id, signal.SIGCONT)
     eventually(lambda: store.put("new", b"value") == 0)

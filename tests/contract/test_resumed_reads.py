@@ -1,4 +1,5 @@
-"""A holder that fails in the middle of an object: the next one is asked only for what is missing."""
+"""A holder that fails in the middle of an object: the next one is asked only for what is missing. And whole peers read
+large objects from several holders at once."""
 
 from __future__ import annotations
 
@@ -10,17 +11,19 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 
-from p2pstore import blocking
+from p2pstore import Peer, blocking
 from p2pstore.local import local_messages as local
 from p2pstore.memory.segment_layout import Slot, TrailerBody
-from p2pstore.objects import MIB, Version, chunk_sums, root_checksum
+from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.arriving import ALONE, Destination, resumable
-from p2pstore.transfer.transfer_trace import ReadWatch
+from p2pstore.transfer.transfer_trace import FetchTrace, ReadWatch
 from p2pstore.transfer.transport import BufferDestination, PullReport, RemoteCopy, pull_with_failover
 from p2pstore.wire import Code
+from tests.cluster.peers import cluster
 from tests.contract.sides import Side
 from tests.contract.small_peer import small_peer
 from tests.contract.test_transport import (
@@ -210,3 +213,71 @@ async def test_a_client_keeps_what_came_when_its_peer_names_other_holders(
             assert got == value
             assert peer.backend.excluded == [[], [1]]
             assert second.server.traffic.bytes < 2 * MIB + HEADS_BYTES
+
+
+VALUE = np.random.default_rng(5).integers(0, 256, 66 * MIB + 5, np.uint8).tobytes()
+
+
+def hits(*holders: Peer) -> int:
+    """How often the value was read there, as eviction sees it."""
+    entries = [each.node.core.objects.find(key_digest("k"), each.node.now) for each in holders]
+    return sum(entry.hits for entry in entries if entry is not None)
+
+
+async def test_clients_and_peers_read_a_large_object_from_all_its_holders(tmp_path: Path) -> None:
+    async with cluster(tmp_path, memory="160MiB", transport="tcp") as (first, second, third):
+        result = await first.put("k", VALUE, replicas=2)
+        assert result.copies == 2
+        (has,) = [
+            each
+            for each in (second, third)
+            if each.node.core.segment.find(key_digest("k"), 0.0) is not None
+        ]
+        (lacks,) = {second, third} - {has}
+        directory = lacks.node.core.gossip.directory
+        await until(lambda: len(directory.holders(key_digest("k"))) == 2)
+        names = sorted([first.node.config.name, has.node.config.name])
+
+        def read() -> tuple[bytearray, FetchTrace]:
+            trace, buffer = FetchTrace(), bytearray(len(VALUE))
+            with blocking.connect(str(lacks.socket_path)) as client:
+                client.get_into("k", buffer, wait=5, trace=trace)
+                assert client.get("k") == VALUE
+            return buffer, trace
+
+        before = hits(first, has)
+        buffer, trace = await trio.to_thread.run_sync(read)
+        assert buffer == VALUE
+        assert hits(first, has) == before + 2  # two reads, in however many requests
+        assert sorted(trace.source.split(", ")) == names
+        assert [each.outcome for each in trace.tries if each.tried] == ["delivered"] * 2
+        assert sum(each.length_bytes for each in trace.tries) == len(VALUE)
+
+        small = bytearray(10)
+        await first.put("small", b"small")
+        await until(lambda: lacks.contains_nowait("small"))
+        traffic = lacks.node.watch.traffic
+        read_before = [traffic.used(each.node.core.member)["tcp"].bytes for each in (first, has)]
+
+        def read_batch() -> bytearray:
+            buffer = bytearray(len(VALUE))
+            with blocking.connect(str(lacks.socket_path)) as client:
+                results = client.get_many_into([("small", small), ("k", buffer)])
+            assert [each.value for each in results] == [5, len(VALUE)]
+            return buffer
+
+        assert await trio.to_thread.run_sync(read_batch) == VALUE
+        await until(
+            lambda: all(
+                traffic.used(each.node.core.member)["tcp"].bytes > bytes_before + 5
+                for each, bytes_before in zip((first, has), read_before, strict=True)
+            )
+        )
+
+        async with lacks.lease("k", here=True) as view:  # the peer itself brings it here
+            assert view == VALUE
+        assert lacks.node.core.objects.find(key_digest("k"), lacks.node.now) is not None
+        for holder in (first, has):  # the clients' reads count as well
+            use = lacks.node.watch.traffic.used(holder.node.core.member)["tcp"]
+            assert use.bytes > 0
+            assert use.failures == 0

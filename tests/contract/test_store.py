@@ -93,7 +93,7 @@ def test_all_worlds_have_the_same_methods(kind: type) -> None:
     beyond = public_methods(kind) - public_methods(Client)
     assert beyond <= {
         *("contains_nowait", "locate_nowait", "match_prefix_nowait", "reload", "aclose"),
-        *("contains_many_nowait", "touch"),
+        *("contains_many_nowait", "touch", "fail_fast", "hear"),
     }
     for name in public_methods(Client) - {"open", "close"}:
         reference = ObjectStore if hasattr(ObjectStore, name) else Client

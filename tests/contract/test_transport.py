@@ -43,7 +43,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.home_messages import Push, Pushed
-from p2pstore.memory.entries import SmallObjectsLent, Written
+from p2pstore.memory.entries import SmallObjectsLent
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
@@ -132,6 +132,7 @@ from p2pstore.wire import (
 from tests.contract.sides import Side
 from tests.contract.simulated import SimulatedHarness
 from tests.present import present
+from tests.stored import stored
 from tests.waiting import until
 
 T = TypeVar("T")
@@ -175,26 +176,8 @@ def pattern(length: int, seed: int = 0) -> bytes:
 
 def put(segment: Segment, key: str, value: bytes, clock: int = 1) -> bytes:
     """An object in the segment; its digest."""
-    sums = chunk_sums(value)
-    trailer = TrailerBody("default", key, sums)
-    reservation = segment.reserve(
-        len(value), len(encode_trailer(trailer)), holder="test", now=time.time()
-    )
-    segment.reservation_view(reservation.number, "test")[: len(value)] = value
-    digest = key_digest(key)
-    segment.commit(
-        Written(
-            reservation.number,
-            digest,
-            Version(clock, 1, root_checksum(len(value), sums)),
-            trailer,
-            len(value),
-        ),
-        holder="test",
-        soft=False,
-        now=time.time(),
-    )
-    return digest
+    trailer = TrailerBody("default", key, chunk_sums(value))
+    return stored(segment, trailer, value, clock=clock, now=time.time()).digest
 
 
 # --- harnesses -------------------------------------------------------------------------------

@@ -51,7 +51,6 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
     sign_peer_record,
 )
-from p2pstore.memory.entries import Written
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     Pin,
@@ -59,10 +58,9 @@ from p2pstore.memory.segment_layout import (
     decode_segment_header,
     decode_slot,
     decode_trailer,
-    encode_trailer,
     plan_geometry,
 )
-from p2pstore.objects import Version, chunk_sums, key_digest, parse_bytes, root_checksum
+from p2pstore.objects import chunk_sums, key_digest, parse_bytes
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer.data_messages import Ticket
 from p2pstore.transfer.read_tickets import Scope, issue_ticket, open_ticket
@@ -71,6 +69,7 @@ from p2pstore.wire import encode_body
 from tests.fuzz.mutation import HEADER, Mutator
 from tests.fuzz.victim import Problem
 from tests.mapped_copies import copy_one
+from tests.stored import stored
 from tests.unit.digest_rows import digest_from
 
 UNIX: Final = 1_800_000_000.0
@@ -127,20 +126,7 @@ def _memory() -> tuple[bytes, dict[str, bytes]]:
         value = VALUE[: 700 * number]
         sums = chunk_sums(value)
         trailer = TrailerBody("default", f"k{number}", sums, pin=Pin.SOFT)
-        room = segment.reserve(len(value), len(encode_trailer(trailer)), holder=1, now=UNIX)
-        segment.reservation_view(room.number, holder=1)[:] = value
-        entry = segment.commit(
-            Written(
-                room.number,
-                key_digest(f"k{number}"),
-                Version(1 << 20, 1, root_checksum(len(value), sums)),
-                trailer,
-                len(value),
-            ),
-            holder=1,
-            soft=False,
-            now=UNIX,
-        )
+        entry = stored(segment, trailer, value, clock=1 << 20, now=UNIX)
         parts = {"slot": segment.table.slot_bytes(entry), "trailer": segment.table.trailer_bytes(entry)}
     segment.detach()
     return bytes(memory), parts

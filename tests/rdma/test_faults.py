@@ -17,10 +17,9 @@ import trio
 import trio.testing
 
 from p2pstore.errors import Unavailable
-from p2pstore.memory.entries import Written
 from p2pstore.memory.mapped.mapping import address_of
-from p2pstore.memory.segment_layout import Slot, TrailerBody, decode_slot, encode_slot, encode_trailer
-from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.memory.segment_layout import Slot, TrailerBody, decode_slot, encode_slot
+from p2pstore.objects import MIB, chunk_sums
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, RdmaConnect, RdmaConnected
 from p2pstore.transfer.failover import PullFailed
@@ -52,6 +51,7 @@ from tests.contract.test_transport import (
 from tests.present import present
 from tests.rdma.harness import STAGING_BYTES, RdmaHarness, SomeCompletions, cables
 from tests.rdma.owner import Owner
+from tests.stored import stored
 from tests.waiting import until
 
 
@@ -148,18 +148,7 @@ async def test_an_expired_object_is_not_delivered(rdma: RdmaHarness) -> None:
     value = pattern(3000)
     sums = chunk_sums(value)
     trailer = TrailerBody("default", "key", sums, expires_unix_ms=int(time.time() * 1000) - 1)
-    segment = rdma.segment
-    made = segment.reserve(len(value), len(encode_trailer(trailer)), holder="test", now=0.0)
-    segment.reservation_view(made.number, "test")[: len(value)] = value
-    digest = key_digest("key")
-    segment.commit(
-        Written(
-            made.number, digest, Version(1, 1, root_checksum(len(value), sums)), trailer, len(value)
-        ),
-        holder="test",
-        soft=False,
-        now=0.0,
-    )
+    digest = stored(rdma.segment, trailer, value).digest
     transport = rdma.transport(TrioDriver())
     with pytest.raises(PullFailed) as caught:
         await transport.pull(rdma.copy(digest), digest, Unprepared())

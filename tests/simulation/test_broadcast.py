@@ -13,6 +13,7 @@ import pytest
 
 from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from simulation.broadcast import Broadcast, BroadcastOutcome, BroadcastScenario
+from tests.commands import ran
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,7 +121,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 def run_script(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "simulate_broadcast"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return ran(command, 120)
 
 
 def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:

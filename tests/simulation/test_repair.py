@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from p2pstore.core.copies.repair import RepairTiming
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import AskPeer, PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.partition_homes import DirectorySetting
 from p2pstore.objects import MIB, key_digest

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from tests.commands import ran
+
 ROOT = Path(__file__).parents[2]
 
 
 def simulate(*options: str) -> subprocess.CompletedProcess[str]:
     """Run it in a small way."""
     command = [sys.executable, str(ROOT / "scripts" / "simulate"), "--processes", "1", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return ran(command, 120)
 
 
 def document(path: Path) -> Any:

@@ -1,7 +1,6 @@
 """Whole peers under faults, many seeds. A failing seed is printed and replays exactly."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from simulation.kernel import Faults
 from simulation.workload import Scenario, run_seed
+from tests.commands import ran
 
 LOSSY = Faults(loss=0.05, duplication=0.02, slow=0.05, slow_latency=0.4)
 VERY_LOSSY = Faults(loss=0.2, duplication=0.05, slow=0.1, slow_latency=1.0)
@@ -55,14 +55,12 @@ def test_the_same_seed_gives_the_same_run_in_another_process() -> None:
         "print(run_seed(7, Scenario(seconds=6.0, keys=20, faults=VERY_LOSSY)).trace_hash)"
     )
     printed = {
-        subprocess.run(
+        ran(
             [sys.executable, "-c", program],
+            120,
             cwd=Path(__file__).parents[2],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
             check=True,
-            timeout=120,
         ).stdout
         for hash_seed in ("1", "2", "3")
     }

@@ -63,7 +63,7 @@ INVARIANTS: Final = (
 )
 
 GROWTH_LIMITS: Final = {
-    "python_blocks": GrowthLimit(25_000, 0.0, 800_000),
+    "python_blocks": GrowthLimit(40_000, 0.0, 800_000),
     "resident_bytes": GrowthLimit(12e6, 0.06, 160e6),
     "descriptors": GrowthLimit(6, 0.10, 200),
     "threads": GrowthLimit(4, 0.25, 60),

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from p2pstore.core.core_effects import LoadObject, PullOutcome, WriteObject
+from p2pstore.core.operation import LoadObject, PullOutcome, WriteObject
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.memory.segment_layout import (
     Pin,

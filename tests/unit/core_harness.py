@@ -10,9 +10,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from p2pstore.core.core_effects import AskPeer, OperationFinished, PullFailure, PullObject, PullOutcome
 from p2pstore.core.gets.lookup import split_digests
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import (
+    AskPeer,
+    Operation,
+    OperationFinished,
+    PullFailure,
+    PullObject,
+    PullOutcome,
+)
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.gossip.floors.floor_comparison import FloorAnswer

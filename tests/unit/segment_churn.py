@@ -10,10 +10,10 @@ from random import Random
 from typing import Final, TypeVar
 
 from p2pstore.memory.areas import NO_QUOTAS
-from p2pstore.memory.entries import Written
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import TrailerBody, encode_trailer, plan_geometry
-from p2pstore.objects import KIB, MIB, Version, chunk_count, key_digest, root_checksum
+from p2pstore.memory.segment_layout import TrailerBody, plan_geometry
+from p2pstore.objects import KIB, MIB, chunk_count
+from tests.stored import stored
 
 SMALLEST_BYTES: Final = 4 * KIB
 LARGEST_BYTES: Final = 64 * MIB
@@ -98,18 +98,4 @@ def churn(
 def _put(segment: Segment, namespace: str, key: str, length: int, clock: int, now: float) -> bytes:
     """Reserve and commit a value without writing its bytes; returns its digest."""
     trailer = TrailerBody(namespace, key, bytes(8 * chunk_count(length)))
-    room = len(encode_trailer(trailer))
-    reservation = segment.reserve(length, room, holder=0, now=now, namespace=namespace)
-    entry = segment.commit(
-        Written(
-            reservation.number,
-            key_digest(key, namespace),
-            Version(clock, 1, root_checksum(length, trailer.sums)),
-            trailer,
-            length,
-        ),
-        holder=0,
-        soft=False,
-        now=now,
-    )
-    return entry.digest
+    return stored(segment, trailer, length, clock=clock, now=now).digest

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from p2pstore.gossip.exchange.anti_entropy import OperationRate
 from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, MessageBudget, Questions, SharedBudget
-from p2pstore.gossip.exchange.fresh_news import OperationRate
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.wire import Empty

@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import ran
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_broadcast"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return ran([sys.executable, str(SCRIPT), *arguments], 200)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from mooncake_p2p.completion import candidates
 from mooncake_p2p.main import COMMANDS, LazyCommands, run
 from p2pstore import blocking
 from p2pstore.results import KeyPage, ListedKey
+from tests.commands import ran
 
 ROOT = Path(__file__).parents[2]
 PRESS_TAB = """
@@ -35,12 +36,10 @@ def press_tab(tmp_path: Path, *words: str) -> list[str]:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mooncake_p2p "$@"\n')
     program.chmod(0o700)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    result = subprocess.run(
+    result = ran(
         ["bash", "-c", PRESS_TAB, "bash", "mooncake-p2p", *words],
-        capture_output=True,
-        text=True,
+        30,
         check=True,
-        timeout=30,
         cwd=ROOT,
         env={**environment, "MOONCAKE_P2P_SOCKET": str(tmp_path / "none")},
     )

@@ -53,7 +53,6 @@ from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
-from p2pstore.memory.entries import Written
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     Pin,
@@ -62,7 +61,7 @@ from p2pstore.memory.segment_layout import (
     encode_trailer,
     plan_geometry,
 )
-from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import chunk_sums
 from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer import data_messages as data
@@ -97,6 +96,7 @@ from tests.contract.test_transport import (
     segment_of,
 )
 from tests.present import present
+from tests.stored import stored
 from tests.unit.core_harness import Harness, remote_object
 from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import Network, peer_record
@@ -206,20 +206,7 @@ def test_an_object_with_a_newer_pin_and_newer_fields_can_be_kept() -> None:
         incarnation=1,
         geometry=geometry,
     )
-    room = segment.reserve(len(value), len(encode_trailer(trailer)), holder="h", now=0.0)
-    segment.reservation_view(room.number, "h")[:] = value
-    entry = segment.commit(
-        Written(
-            room.number,
-            key_digest("k"),
-            Version(1, 1, root_checksum(len(value), sums)),
-            trailer,
-            len(value),
-        ),
-        holder="h",
-        soft=False,
-        now=0.0,
-    )
+    entry = stored(segment, trailer, value)
     assert entry.pin is Pin.HARD
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from p2pstore.core.checkpoints import MAX_PINS
-from p2pstore.core.core_effects import SaveClusterRecord
+from p2pstore.core.operation import SaveClusterRecord
 from p2pstore.errors import CheckpointRefused, NoSuchKey
 from p2pstore.gossip.checkpoint_records import HeadBody, SwitchBody, checkpoint_digest
 from p2pstore.gossip.gossip_messages import ControlKind, Delta

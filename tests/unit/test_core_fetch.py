@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from p2pstore.core.core_effects import AskPeer, KnownCopy, PullFailure, PullObject, PullOutcome
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import AskPeer, KnownCopy, Operation, PullFailure, PullObject, PullOutcome
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import decode_location

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.core import floors as sweeping
-from p2pstore.core.core_effects import ColdObject, ColdSorted
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.gets.serving import reply_of
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import ColdObject, ColdSorted, Operation
 from p2pstore.core.remove import PUSHES_AT_ONCE, FlushEnd, FlushOperation
 from p2pstore.errors import CapacityExceeded
 from p2pstore.gossip.records import SCOPE_NAMESPACE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2pstore.core.copies.memory_return import BATCHES_UNDER_WAY, OBJECTS_PER_BATCH
-from p2pstore.core.core_effects import CheckReturned
+from p2pstore.core.operation import CheckReturned
 from p2pstore.core.remove import RemoveOperation
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.memory.entries import ObjectEntry

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from p2pstore.core.core_effects import AskPeer
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import (
     BELIEVED,
@@ -15,6 +14,7 @@ from p2pstore.core.gets.lookup import (
     UNSURE_SECONDS,
     LookupOperation,
 )
+from p2pstore.core.operation import AskPeer
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, KeptDirectory, partition_of
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.operation import AskPeer
 from p2pstore.core.puts.lifetimes import MAX_PINS, PIN_TIMEOUT_SECONDS, PinEnd, PinOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.records import Tier, decode_location

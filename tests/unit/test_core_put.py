@@ -8,9 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from p2pstore.core import floors as sweeping
-from p2pstore.core.core_effects import AskPeer, CheckObject, PullFailure, PullOutcome
 from p2pstore.core.gets.serving import reply_of
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import AskPeer, CheckObject, PullFailure, PullOutcome, PutEnd
 from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError

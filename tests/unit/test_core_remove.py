@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.core import remove as removing
-from p2pstore.core.core_effects import AskPeer, SaveClusterRecord
+from p2pstore.core.operation import AskPeer, SaveClusterRecord
 from p2pstore.core.remove import RemoveOperation
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta

@@ -3,6 +3,7 @@ clusters: `tests/simulation/test_repair.py` and `test_hand_over.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partialmethod
 from typing import TypeVar
 
@@ -14,11 +15,13 @@ from p2pstore.core.copies.coldest import SPREAD_SECONDS
 from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
 from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
 from p2pstore.core.copies.repair import MOST_FAILURES, RepairTiming
-from p2pstore.core.core_effects import AskPeer, LoadObject
+from p2pstore.core.operation import AskPeer, LoadObject
 from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.machine import Ask
 from p2pstore.home_messages import Push
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.eviction import KNOWN_SECONDS
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Replicate, Replicated
@@ -411,3 +414,101 @@ def test_a_peer_that_leaves_takes_no_copies() -> None:
     reply = world.serve(world.others[0], DataKind.REPLICATE, request)
     assert isinstance(reply, Failure)
     assert reply.code == Code.UNAVAILABLE
+
+
+LAST_VALUE = bytes(20_000)
+
+
+def announced_by(world: Harness, other: Other, entry: ObjectEntry, *, soft: bool = False) -> None:
+    """The other has a copy of the same version, too."""
+    thing = world.hold(other, entry.key, LAST_VALUE, entry.version.clock, entry.version.writer)
+    if soft:
+        world.push(other, thing, soft=True)
+
+
+def fill(world: Harness) -> list[ObjectEntry]:
+    """As many objects as there is room for; the first one is the coldest."""
+    entries: list[ObjectEntry] = []
+    while world.segment.free_bytes > 2 * len(LAST_VALUE):
+        entries.append(world.stored(f"k{len(entries)}", LAST_VALUE))
+        world.pass_time(0.01)
+    return entries
+
+
+def evicted(world: Harness, entries: list[ObjectEntry]) -> set[str]:
+    """Which of them go when room is needed for a few more."""
+    for number in range(3):
+        world.stored(f"new{number}", LAST_VALUE)
+    return {entry.key for entry in entries if world.find(entry.key) is None}
+
+
+def first_in_order(world: Harness, key: str) -> Other:
+    """Another peer that comes before this one in rendezvous order."""
+    digest = digest_of(key)
+    mine = weight(world.core.member, digest)
+    able = [each for each in world.others[:-1] if weight(each.member, digest) > mine]
+    return able[0]  # the last of the others may be needed to tell of a death
+
+
+def test_the_coldest_goes_first_where_all_are_alone() -> None:
+    world = Harness(others=8)
+    entries = fill(world)
+    assert "k0" in evicted(world, entries)
+
+
+def test_what_another_peer_keeps_goes_before_colder_last_copies() -> None:
+    world = Harness(others=8)
+    entries = fill(world)
+    kept = {"k2", "k4", "k5"}
+    for entry in entries:
+        if entry.key in kept:
+            announced_by(world, first_in_order(world, entry.key), entry)
+    gone = evicted(world, entries)
+    assert gone
+    assert gone <= kept
+    assert world.core.counters["gone_copy_elsewhere"] == len(gone)
+    assert world.core.counters["gone_last_copy"] == 0
+
+
+def test_one_of_two_holders_keeps_its_copy() -> None:
+    """Each sees the other's copy: if both relied on it, there would be none."""
+    world = Harness(others=8)
+    entries = fill(world)
+    for entry in entries[1:4]:
+        digest = digest_of(entry.key)
+        mine = weight(world.core.member, digest)
+        for other in world.others:
+            if weight(other.member, digest) < mine:
+                announced_by(world, other, entry)
+    assert "k0" in evicted(world, entries)
+
+
+@pytest.mark.parametrize("how", ["dead", "soft"])
+def test_copies_that_may_be_gone_do_not_count(how: str) -> None:
+    world = Harness(others=8)
+    entries = fill(world)
+    for entry in entries[1:4]:
+        other = first_in_order(world, entry.key)
+        announced_by(world, other, entry, soft=how == "soft")
+        if how == "dead":
+            world.die(other)
+    assert "k0" in evicted(world, entries)
+
+
+def test_who_keeps_an_object_is_not_asked_each_time() -> None:
+    world = Harness(others=1)
+    entry = world.stored("k", LAST_VALUE)
+    asked: list[str] = []
+
+    def ask(weighed: Sequence[ObjectEntry], now: float) -> list[bool]:
+        asked.extend(entry.key for entry in weighed)
+        return [False] * len(weighed)
+
+    world.segment.room.ask_who_keeps(ask)
+    order = world.segment.objects.order
+    unix = world.core.unix(world.now)
+    order.cost_at(entry.offset, unix)
+    order.cost_at(entry.offset, unix + 1)
+    assert asked == ["k"]
+    order.cost_at(entry.offset, unix + KNOWN_SECONDS)
+    assert asked == ["k", "k"]

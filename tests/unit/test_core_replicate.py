@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import AskPeer, PutEnd
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SignedRecord, open_peer_record
@@ -42,7 +41,7 @@ def test_targets_are_asked_in_rendezvous_order_with_all_they_need() -> None:
     entry = world.stored("k", b"value")
     operation = replicate(world, "k", 3)
     asks = asks_of(world)
-    assert [ask.peer_id for ask in asks] == world.core.ranked_peers(digest_of("k"))[:2]
+    assert [ask.peer_id for ask in asks] == world.core.gossip.rank(digest_of("k"))[:2]
     for ask in asks:
         request = ask.request
         assert isinstance(request, Replicate)
@@ -60,7 +59,7 @@ def test_targets_are_asked_in_rendezvous_order_with_all_they_need() -> None:
 def test_a_peer_that_offers_no_memory_is_not_asked() -> None:
     world = Harness(others=3)
     world.stored("k", b"value")
-    first, second, third = map(world.other, world.core.ranked_peers(digest_of("k")))
+    first, second, third = map(world.other, world.core.gossip.rank(digest_of("k")))
     world.offer(second, memory_capacity=0)
     operation = replicate(world, "k", 4)
     asks = asks_of(world)
@@ -96,7 +95,7 @@ def test_a_target_that_fails_is_replaced_by_the_next(reply: Any) -> None:
     world = Harness(others=4)
     world.stored("k", b"value")
     operation = replicate(world, "k", 3)
-    ranked = world.core.ranked_peers(digest_of("k"))
+    ranked = world.core.gossip.rank(digest_of("k"))
     first, second = asks_of(world)
     world.answer(first, reply)
     (third,) = asks_of(world)
@@ -124,11 +123,11 @@ def test_copies_that_others_hold_count() -> None:
     world = Harness(others=4)
     entry = world.stored("k", b"value")
     held = remote_object("k", b"value", clock=entry.version.clock, writer=entry.version.writer)
-    holder = world.other(world.core.ranked_peers(digest_of("k"))[0])
+    holder = world.other(world.core.gossip.rank(digest_of("k"))[0])
     world.push(holder, held)
     operation = replicate(world, "k", 3)
     (ask,) = asks_of(world)
-    assert ask.peer_id == world.core.ranked_peers(digest_of("k"))[1]
+    assert ask.peer_id == world.core.gossip.rank(digest_of("k"))[1]
     world.answer(ask, DONE)
     assert operation.result == 3
 
@@ -136,7 +135,7 @@ def test_copies_that_others_hold_count() -> None:
 def test_hosts_without_a_copy_come_first() -> None:
     world = Harness(others=6)
     entry = world.stored("k", b"value")
-    ranked = [world.other(peer_id) for peer_id in world.core.ranked_peers(digest_of("k"))]
+    ranked = [world.other(peer_id) for peer_id in world.core.gossip.rank(digest_of("k"))]
     for other, host in zip(ranked, [0, 1, 1, 0, 2, 2], strict=True):  # 0 is this peer's own
         world.offer(other, host_id=bytes([host] * 16), memory_capacity=1)
     held = remote_object("k", b"value", clock=entry.version.clock, writer=entry.version.writer)
@@ -154,7 +153,7 @@ def test_a_soft_copy_is_kept_rather_than_another_one_made() -> None:
     world = Harness(others=4)
     entry = world.stored("k", b"value")
     held = remote_object("k", b"value", clock=entry.version.clock, writer=entry.version.writer)
-    ranked = [world.other(peer_id) for peer_id in world.core.ranked_peers(digest_of("k"))]
+    ranked = [world.other(peer_id) for peer_id in world.core.gossip.rank(digest_of("k"))]
     world.push(ranked[3], held, soft=True)
     older = remote_object("k", b"other", clock=entry.version.clock - 1, writer=3)
     world.push(ranked[2], older, soft=True)
@@ -171,7 +170,7 @@ def test_a_soft_copy_is_kept_rather_than_another_one_made() -> None:
 def test_a_host_whose_only_target_failed_is_tried_again_before_others() -> None:
     world = Harness(others=3)
     world.stored("k", b"value")
-    ranked = [world.other(peer_id) for peer_id in world.core.ranked_peers(digest_of("k"))]
+    ranked = [world.other(peer_id) for peer_id in world.core.gossip.rank(digest_of("k"))]
     for other, host in zip(ranked, [1, 0, 1], strict=True):
         world.offer(other, host_id=bytes([host] * 16), memory_capacity=1)
     replicate(world, "k", 2)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from p2pstore.core.copies import replicate as replicate_together
 from p2pstore.core.copies.replicate import PutAmongMany
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import AskPeer, PutEnd
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.gossip.machine import Ask
@@ -70,7 +69,7 @@ def copies(ends: Sequence[PutAmongMany]) -> list[int]:
 
 
 def targets(world: Harness, key: str, count: int) -> set[PeerId]:
-    return set(world.core.ranked_peers(digest_of(key))[:count])
+    return set(world.core.gossip.rank(digest_of(key))[:count])
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -125,7 +124,7 @@ def test_what_is_to_be_copied_is_not_evicted_before() -> None:
 def test_one_that_is_refused_goes_to_the_next_candidate_alone() -> None:
     world = world_of(3)
     ends = put(world, ["k"])
-    ranked = world.core.ranked_peers(digest_of("k"))
+    ranked = world.core.gossip.rank(digest_of("k"))
     (ask,) = asks_of(world)
     world.answer(ask, held(ask, FULL))
     for expected, reply in ((ranked[1], Failure(FULL, "no room")), (ranked[2], Replicated(1, 1))):
@@ -139,7 +138,7 @@ def test_one_that_is_refused_goes_to_the_next_candidate_alone() -> None:
 def test_a_copy_that_was_made_counts_when_another_one_fails() -> None:
     world = world_of(3)
     ends = put(world, ["k"], replicas=3)
-    ranked = world.core.ranked_peers(digest_of("k"))
+    ranked = world.core.gossip.rank(digest_of("k"))
     asks = {ask.peer_id: ask for ask in asks_of(world)}
     world.answer(asks[ranked[0]], held(asks[ranked[0]], FULL))
     world.answer(asks[ranked[1]], held(asks[ranked[1]]))
@@ -179,7 +178,7 @@ def test_a_target_without_memory_is_not_asked() -> None:
 def test_a_target_that_fails_is_passed_over(reply: Any) -> None:
     world = world_of(2)
     ends = put(world, ["k"])
-    first, second = world.core.ranked_peers(digest_of("k"))
+    first, second = world.core.gossip.rank(digest_of("k"))
     (ask,) = asks_of(world)
     assert ask.peer_id == first
     world.answer(ask, reply)

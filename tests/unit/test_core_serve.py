@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.core.core_effects import AskPeer
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.serving import MAX_HOLDINGS, reply_of
+from p2pstore.core.operation import AskPeer
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Duplicate
 from p2pstore.gossip.records import decode_location, writer_of

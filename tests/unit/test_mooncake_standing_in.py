@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.as_mooncake import install, uninstall
+from tests.commands import ran
 
 PROGRAM = """
 import subprocess, sys
@@ -74,12 +74,9 @@ def test_a_program_and_its_children_run_as_they_are(tmp_path: Path) -> None:
     (theirs / "engine.py").write_text("WHICH = 'their engine'")
     (theirs.parent / "sitecustomize.py").write_text("print('customized')")
     path = ":".join([str(theirs.parent), *(each for each in sys.path if each)])
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-m", "p2pstore.integrations.as_mooncake", str(program), "parent"],
         env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
     assert done.stderr == ""
     ours = "p2pstore.integrations.mooncake.store"
@@ -94,10 +91,5 @@ def test_a_program_and_its_children_run_as_they_are(tmp_path: Path) -> None:
 
 
 def test_without_a_program_it_says_how_to_use_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "p2pstore.integrations.as_mooncake", "-m"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = ran([sys.executable, "-m", "p2pstore.integrations.as_mooncake", "-m"])
     assert (done.returncode, done.stderr[:6]) == (1, "usage:")

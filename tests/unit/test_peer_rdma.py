@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from p2pstore.topology.hardware import Choice
 from p2pstore.transfer.rdma import rdma_serving as peer_rdma
 from p2pstore.transfer.rdma.rdma_serving import device_names, near_memory
 from p2pstore.transfer.reading.data_pool import DataPool
+from tests.commands import ran
 
 
 def names(folder: Path, **settings: Any) -> list[str]:
@@ -87,12 +87,8 @@ print("pyverbs" in sys.modules)
 
 
 def test_pyverbs_is_not_imported_without_a_device(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-c", STARTING],
         env={"XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
     assert done.stdout == "False\n", done.stderr

@@ -13,12 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
 from p2pstore.memory.areas import MAX_QUOTAS, NO_QUOTAS, Areas, Place
-from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import GRANULE_BYTES, Pin, TrailerBody, encode_trailer, plan_geometry
-from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.memory.segment_layout import GRANULE_BYTES, Pin, TrailerBody, plan_geometry
+from p2pstore.objects import chunk_sums
 from simulation.segment_checks import check_segment
+from tests.stored import stored
 
 ME = "the peer itself"
 ONE = GRANULE_BYTES - 200
@@ -59,20 +60,7 @@ def put(
     key = f"key {number}"
     value = bytes([number % 256]) * length
     trailer = TrailerBody(namespace, key, chunk_sums(value), pin=pin)
-    made = segment.reserve(length, len(encode_trailer(trailer)), holder=ME, now=now, namespace=namespace)
-    segment.reservation_view(made.number, ME)[:] = value
-    return segment.commit(
-        Written(
-            made.number,
-            key_digest(key, namespace),
-            Version(number + 1, 1, root_checksum(length, trailer.sums)),
-            trailer,
-            length,
-        ),
-        holder=ME,
-        soft=soft,
-        now=now,
-    )
+    return stored(segment, trailer, value, clock=number + 1, now=now, soft=soft)
 
 
 def kept(segment: Segment, namespace: str) -> int:

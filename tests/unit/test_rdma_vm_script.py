@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.commands import ran
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "rdma_vm"
 
@@ -35,14 +37,7 @@ def image(script: ModuleType) -> Any:
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return ran([sys.executable, str(SCRIPT), *arguments], env={**os.environ, **environment})
 
 
 def test_without_a_kernel_it_says_what_to_do(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.mapped.mapped_memory import create_memory, map_read_only
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
@@ -25,13 +25,14 @@ from p2pstore.memory.segment_layout import (
     plan_geometry,
     trailer_offset,
 )
-from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import CHUNK_BYTES, MIB, chunk_sums, key_digest
 from p2pstore.runtime.side_by_side import PIECE_BYTES
 from p2pstore.transfer.reading import segment_reader as reader_module
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from simulation.segment_checks import check_segment
 from tests.mapped_copies import copy_many, copy_one
 from tests.present import present
+from tests.stored import stored
 from tests.threads import with_threads
 
 KEYS = [f"key {number}" for number in range(40)]
@@ -46,23 +47,7 @@ def pattern(key: str, clock: int, length: int) -> bytes:
 
 def put(segment: Segment, key: str, clock: int, value: bytes) -> ObjectEntry:
     trailer = TrailerBody("default", key, chunk_sums(value))
-    reservation = segment.reserve(
-        len(value), len(encode_trailer(trailer)), holder="owner", now=float(clock)
-    )
-    view = segment.reservation_view(reservation.number, "owner")
-    np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(value, np.uint8))
-    return segment.commit(
-        Written(
-            reservation.number,
-            key_digest(key),
-            Version(clock, 1, root_checksum(len(value), trailer.sums)),
-            trailer,
-            len(value),
-        ),
-        holder="owner",
-        soft=False,
-        now=float(clock),
-    )
+    return stored(segment, trailer, value, clock=clock, now=float(clock))
 
 
 def new_segment(data_bytes: int, buffer: memoryview | None = None) -> tuple[Segment, memoryview]:
@@ -126,20 +111,7 @@ def test_colliding_digests_are_all_found_while_others_go() -> None:
     sums = chunk_sums(b"v")
 
     def add(digest: bytes) -> None:
-        reservation = segment.reserve(1, 100, holder=0, now=1.0)
-        segment.reservation_view(reservation.number, 0)[:] = b"v"
-        segment.commit(
-            Written(
-                reservation.number,
-                digest,
-                Version(1, 1, root_checksum(1, sums)),
-                TrailerBody("default", digest.hex(), sums),
-                1,
-            ),
-            holder=0,
-            soft=False,
-            now=1.0,
-        )
+        stored(segment, TrailerBody("default", digest.hex(), sums), b"v", now=1.0, digest=digest)
 
     there: set[bytes] = set()
     for _ in range(400):

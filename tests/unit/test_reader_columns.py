@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.memory.entries import Written
 from p2pstore.memory.object_table import KeyIndex
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
@@ -19,12 +18,12 @@ from p2pstore.memory.segment_layout import (
     TrailerBody,
     decode_slot,
     encode_slot,
-    encode_trailer,
 )
-from p2pstore.objects import CHUNK_BYTES, MIB, Announced, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import CHUNK_BYTES, MIB, Announced, chunk_sums
 from p2pstore.transfer.reading.segment_reader import FEW_DIGESTS, NOWHERE, SegmentReader
 from tests.mapped_copies import copy_many, copy_one
 from tests.present import present
+from tests.stored import stored
 from tests.unit.test_reader import empty, new_segment
 
 ENTRIES = 64
@@ -36,12 +35,7 @@ DIGESTS = [
 
 def put(segment: Segment, key: str, value: bytes, *, expires_unix_ms: int = 0, clock: int = 1) -> bytes:
     trailer = TrailerBody("default", key, chunk_sums(value), expires_unix_ms)
-    reservation = segment.reserve(len(value), len(encode_trailer(trailer)), holder=0, now=1.0)
-    segment.reservation_view(reservation.number, 0)[:] = value
-    version = Version(clock, 7, root_checksum(len(value), trailer.sums))
-    written = Written(reservation.number, key_digest(key), version, trailer, len(value))
-    segment.commit(written, holder=0, soft=False, now=1.0)
-    return key_digest(key)
+    return stored(segment, trailer, value, clock=clock, writer=7, now=1.0).digest
 
 
 @given(st.lists(st.tuples(st.sampled_from(DIGESTS), st.booleans()), max_size=60))

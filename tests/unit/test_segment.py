@@ -49,6 +49,7 @@ from p2pstore.transfer.reading.segment_reader import SegmentReader
 from simulation.segment_checks import check_segment
 from tests.mapped_copies import copy_one
 from tests.present import present
+from tests.stored import stored
 
 NONE, SOFT, HARD = PinKind.NONE, PinKind.SOFT, PinKind.HARD
 NAMESPACE = "tests"
@@ -769,20 +770,8 @@ def test_a_wrong_key_text_from_elsewhere_does_not_confuse_the_listing() -> None:
     segment, _ = new_segment(16)
     for number in range(2):
         value = one_granule(number)
-        reservation = fill(segment, value, "same", ME, 100)
         trailer = trailer_for(value, "same")
-        segment.commit(
-            Written(
-                reservation.number,
-                bytes([number]) * 16,
-                Version(1, 1, root_checksum(len(value), trailer.sums)),
-                trailer,
-                len(value),
-            ),
-            holder=ME,
-            soft=False,
-            now=100,
-        )
+        stored(segment, trailer, value, now=100, digest=bytes([number]) * 16)
     page, _ = segment.listing.page(NAMESPACE, "", "", 10)
     assert [entry.digest for entry in page] == [bytes([1]) * 16]
     for number in range(2):
@@ -808,16 +797,8 @@ def test_the_highest_version_wins_in_any_order() -> None:
 def test_a_newer_version_under_another_key_text_replaces_the_listing() -> None:
     segment, _ = new_segment(8)
     old = put(segment, "k", b"value")
-    reservation = fill(segment, b"other", "renamed", ME, 100)
     trailer = trailer_for(b"other", "renamed")
-    new = segment.commit(
-        Written(
-            reservation.number, old.digest, Version(2, 1, root_checksum(5, trailer.sums)), trailer, 5
-        ),
-        holder=ME,
-        soft=False,
-        now=100,
-    )
+    new = stored(segment, trailer, b"other", clock=2, now=100, digest=old.digest)
     assert segment.listing.page(NAMESPACE, "", "", 10) == ([new], False)
     check_segment(segment)
 

@@ -1,12 +1,18 @@
-"""The states of a data connection at its holder, and which requests it takes."""
+"""The states of a data connection at its holder, which requests it takes, how many large answers are on their way, and
+values that arrive in parts."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from p2pstore.access.keyring import Role
 from p2pstore.errors import BufferTooSmall, ProtocolError
-from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, chunk_sums
 from p2pstore.transfer.data_messages import (
     DataKind,
     Get,
@@ -20,6 +26,8 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.peer_messages import ClusterRecords, Remove
 from p2pstore.transfer.read_tickets import Rights, Scope, TicketClaims
+from p2pstore.transfer.serving.other_requests import IncomingValue
+from p2pstore.transfer.serving.serving_limits import Uploads
 from p2pstore.transfer.serving.session_rules import (
     TRANSITIONS,
     Event,
@@ -204,3 +212,109 @@ def test_a_failure_is_told_and_an_internal_one_only_logged(
     assert text in failure.text
     assert "secret" not in failure.text
     assert ("PING" in caplog.text) == (code is Code.INTERNAL)
+
+
+def test_only_who_knows_other_holders_is_refused() -> None:
+    uploads = Uploads(2)
+    assert uploads.begin(1.0, may_refuse=True)
+    assert uploads.begin(2.0)
+    assert not uploads.begin(3.0, may_refuse=True)
+    assert uploads.begin(3.0)
+    assert uploads.taken == 3
+    for began in (1.0, 2.0):
+        uploads.end(began, 4.0)
+    assert uploads.begin(4.0, may_refuse=True)
+
+
+def test_seconds_are_of_those_that_ended_and_of_those_on_their_way() -> None:
+    uploads = Uploads(16)
+    assert uploads.seconds(5.0) == 0.0
+    uploads.begin(10.0)
+    uploads.begin(11.0)
+    assert uploads.seconds(12.0) == pytest.approx(3.0)
+    uploads.end(10.0, 14.0)
+    assert uploads.seconds(14.0) == pytest.approx(7.0)
+    uploads.end(11.0, 15.0)
+    assert uploads.seconds(99.0) == pytest.approx(8.0)
+
+
+def test_any_thread_may_count() -> None:
+    uploads = Uploads(16)
+
+    def use(number: int) -> None:
+        for moment in range(2000):
+            uploads.begin(float(moment))
+            uploads.end(float(moment), moment + 1.0)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(use, range(4)))
+    assert uploads.taken == 0
+    assert uploads.seconds(0.0) == pytest.approx(8000.0)
+
+
+LONG = Random(1).randbytes(5 * CHUNK_BYTES + 77)
+
+
+def feed(incoming: IncomingValue, value: bytes, start: int, end: int) -> None:
+    position = start
+    for chunk in incoming.part(start, end - start):
+        chunk[:] = value[position : position + len(chunk)]
+        position += len(chunk)
+    assert position == end
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, len(LONG)), st.lists(st.integers(1, 6), max_size=6))
+def test_parts_of_any_number_of_chunks_make_the_value(length: int, counts: list[int]) -> None:
+    value, target, position = LONG[:length], bytearray(length), 0
+    incoming = IncomingValue(memoryview(target), chunk_sums(value))
+    for count in [*counts, 6]:
+        if position < length:
+            assert not incoming.complete
+            end = min(length, position + count * CHUNK_BYTES)
+            feed(incoming, value, position, end)
+            position = end
+    if not length:
+        feed(incoming, value, 0, 0)
+    assert incoming.complete
+    assert target == value
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "words"),
+    [
+        (CHUNK_BYTES, CHUNK_BYTES, "from byte 1,048,576"),
+        (-CHUNK_BYTES, 2 * CHUNK_BYTES, "from byte -1,048,576"),
+        (0, len(LONG) + 1, "to 5,242,958"),
+        (0, 0, "ends within a chunk"),
+        (0, CHUNK_BYTES + 1, "ends within a chunk"),
+        (0, 77, "ends within a chunk"),
+    ],
+)
+def test_parts_that_cannot_be(offset: int, length: int, words: str) -> None:
+    incoming = IncomingValue(memoryview(bytearray(len(LONG))), chunk_sums(LONG))
+    with pytest.raises(ProtocolError, match=words):
+        incoming.part(offset, length)
+
+
+def test_nothing_comes_after_the_end() -> None:
+    incoming = IncomingValue(memoryview(bytearray(len(LONG))), chunk_sums(LONG))
+    feed(incoming, LONG, 0, len(LONG))
+    with pytest.raises(ProtocolError, match="have arrived"):
+        incoming.part(0, CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("position", [0, 2 * CHUNK_BYTES + 5, len(LONG) - 1])
+def test_one_wrong_byte_is_found_in_its_chunk(position: int) -> None:
+    spoilt = bytearray(LONG)
+    spoilt[position] ^= 1
+    incoming = IncomingValue(memoryview(bytearray(len(LONG))), chunk_sums(LONG))
+    with pytest.raises(ValueError, match=f"chunk {position // CHUNK_BYTES} is not"):
+        feed(incoming, bytes(spoilt), 0, len(LONG))
+    assert not incoming.complete
+
+
+@pytest.mark.parametrize("sums", [b"", chunk_sums(LONG)[:-8], chunk_sums(LONG) + bytes(8), b"x"])
+def test_one_sum_per_chunk(sums: bytes) -> None:
+    with pytest.raises(ProtocolError, match="chunk sums"):
+        IncomingValue(memoryview(bytearray(len(LONG))), sums)

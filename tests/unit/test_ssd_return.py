@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import trio
 
-from p2pstore.core.core_effects import ColdSorted, LoadObject, WriteObject
 from p2pstore.core.gets.fetch_operation import FetchOperation
+from p2pstore.core.operation import ColdSorted, LoadObject, WriteObject
 from p2pstore.errors import CapacityExceeded, NoSuchKey
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
 from p2pstore.objects import Version, namespace_digest

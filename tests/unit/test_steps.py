@@ -15,10 +15,9 @@ import trio
 
 from p2pstore.core import operations, peer_core
 from p2pstore.core.copies.memory_return import COLD_PER_STEP
-from p2pstore.core.core_effects import ColdObject, ColdSorted
 from p2pstore.core.floors import WITHDRAWN_PER_STEP
 from p2pstore.core.gets import serving
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import ColdObject, ColdSorted, Operation
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import CapacityExceeded, ProtocolError

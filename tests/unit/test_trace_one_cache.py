@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.policies import PolicyName, make_policy
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody, encode_trailer
-from p2pstore.objects import Version, key_digest, root_checksum
+from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody
+from p2pstore.objects import key_digest
 from p2pstore.trace.one_cache import (
     LLAMA3_70B,
     BlockCache,
@@ -25,6 +25,7 @@ from p2pstore.trace.one_cache import (
     replay_one_cache,
 )
 from simulation.segment_checks import check_segment
+from tests.stored import stored
 from tests.unit.test_segment import new_segment
 from tests.unit.trace_requests import conversations
 
@@ -117,21 +118,7 @@ def test_a_segment_hits_what_the_replay_says(policy: PolicyName) -> None:
 def put_block(segment: Segment, block: int, now: float, before: bytes) -> None:
     length = GRANULE_BYTES // 2
     trailer = TrailerBody("default", str(block), bytes(8))
-    room = len(encode_trailer(trailer))
-    reservation = segment.reserve(length, room, holder=1, now=now)
-    segment.commit(
-        Written(
-            reservation.number,
-            key_digest(str(block)),
-            Version(1, 1, root_checksum(length, trailer.sums)),
-            trailer,
-            length,
-            before,
-        ),
-        holder=1,
-        soft=False,
-        now=now,
-    )
+    stored(segment, trailer, length, now=now, follows=before)
 
 
 def test_what_is_reused_need_not_be_computed() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import ran
 
 PROGRAM = """
 from typing import Literal, assert_type
@@ -75,13 +76,10 @@ def test_a_program_that_uses_every_world(tmp_path: Path, request: pytest.Fixture
     (tmp_path / "program.py").write_text(PROGRAM)
     kept = getattr(request.config, "cache", None)  # none under `-p no:cacheprovider`
     cache = tmp_path / "cache" if kept is None else kept.mkdir("mypy-of-a-user")
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache), "program.py"],
-        cwd=tmp_path,  # so that the settings of this project do not apply
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        300,
+        cwd=tmp_path,
     )
     assert re.findall(r'error: Argument (\d+|"\w+") has', done.stdout) == REFUSED, done.stdout
     assert done.stdout.count(" error: ") == len(REFUSED), done.stdout

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from p2pstore.core.copies.proofs import DOUBT_SECONDS
-from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.operation import AskPeer
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import LocationRecord, writer_of
 from p2pstore.gossip.version_proofs import MAX_LEAVES, MAX_PROOF_BYTES, read_proof, sign_versions

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from p2pstore.checkpoint.checkpoint_messages import AskNews
-from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject
+from p2pstore.core.operation import AskPeer, LoadObject, PullObject
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import Access, LocalClient, LocalKind
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody

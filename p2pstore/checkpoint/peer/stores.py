@@ -70,16 +70,9 @@ class PublishedPieces:
 
     def __init__(self, source: Source, manifest: Manifest) -> None:
         self.is_local = False  # links may lead anywhere, and files may be cold
+        self.have = self.needed = full_map(manifest.layout.count)
         self._source = source
         self._manifest = manifest
-
-    @property
-    def have(self) -> PieceMap:
-        return full_map(self._manifest.layout.count)
-
-    @property
-    def needed(self) -> PieceMap:
-        return self.have
 
     @property
     def copies(self) -> Mapping[int, Sequence[Extent]]:
@@ -168,18 +161,15 @@ class MemoryTarget:
         self._memory = create_table_memory(self.layout.total_bytes, "p2pstore-checkpoint")
         self._memory.view[self.layout.manifest : self.layout.total_bytes] = signed.body
         self.is_local = True
-        self._have = NO_PIECES
+        self.have = NO_PIECES
         self.needed = full_map(self.manifest.layout.count) if needed is None else needed
         """Pieces that clients want; grows with further orders."""
         self.copies = self.manifest.copies_among(self.needed)
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
+        """Whether the memory was freed."""
         self.descriptor = self._memory.read_only_descriptor()
         """For clients; valid until `close`."""
-
-    @property
-    def have(self) -> PieceMap:
-        return self._have
 
     @property
     def used_bytes(self) -> int:
@@ -193,24 +183,19 @@ class MemoryTarget:
         """Further memory that these pieces need."""
         return self.manifest.layout.size_of(pieces & ~self.needed)
 
-    @property
-    def closed(self) -> bool:
-        """Whether the memory was freed."""
-        return self._closed
-
     def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool:
         """Verify a piece and store it; False for wrong bytes. One that is here stays: clients have it mapped."""
         if not self.manifest.is_piece(piece, data):
             return False
         with self._lock:
-            if self._have >> piece & 1:
+            if self.have >> piece & 1:
                 return True
             view = memoryview(data)
             for file, offset, length in self.manifest.layout.extents(piece):
                 at = self.layout.files[file] + offset
                 self._open_view[at : at + length] = view[:length]
                 view = view[length:]
-            self._have |= 1 << piece
+            self.have |= 1 << piece
         return True
 
     def read(self, piece: int, room: memoryview | None = None) -> memoryview:
@@ -229,14 +214,14 @@ class MemoryTarget:
     def close(self) -> None:
         """Free the memory; idempotent. Clients' mappings stay valid."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
                 os.close(self.descriptor)
                 self._memory.close()
 
     @property
     def _open_view(self) -> memoryview:
-        if self._closed:
+        if self.closed:
             raise StoreClosed("the memory of this version was freed")
         return self._memory.view
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from p2pstore.core.copies.own_copies import other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import WriteObject
+from p2pstore.core.operation import WriteObject
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.policies.interface import EvictionPolicy

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from p2pstore.core.core_effects import PullOutcome, PullTogether
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import Operation, PullOutcome, PullTogether
 from p2pstore.core.puts.publishing import announce_new, reserve_many
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import NoSuchKey, ProtocolError
@@ -41,11 +40,8 @@ PROOF_BYTES: Final = MAX_PROOF_BYTES + 8
 
 
 class CopyDestination:
-    """Receives a copy into the peer's memory: a reservation that becomes an object, or nothing.
-
-    Satisfies `p2pstore.transfer.transport.Destination`. A holder may be tried after another failed: for the same
-    version `prepare` gives the same room, with what is in it.
-    """
+    """Receives a copy into the peer's memory. Satisfies `p2pstore.transfer.transport.Destination`: after a holder
+    failed, `prepare` for the same version gives the same room, with what is in it."""
 
     def __init__(self, core: PeerCore, operation: FetchOperation, now: float) -> None:
         self._core = core
@@ -247,11 +243,8 @@ def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[
 
 
 class CopiesDestination:
-    """Takes copies into the peer's memory: reservations that become objects, or nothing. `codes` says of each whether
-    it is here, or why not.
-
-    The shell goes through `reserve`, brings what `rooms` names, goes through `publish`, and calls `abort` in any case.
-    """
+    """Takes copies into the peer's memory; `codes` says of each whether it is here, or why not. The shell goes through
+    `reserve`, brings what `rooms` names, goes through `publish`, and calls `abort` in any case."""
 
     def __init__(
         self, core: PeerCore, operation: Operation, sender: PeerId, things: Sequence[Thing]

@@ -203,7 +203,7 @@ class _Rooms(MemberRooms):
         needed = round_up(length, GRANULE_BYTES) + GRANULE_BYTES  # with a trailer, as a rule
         ranked = [
             room
-            for peer_id in self._core.ranked_peers(digest)
+            for peer_id in self._core.gossip.rank(digest)
             if (room := rooms.get(peer_id)) is not None and room.capacity_bytes >= needed
         ]
         chosen = [room for room in ranked if room.free_bytes >= needed]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.core_effects import CheckReturned, ColdObject, ColdSorted
+from p2pstore.core.operation import CheckReturned, ColdObject, ColdSorted
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import MIB, Version

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from p2pstore.core.core_effects import CheckObject, KnownCopy
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import CheckObject, KnownCopy, Operation
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.records import Tier
@@ -128,12 +127,8 @@ MAX_NOTED: Final = 16
 
 
 class CheckOperation(Operation):
-    """Compare an object's bytes in this peer's memory with its checksums, and withdraw it when they differ.
-
-    The result is `CopyChecked`: whether this peer has a copy that is good. A copy on the SSD alone counts as good: it
-    was compared when it was written, and is again when it is read. An object that was found good is not compared anew,
-    unless `again`.
-    """
+    """Compare an object's bytes in memory with its checksums, unless it was found good (`again`: always), and withdraw
+    it when they differ. The result is `CopyChecked`: whether there is a good copy, as one on the SSD alone counts."""
 
     def __init__(self, core: PeerCore, digest: bytes, *, again: bool = False) -> None:
         super().__init__(core)

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.core_effects import KnownCopy, Reply
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.gossip.records import Member, PeerId, Tier, writer_of_member
 from p2pstore.gossip.version_proofs import (
     MAX_LEAVES,

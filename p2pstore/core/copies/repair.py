@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.copies.own_copies import OwnCopies, held_here, other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
+from p2pstore.core.operation import KnownCopy
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.records import Member, Tier

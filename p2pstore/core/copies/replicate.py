@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from p2pstore.core.core_effects import Reply
-from p2pstore.core.operation import Operation, PutEnd
+from p2pstore.core.operation import Operation, PutEnd, Reply
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import MIB, Version
@@ -84,7 +83,7 @@ class ReplicateOperation(Operation):
         self._holders = list(dict.fromkeys((*holders, *self._made_before)))
         to_tell = [copy.peer_id for copy in holding if copy.record.replicas < told]
         known = {copy.peer_id for copy in holding}.union(self._made_before, self._tried_before)
-        ranked = self.core.ranked_peers(entry.digest) if self._chosen is None else self._chosen
+        ranked = self.core.gossip.rank(entry.digest) if self._chosen is None else self._chosen
         self._candidates = [
             peer_id
             for peer_id in dict.fromkeys((*soft, *ranked))
@@ -217,7 +216,7 @@ class ReplicateTogether(Operation):
         """The peers to ask for a copy, of those that can hold any."""
         if row.wanted > len(able):
             return able
-        ranked, chosen = self.core.ranked_peers(row.entry.digest), list[PeerId]()
+        ranked, chosen = self.core.gossip.rank(row.entry.digest), list[PeerId]()
         candidates = [peer_id for peer_id in ranked if peer_id in able]
         while len(chosen) < row.wanted - 1 and candidates:
             chosen.append(take_target(self.core, candidates, chosen))

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from p2pstore.core.core_effects import KnownCopy, LoadObject, PullObject, PullOutcome
 from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, LoadObject, Operation, PullObject, PullOutcome
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.records import Member, Tier
 from p2pstore.objects import ZERO_VERSION, Version
@@ -26,11 +25,10 @@ MOST_HOPS: Final = 8
 
 
 class FetchOperation(Operation):
-    """Bring one object into this peer's memory. The result is its `ObjectEntry`.
+    """Bring one object into this peer's memory: from its SSD, else from other peers. The result is its `ObjectEntry`.
 
-    An object on this peer's SSD is read from there, and only from other peers when that fails. Many callers that want
-    one absent object share one fetch (`PeerCore.fetch`). With `source`, only that peer is asked, and `minimum` is the
-    version it promised. With `only_here`, no peer is asked: the object comes from this peer's SSD, or not at all.
+    Callers that want one absent object share one fetch (`Operations.fetch`). With `source`, only that peer is asked,
+    and `minimum` is the version it promised. With `only_here`, no peer is asked.
     """
 
     def __init__(

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.gets.serving import MAX_LIST_LIMIT, ListHereOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.gossip.locations.location_lookups import Holding
 from p2pstore.gossip.records import Member, PeerId, Tier
 from p2pstore.objects import ZERO_VERSION, newest_accepted_clock
@@ -99,10 +98,8 @@ class ListOperation(Operation):
 
 
 def is_page_of(page: Keys, request: ListKeys) -> bool:
-    """Whether a page is what was asked for: keys in order, each once, after `after`, with the prefix.
-
-    Anything else could send a client that pages through the keys in circles.
-    """
+    """Whether a page is what was asked for: keys in order, each once, after `after`, with the prefix. Anything else
+    could send a client that pages through the keys in circles."""
     keys = [item.key for item in page.items]
     return (
         all(earlier < later for earlier, later in pairwise([request.after, *keys]))
@@ -117,11 +114,8 @@ def merge_pages(
     silent: list[PeerId],
     name_of: Callable[[PeerId], str],
 ) -> Steps[ListedPage]:
-    """Merge sorted pages: the newest version of each key speaks for it.
-
-    A page that says `more` ends the merged page at its last key: behind it that peer may hold keys
-    that it did not list.
-    """
+    """Merge sorted pages: the newest version of each key speaks for it. A page that says `more` ends the merged one at
+    its last key, behind which that peer may hold keys that it did not list."""
     horizon = min((page.items[-1].key for _, page in answers if page.more and page.items), default=None)
     merged: list[KeyEntry] = []
     for number, (key, place, item) in enumerate(heapq.merge(*map(_in_order, count(), answers))):

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.copies.proofs import ASK_SECONDS, COLD_SECONDS, ProveOperation
-from p2pstore.core.core_effects import KnownCopy, Reply
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, PeerId, decode_location, member_of
 from p2pstore.home_messages import Holding

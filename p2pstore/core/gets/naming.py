@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.core_effects import Reply
 from p2pstore.core.gets.lookup import split_digests
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import Operation, Reply
 from p2pstore.gossip.records import PeerId
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Named, Names

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.operation import AskPeer
 from p2pstore.gossip.records import Member
 from p2pstore.objects import MIB
 from p2pstore.transfer.data_messages import DataKind, Keeps

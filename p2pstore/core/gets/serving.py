@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.copies.copy_destination import TakeCopiesOperation, read_copies
 from p2pstore.core.copies.own_copies import CheckOperation
-from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.floors import SweepOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import holding_record, split_digests
 from p2pstore.core.gets.naming import serve_names
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, Operation
 from p2pstore.core.own_objects import key_info
 from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
 from p2pstore.core.puts.put_operation import MAX_REPLICAS

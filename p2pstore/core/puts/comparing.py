@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.core_effects import KnownCopy, PullFailure, Reply
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, Operation, PullFailure, Reply
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import Slot, TrailerBody, decode_slot, decode_trailer

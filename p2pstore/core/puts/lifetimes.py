@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.gets.lookup import AfterLookup, LookupOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import PeerId, writer_of
 from p2pstore.memory.segment_layout import Pin
@@ -39,12 +38,11 @@ class PinEnd(NamedTuple):
 
 
 class PinOperation(AfterLookup):
-    """Pin some objects, or unpin them: here at once, and then where others hold the same version, as far as they can
-    be reached. The pin of an object on an SSD alone takes effect when it comes back to memory. `soft_seconds` is how
-    long a soft pin lasts; 0 for as long as usual.
+    """Pin some objects, or unpin them: here at once, then wherever the same version can be reached; one on an SSD alone
+    when it comes back to memory. `soft_seconds`: how long a soft pin lasts; 0 for as long as usual.
 
-    The result is a list of `PinEnd`, or `Unavailable` when this peer's clock is wrong. A pin that is cancelled is in
-    force here.
+    The result is a list of `PinEnd`, or `Unavailable` when this peer's clock is wrong. A cancelled pin is in force
+    here.
     """
 
     def __init__(

@@ -38,12 +38,9 @@ class Room:
 
 
 def choose_rooms(rooms: Sequence[Room], length: int, count: int, rng: Random) -> list[Room]:
-    """Up to `count` rooms that could hold a value of `length` bytes, in the order to ask them.
-
-    Doubtful rooms come last; before them, those that must evict; this host before others, as its
-    network is free. Among equals, the emptier of two chosen at random comes next, repeatedly:
-    gossip's figures of free room are a little old, and not all writers shall choose the emptiest peer.
-    """
+    """Up to `count` rooms that could hold a value of `length` bytes, in the order to ask them: doubtful ones last,
+    before them those that must evict, this host first. Of equals the emptier of two at random: gossip's figures are a
+    little old, and not all writers shall choose the same peer."""
     fitting = [room for room in rooms if room.capacity_bytes >= length]
     chosen: list[Room] = []
     for group in _grouped(fitting, length):
@@ -62,12 +59,9 @@ def _grouped(rooms: Sequence[Room], length: int) -> list[list[Room]]:
 
 
 def place(core: PeerCore, digest: bytes, length: int, host_id: bytes, now: float) -> list[PeerId]:
-    """Peers to put a value on that this one has no room for, best first.
-
-    Holders of the key come first, this peer among them: they know best whether the value is new, and
-    nothing needs to move when it is not. Raises `CapacityExceeded`, naming the largest room there is, when
-    no peer could hold the value.
-    """
+    """Peers to put a value on that this one has no room for, best first. Holders of the key, also this peer, come
+    first: they know best whether it is new. Raises `CapacityExceeded`, naming the largest room, when no peer could hold
+    it."""
     rooms = _rooms(core, host_id, now)
     able = {core.peer_id, *(room.peer_id for room in rooms)}
     holders = [
@@ -126,10 +120,8 @@ class Incoming:
 
 
 class IncomingStores:
-    """Decides on values that arrive from elsewhere: values that need no bytes, reservations, and puts.
-
-    `open` reserves; every `Incoming` ends with `close`, after the `PutOperation` of `put` or without one.
-    """
+    """Decides on values from elsewhere. `open` reserves; every `Incoming` ends with `close`, after the `PutOperation`
+    of `put` or without one."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -142,11 +134,9 @@ class IncomingStores:
         return len(self._open)
 
     def examine(self, request: Store, now: float) -> Operation:
-        """Start what can be done without the value's bytes; its result is None when they are needed.
-
-        Raises `ProtocolError` or `ValueError` for nonsense, and `Unavailable` when the clocks of the two
-        peers are so far apart that this one could write no version above what the other has seen.
-        """
+        """Start what can be done without the value's bytes; its result is None when they are needed. Raises
+        `ProtocolError` or `ValueError` for nonsense, `Unavailable` when this clock is too far behind to write above
+        what the other saw."""
         check_put(
             length=request.length, replicas=request.replicas, pin=request.pin, ttl_ms=request.ttl_ms
         )

@@ -11,11 +11,10 @@ import msgspec
 
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.operation import Operation, PutEnd
+from p2pstore.core.operation import KnownCopy, Operation, PutEnd
 from p2pstore.core.puts.comparing import CHECK_TIMEOUT_SECONDS, CompareCopies, Likeness, is_described
 from p2pstore.core.puts.lifetimes import MAX_TTL_MS
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
@@ -57,12 +56,11 @@ def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
 
 
 class PutOperation(Operation):
-    """Publish a reservation as an object, unless the key exists; then make the other copies.
+    """Publish a reservation as an object, unless the key exists; then make the other copies. The result is a `PutEnd`;
+    None when there is no reservation and the bytes are needed.
 
-    The result is a `PutEnd`; None when there is no reservation and the bytes are needed.
-    A key held only elsewhere is compared by asking a holder for its slot: equal roots make this copy an
-    additional one of the existing version, other bytes keep what exists.
-    """
+    A key held only elsewhere is compared by its holder's slot: with an equal root this copy is one more of the existing
+    version; other bytes keep what exists."""
 
     def __init__(
         self,

@@ -226,12 +226,8 @@ class DeltaChecks:
         return record if self._accepts_clock(record.clock, now) else None
 
     def check_record(self, signed: SignedRecord) -> tuple[PeerRecord, SignedRecord] | None:
-        """A peer record that is right and newer than the one known; None for a known one, and for one
-        of a format that is not.
-
-        Raises `ProtocolError`. Known records are recognised first: signatures are the expensive
-        part.
-        """
+        """A right peer record that is newer than the known one, recognised before its signature costs anything; None
+        for a known one, or of an unknown format. Raises `ProtocolError`."""
         try:
             record = read_peer_record(signed)
         except NewerFormat:

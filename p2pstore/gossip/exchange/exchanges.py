@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
-from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge
+from msgspec.structs import replace
+
+from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge, OperationRate
 from p2pstore.gossip.exchange.asking import Asked, Questions
 from p2pstore.gossip.exchange.digests import (
     Digest,
@@ -31,7 +33,6 @@ from p2pstore.gossip.exchange.digests import (
     unpack_digest,
     unpack_positions,
 )
-from p2pstore.gossip.exchange.fresh_news import OperationRate
 from p2pstore.gossip.floors.cluster_records import (
     COMPARED_BUCKETS,
     TheirRecords,
@@ -282,20 +283,9 @@ class Exchanges:
             digest = positions = b""
         elif theirs.digest is not None and self._knowledge.lacks(theirs.digest):
             self._invite(sender, now)
-        return ExchangeReply(
-            delta,
-            digest,
-            self._records.hash,
-            pack_buckets(self._records.bucket_hashes) if differs else b"",
-            floors.epoch_end,
-            pack_stamps(floors.seen),
-            pack_stamps(floors.horizon),
-            members_hash,
-            positions,
-            pack_cells(self._records, theirs.records.cells) if differs else b"",
-            self.hot_for(sender, now),
-            self.unix_ms(now),
-        )
+        told = self._told(delta, floors, theirs, differs, now)
+        hot = self.hot_for(sender, now)
+        return replace(told, digest=digest, positions=positions, members_hash=members_hash, hot=hot)
 
     def answer_reader(
         self, sender: PeerId, request: Exchange, theirs: Theirs, now: float
@@ -303,8 +293,15 @@ class Exchanges:
         """What a reader lacks. Nothing is wanted of it, and nothing is remembered of what it says."""
         floors = self._floors.answer(request.floors_epoch, request.floors_hash, now, None)
         differs = request.cluster_hash != self._records.hash
+        delta = self._delta_for(sender, theirs, differs, rumors=False)
+        return self._told(delta, floors, theirs, differs, now)
+
+    def _told(
+        self, delta: Delta, floors: FloorAnswer, theirs: Theirs, differs: bool, now: float
+    ) -> ExchangeReply:
+        """An answer that wants nothing."""
         return ExchangeReply(
-            self._delta_for(sender, theirs, differs, rumors=False),
+            delta,
             b"",
             self._records.hash,
             pack_buckets(self._records.bucket_hashes) if differs else b"",

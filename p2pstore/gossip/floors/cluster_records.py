@@ -76,11 +76,8 @@ def name_of(record: ClusterRecord) -> RecordName:
 
 
 def rank_of(record: ClusterRecord) -> tuple[int, int, bytes, bytes]:
-    """Of two records about the same, the one with the higher rank stays.
-
-    Body and signer break the tie of equal versions (two peers may write at the same moment), so that all peers keep
-    the same record.
-    """
+    """Of two records about the same, the one with the higher rank stays. Body and signer break the tie of equal
+    versions, so that all peers keep the same record."""
     return record.clock, record.writer, record.body, record.signer
 
 
@@ -356,11 +353,8 @@ def differing_buckets(records: ClusterRecords, theirs: list[int]) -> list[int]:
 def records_for(
     records: ClusterRecords, theirs: TheirRecords, limit_count: int, limit_bytes: int, rng: Random
 ) -> list[SignedRecord]:
-    """Records that the other side may lack: of the cells that differ, else of buckets that hold few.
-
-    A peer that does not know of cells is sent some of the differing buckets at random, since which of them
-    it lacks is not known.
-    """
+    """Records that the other side may lack: of the cells that differ, else of buckets that hold few; for a peer that
+    does not know of cells some of the differing buckets at random."""
     if theirs.cells:
         candidates = _of_cells(records, theirs.cells, limit_count, rng)
     elif theirs.buckets is not None:

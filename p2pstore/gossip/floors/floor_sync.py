@@ -100,10 +100,8 @@ class FloorSync(FloorCompaction):
     def learn(
         self, answer: FloorAnswer, asked_end: int, now: float, *, sender: Member, same_now: bool
     ) -> None:
-        """Take in a member's answer to a question about `asked_end`. `same_now`: the present sets are equal, too.
-
-        The horizon comes first: distrust depends on what this peer had seen before.
-        """
+        """Take in a member's answer to a question about `asked_end`. `same_now`: the present sets are equal, too. The
+        horizon comes first: distrust depends on what this peer had seen before."""
         oldest = self._oldest(now)
         self.doubts.note_proof(sender, answer.seen)
         horizon = without_older(answer.horizon, oldest)

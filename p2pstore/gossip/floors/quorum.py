@@ -193,10 +193,9 @@ class Quorum:
         return 2 * confirming >= self.living + self._lately
 
     def believes(self, others: Showing, now: float, *, costs: bool) -> bool:
-        """Whether a horizon is taken over that these members show. Half of all members are enough, or more than half of
-        those that are not apart: most may have been away at the same time. But where this peer would discard copies
-        (`costs`) though it cannot have missed a compaction, more than half of all must have gone on without it all the
-        same."""
+        """Whether to take over a horizon that these members show: half of all, or more than half of those that are not
+        apart, as most may have been away at once. Where it `costs` copies although this peer cannot have missed a
+        compaction, more than half of all must have gone on without it."""
         if now < self._first_came + FIRST_SECONDS:
             return False
         total = self.living

@@ -24,9 +24,8 @@ AUDIT_ENTRY: Final = struct.Struct("<HIQ")
 """Partition, number, XOR hash of the set."""
 MAX_AUDIT_SECONDS: Final = 24 * 3600
 LARGEST_SET_RECORDS: Final = 5_000
-"""Whole partitions that are larger are neither sent nor kept. Digests are spread evenly: of the four million
-records that a peer may hold at most, a partition has 4,096 give or take a few hundred. It is larger only when
-keys are chosen for it; its homes then do not vouch for it, and are asked in vain."""
+"""Larger whole partitions are neither sent nor kept. Of the four million records of a peer a partition has some 4,096,
+and more only when keys are chosen for it; its homes then do not vouch for it, and are asked in vain."""
 STEP_COST: Final = 1_280
 """Of what is taken in at once, in units of 2 us: an empty partition or an entry of an audit costs one. A step may
 be longer for one large partition, and takes 4 ms then."""
@@ -165,11 +164,8 @@ many other versions, at others, of what it pushed."""
 
 
 class PushIntake:
-    """One push. Call `step` until it says that all was taken in; then `behind` and `rivals` are the answer.
-
-    A step takes a few milliseconds. Between two of them anything may happen, other pushes of this owner too: each
-    part is taken in as if it had come by itself.
-    """
+    """One push. Call `step`, of a few milliseconds, until all was taken in; then `behind` and `rivals` are the answer.
+    Between two steps anything may happen: each part is taken in as if it had come by itself."""
 
     def __init__(self, owner: Member, update: Push, take: TakePart) -> None:
         self.behind: list[int] = []

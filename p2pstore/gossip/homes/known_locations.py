@@ -277,9 +277,8 @@ class LocationCache:
         hearsay: bool = False,
         own_word: bool = False,
     ) -> bool:
-        """Take in what a member is said to hold (or, `removed`, not to hold) at a place of its log. Whether it
-        was news. The word of homes goes before hearsay, whatever that claims; and hearsay makes nothing younger that is
-        known."""
+        """Take in what a member is said to hold (or, `removed`, not to hold) at a place of its log. Whether it was
+        news. Homes' word goes before hearsay, which makes nothing younger that is known."""
         digest, source = operation[:16], (member, own_word)
         told = _Heard(position, operation, now, hearsay)
         heard = self._keys.setdefault(digest, {})

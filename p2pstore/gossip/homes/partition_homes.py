@@ -250,11 +250,9 @@ def places_of(members: Words, member_count: int, needed: int) -> NDArray[numpy.i
 
 
 def choose_homes(names: Words, weights: Words, home_count: int, member_count: int) -> Words:
-    """`home_count` homes for each partition, or all members when they are fewer; the first row has the best.
-
-    `names` and `weights` have a column for each partition: its candidates in the order of weight, at least
-    `home_count`. A partition with too few candidates that have room has the best of the others besides.
-    """
+    """`home_count` homes for each partition, or all members when they are fewer; the first row has the best. `names`
+    and `weights` have a column for each partition, its candidates by weight. Where too few of them have room, the best
+    of the others are taken besides."""
     best = names[:home_count]
     if not member_count:
         return best
@@ -374,11 +372,8 @@ class DirectoryMode:
         return self.phase in (Phase.FULL, Phase.NARROWING)
 
     def tick(self, load: float, *, views_complete: bool, homes_complete: bool, now: float) -> bool:
-        """Go on as the load (share of the limits) asks for it. Whether the phase is another now.
-
-        `views_complete`: all logs were followed; `homes_complete`: all owners have told what this peer is home
-        of.
-        """
+        """Go on as the load (share of the limits) asks. Whether the phase is another now. `views_complete`: all logs
+        were followed; `homes_complete`: all owners have told what this peer is home of."""
         before = self.phase
         waited = now - self._since
         match self.phase:

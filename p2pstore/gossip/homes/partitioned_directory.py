@@ -131,10 +131,6 @@ class PartitionedDirectory:
             else:
                 self.pushes.tell(rival.member, held)
 
-    def log_restarted(self, now: float) -> None:
-        """This peer's log goes on under another incarnation."""
-        self.pushes.voided(now)
-
     # --- homes -------------------------------------------------------------------------------
 
     def take(

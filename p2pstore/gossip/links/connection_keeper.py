@@ -173,10 +173,8 @@ class Attempts(Generic[T]):
     async def join(
         self, nursery: trio.Nursery, peer_id: PeerId, key: Hashable, start: Callable[[], Awaitable[T]]
     ) -> T:
-        """What the attempt with this key brings; `start()` makes it, in `nursery`, if none is under way.
-
-        Raises what the attempt raised, and `LinkError` when it took too long, was ended, or is one too many.
-        """
+        """What the attempt with this key brings; `start()` makes it, in `nursery`, if none is under way. Raises what
+        that raised, and `LinkError` when it took too long, was ended, or is one too many."""
         attempt = self._under_way.get((peer_id, key))
         if attempt is None:
             if len(self._under_way) >= MAX_ATTEMPTS:

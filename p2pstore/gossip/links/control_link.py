@@ -303,12 +303,9 @@ async def admit_stream(
     readers: Handler | None = None,
     account: Account | None = None,
 ) -> AnsweringStream:
-    """Admit the opener. `may_come` says, when it has proved itself, whether there is a place: else it is refused as
-    BUSY. `activity` counts the requests, `account` the bytes that are held for the other side. `readers` answers an
-    opener that may only read; None refuses it.
-
-    Raises `AdmissionRefused` (after telling the opener), `ProtocolError`, `OSError`, `trio.TooSlowError`.
-    """
+    """Admit the opener, if `may_come` says that there is a place (else BUSY). `activity` counts the requests, `account`
+    the bytes held for the other side; `readers` answers an opener that may only read (None refuses it). Raises
+    `AdmissionRefused` (after telling the opener), `ProtocolError`, `OSError`, `trio.TooSlowError`."""
     frames = Frames(stream, account)
     with trio.fail_after(ADMISSION_SECONDS):
         kind = ControlKind.HELLO

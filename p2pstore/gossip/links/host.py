@@ -82,13 +82,9 @@ def _ignore(_address: str, _reason: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class HostSettings:
-    """What a control host is, and what it calls.
-
-    `handler` answers admitted members, `readers` those that may only read (None: refused). `on_lost(peer_id)` is called
-    when the last connection of an admitted peer has ended without either side having meant it; `on_refused(address,
-    reason)` for everything of a stranger that was dropped. `allowed` is the allow list; `budget` bounds what is held
-    for others.
-    """
+    """What a control host is, and what it calls: `handler` for members, `readers` for those that may only read (None:
+    refused), `on_lost(peer_id)` when a member's last connection ended unintended, `on_refused(address, reason)` for
+    what was dropped of a stranger. `allowed` is the allow list; `budget` bounds what is held for others."""
 
     identity: Identity
     ring: KeyRing
@@ -139,11 +135,8 @@ class ControlHost:
     # --- what the peer calls -----------------------------------------------------------------
 
     async def discover(self, address: str, timeout_seconds: float) -> PeerId:
-        """The peer that listens at `HOST:PORT` (every record of a host name is tried): connects, and returns the id
-        that the other side proved with its key. Whether it belongs to the cluster the first `ask` shows.
-
-        Raises `LinkError`.
-        """
+        """The id that the peer at `HOST:PORT` (any record of a host name) proves with its key; the first `ask` shows
+        whether it belongs to the cluster. Raises `LinkError`."""
         connection = await self.dialler.dial(None, [address], timeout_seconds)
         return connection.peer_id
 
@@ -155,10 +148,8 @@ class ControlHost:
         request: Message,
         timeout_seconds: float,
     ) -> Message:
-        """The peer's reply, over the one stream for our requests; connects at need, trying `addresses` in turn.
-
-        Raises `LinkError`; `ValueError` when the request is over 4 MiB.
-        """
+        """The peer's reply, over the one stream for our requests; connects at need, trying `addresses` in turn. Raises
+        `LinkError`; `ValueError` when the request is over 4 MiB."""
         try:
             with trio.fail_after(timeout_seconds):
                 for _ in range(MAX_FAREWELLS):
@@ -246,10 +237,8 @@ class ControlHost:
             raise _Farewell("the connection was closed just when it was used")
 
     async def _asking(self, peer_id: PeerId, addresses: Sequence[str]) -> Connection:
-        """A connection with a usable stream for our requests. Raises `LinkError`.
-
-        It is made in the host's own time: a request that gives up waiting leaves the attempt to the next one.
-        """
+        """A connection with a usable stream for our requests, made in the host's own time: a request that gives up
+        waiting leaves the attempt to the next one. Raises `LinkError`."""
         connection = self.keeper.newest(peer_id)
         if connection is not None and connection.can_ask:
             return connection
@@ -411,11 +400,8 @@ async def open_control_host(
     listen: tuple[str, int | None], settings: HostSettings
 ) -> AsyncIterator[ControlHost]:
     """A host that listens at `listen` (port 0: any; None: the default one, or any when that is taken) until the block
-    ends. After ring or allow list were changed, call its `recheck`; tell its `keeper` the peers that it is to stay
-    connected with.
-
-    Raises `ConfigError` when the address cannot be bound. Errors of the block come out as themselves.
-    """
+    ends. Call `recheck` after ring or allow list changed; tell `keeper` the peers to stay connected with. Raises
+    `ConfigError` when the address cannot be bound. Errors of the block come out as themselves."""
     contain_logging()
     host = ControlHost(await listen_tcp(*listen), settings)
     async with open_background_nursery() as nursery:

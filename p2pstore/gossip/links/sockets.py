@@ -46,10 +46,8 @@ class Endpoint:
 class GuardedSocket:
     """What libp2p reads from and writes to: raises `ConnectionResetError` once the connection is over.
 
-    A read returns exactly what was asked, out of a buffer that one receive fills. A peer that sends faster than this
-    process reads would never let it wait; so a reader gives way now and then. A write is shielded from
-    cancellation, because half an encrypted message would make the rest of the connection unreadable.
-    """
+    A read returns exactly what was asked, out of a buffer that one receive fills, and gives way now and then, as a fast
+    sender never would. A write is shielded from cancellation: half an encrypted message makes the rest unreadable."""
 
     def __init__(self, sock: socket.socket, allowance_bytes: int) -> None:
         """`allowance_bytes`: how much the other side may send before `lift_allowance`."""
@@ -179,10 +177,8 @@ def _detect_dead_hosts(sock: socket.socket) -> None:
 
 
 async def listen_tcp(host: str, port: int | None) -> socket.socket:
-    """A listening socket; port 0 is any free one, None the default one or, when that is taken, any.
-
-    Raises `ConfigError` naming the address and what to do.
-    """
+    """A listening socket; port 0 is any free one, None the default one or, when that is taken, any. Raises
+    `ConfigError` naming the address and what to do."""
     if port is None:
         # Only listening takes a port: looked at before, it may be free for two processes that start at once.
         try:
@@ -224,10 +220,8 @@ async def _listen_tcp(host: str, port: int) -> socket.socket:
 
 
 async def resolve(addresses: Sequence[str]) -> list[Endpoint]:
-    """All records of all addresses (`HOST:PORT`, `[v6]:PORT`), in order, without repetition.
-
-    Raises `OSError` when none resolves, and `ConfigError` for an address that is none.
-    """
+    """All records of all addresses (`HOST:PORT`, `[v6]:PORT`), in order, without repetition. Raises `OSError` when none
+    resolves, and `ConfigError` for an address that is none."""
     endpoints: dict[Endpoint, None] = {}
     failure: OSError = OSError("there is no address to try")
     for address in addresses:
@@ -264,10 +258,8 @@ async def connect(endpoint: Endpoint) -> socket.socket:
 async def first_success(
     attempts: Sequence[Callable[[], Awaitable[T]]], failures: tuple[type[Exception], ...]
 ) -> T:
-    """The result of the first attempt that succeeds; the next one starts when one fails or after 0.25 s.
-
-    Raises the last failure when all fail. `attempts` must not be empty.
-    """
+    """The result of the first attempt that succeeds (the next starts when one fails or after 0.25 s); raises the last
+    failure when all fail. `attempts` must not be empty."""
     results: list[T] = []
     errors: list[Exception] = []
 

@@ -51,11 +51,8 @@ class Directory(LocationLookups):
 
     @changing
     def observe_head(self, member: Member, incarnation: int, head: LogHead) -> bool:
-        """Take in the head of a verified record. False when the view was dropped for a wrong hash.
-
-        A higher incarnation voids everything known of the member before; and so does a head of more locations
-        than a peer can hold (`shares`).
-        """
+        """Take in the head of a verified record. False when the view was dropped for a wrong hash. A higher incarnation
+        voids all that is known of the member; so does a head of more locations than a peer can hold (`shares`)."""
         view = self._views.get(member)
         if view is None:
             view = self.open_view(member, incarnation)
@@ -73,11 +70,8 @@ class Directory(LocationLookups):
 
     @changing
     def apply(self, member: Member, incarnation: int, run: SignedRun) -> Applied:
-        """Carry out a run of a member's operations, whose signature was checked. Raises `ProtocolError` when records
-        are not whole.
-
-        Operations that the view already has are skipped; nothing is applied across a gap.
-        """
+        """Carry out a run whose signature was checked: operations that the view has are skipped, nothing is applied
+        across a gap. Raises `ProtocolError` when records are not whole."""
         count = check_run(run.operations)
         view = self._views.get(member)
         if view is None or incarnation > view.incarnation:
@@ -195,12 +189,8 @@ class Directory(LocationLookups):
     def install_snapshot(
         self, member: Member, incarnation: int, sequence: int, set_hash: int, snapshot: CheckedSnapshot
     ) -> bool:
-        """Have a view replaced whole: now, or when `work` has put in a large one. False, and no effect,
-        when it is not ahead of the view or has no room.
-
-        Raises `ProtocolError`, and changes nothing, when the records do not add up to `set_hash`,
-        or that is not what the owner signed.
-        """
+        """Have a view replaced whole, a large one by `work` later. False, and no effect, when it is not ahead or has no
+        room. Raises `ProtocolError`, and changes nothing, when the hash is wrong or not what the owner signed."""
         view = self._views.get(member)
         if view is None or incarnation != view.incarnation or member in self.shares.refused:
             return False

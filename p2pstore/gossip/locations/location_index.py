@@ -229,10 +229,8 @@ class LocationIndex(LocationRows):
         return True
 
     def apply(self, slot: int, operations: bytes) -> None:
-        """Carry out packed operations in order. A withdrawal counts only for the version that is held.
-
-        Raises `MemoryError`, with some of them carried out, when the table is full: see `has_room`.
-        """
+        """Carry out packed operations in order. A withdrawal counts only for the version that is held. Raises
+        `MemoryError`, with some of them carried out, when the table is full: see `has_room`."""
         if len(operations) < _FEW * LOCATION_BYTES:
             for start in range(0, len(operations), LOCATION_BYTES):
                 self._apply_one(slot, operations[start : start + LOCATION_BYTES])

@@ -78,12 +78,8 @@ class LocationLookups(ViewTable):
         *,
         hearsay: bool = False,
     ) -> int:
-        """Note operations that arrived ahead of the log, from its owner or, as `hearsay`, from another. How many were
-        news.
-
-        Raises `ProtocolError`, and changes nothing, when sequences and whole records do not pair
-        up.
-        """
+        """Note operations ahead of the log, from its owner or, as `hearsay`, another. How many were news. Raises
+        `ProtocolError`, and changes nothing, when sequences and whole records do not pair up."""
         if check_run(operations) != len(sequences):
             raise ProtocolError("a push has not one sequence number per location record")
         if member in self.shares.refused:
@@ -324,9 +320,8 @@ class EarlyOperation:
 
 
 class EarlyOperations:
-    """The newest operation of each key and owner. The oldest go after `kept_seconds`: the log must have told of them by
-    then. When there are over `limit`, the oldest of the owner that has most go: one that pushes much pushes out
-    nothing of others. What the log told of goes at once."""
+    """The newest operation of each key and owner, until the log told of it, or for `kept_seconds`. Over `limit` the
+    oldest of the owner that has most go: one that pushes much pushes out nothing of others."""
 
     def __init__(self, limit: int, kept_seconds: float, apart: ApartKeys | None = None) -> None:
         self._limit = limit

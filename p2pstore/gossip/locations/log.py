@@ -68,12 +68,9 @@ def newest_clock(packed: bytes | bytearray | memoryview, limit: int) -> int:
 
 
 class OperationRing:
-    """The most recent operations of one log, packed, with their owner's signatures of runs of them. Sequence numbers
-    are contiguous. Operations after the newest run are not signed yet.
-
-    Holds at least the last `limit` operations, or a quarter as many runs, and at most a quarter more and a run:
-    cutting now and then makes an append O(1) on average, and a run is passed on whole or not at all.
-    """
+    """The most recent operations of one log, packed and contiguous, with their owner's signatures of runs; the newest
+    are not signed yet. Holds the last `limit` operations, or a quarter as many runs, and at most a quarter more and a
+    run: cutting now and then makes an append O(1) on average, and a run is passed on whole or not at all."""
 
     def __init__(self, limit: int, last: int = 0) -> None:
         self.limit = limit

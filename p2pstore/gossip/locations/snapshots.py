@@ -49,12 +49,9 @@ def most_snapshot_bytes(signed_count: int) -> int:
 
 
 def check_snapshot(packed: Packed) -> CheckedSnapshot:
-    """Check a snapshot. May run in a worker thread: a million records take a quarter of a second, most of
-    it without the interpreter's lock.
-
-    `packed` must not change any more. Raises `ProtocolError` for records that are not whole, repeated or
-    withdrawn.
-    """
+    """Check a snapshot, which must not change any more; in a worker thread, as a million records take a quarter of a
+    second, mostly without the interpreter's lock. Raises `ProtocolError` for records not whole, repeated or
+    withdrawn."""
     count = check_run(packed)
     whole = np.frombuffer(packed, WHOLE)
     if count <= _FEW:
@@ -178,11 +175,8 @@ class _Behind:
 
 
 class CatchUp:
-    """Watches the views that differ from their owners' signed heads.
-
-    A snapshot is due when a view has stood still for `patience_seconds`, and at once when it is further
-    behind than the owner's ring reaches or does not have the hash that the owner signed.
-    """
+    """Watches the views that differ from their owners' signed heads. A snapshot is due when a view stood still for
+    `patience_seconds`, or at once when it has another hash than signed or is behind the owner's ring."""
 
     def __init__(self, directory: Directory, ring_limit: int, patience_seconds: float) -> None:
         self._directory = directory

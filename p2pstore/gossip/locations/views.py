@@ -49,10 +49,8 @@ class DirectoryConfig:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A member's word that it holds a record, as of (`incarnation`, `sequence`) of its log.
-
-    `hidden`: the member is believed dead. `hearsay`: another one said so, not the member in its log, or as a push.
-    """
+    """A member's word that it holds a record, as of (`incarnation`, `sequence`) of its log. `hidden`: it is believed
+    dead. `hearsay`: another one said so, not the member in its log, or as a push."""
 
     member: Member
     incarnation: int
@@ -144,11 +142,8 @@ def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[
 
 
 class ViewTable:
-    """All views, and where each stands.
-
-    `salt`: 128 bits that other members cannot guess, for the index. Or `published`: the index is its table, with
-    room for `max_rows` rows.
-    """
+    """All views, and where each stands. `salt`: 128 bits that other members cannot guess, for the index. Or
+    `published`: the index is its table, with room for `max_rows` rows."""
 
     def __init__(
         self,

@@ -58,11 +58,8 @@ class ActiveView:
         return list(self._neighbours)
 
     def choose(self) -> MemberState | None:
-        """A random neighbour; None when there is no other live member.
-
-        One that is suspected, or failed to answer and was not heard of since, is chosen only when a second
-        draw brings such a one too: it must hear what is said of it, but not hold up everything else.
-        """
+        """A random neighbour; None without another live member. A suspected or silent one is chosen only if a second
+        draw is such a one, too: it must hear what is said of it, but not hold up everything else."""
         self._mend()
         if not self._neighbours:
             return None

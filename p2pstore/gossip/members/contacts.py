@@ -70,11 +70,8 @@ class Contacts:
         loaded: bool = False,
         in_book: bool = False,
     ) -> None:
-        """Try these addresses of one peer from now on. Above 10,000 contacts more are ignored.
-
-        `loaded`: an earlier run remembered them; `in_book`: a member was there in this one. A contact of the address
-        book that is named again as a bootstrap address is one from then on.
-        """
+        """Try these addresses of one peer, of at most 10,000 contacts. `loaded`: an earlier run remembered them;
+        `in_book`: a member was there in this one. Named as a bootstrap address, one of the address book becomes one."""
         key = tuple(addresses)
         known = self._contacts.get(key)
         if known is not None:

@@ -147,9 +147,8 @@ class MemberChange:
 class MemberTable:
     """All known members, living and dead, and how many more there may be. This peer is one of them.
 
-    A peer that something came from, on a channel of its own, is *met*. Others are members on the word of another
-    member, their introducer. A full table forgets, in this order: the dead that only claims name, the longest dead, and
-    unmet members of the introducer that told of most.
+    A peer is *met* when something came from it on a channel of its own; others are members on their introducer's word.
+    A full table forgets the dead that only claims name, the longest dead, then unmet ones of the busiest introducer.
     """
 
     def __init__(self, me: PeerId, incarnation: int, config: MembershipConfig) -> None:

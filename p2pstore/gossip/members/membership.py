@@ -57,9 +57,8 @@ from p2pstore.gossip.members.suspicion import Accusers, LocalHealth, Suspects, S
 from p2pstore.gossip.records import Member, PeerId, PeerRecord, SignedRecord, member_of
 
 MAX_AHEAD_MS: Final = 24 * 3600 * 1000
-"""Incarnations begin at a wall clock's milliseconds. Accusations that are further ahead, of this peer's clock and of
-what the accused has signed itself, are passed over, so that there is always room to refute. What it has signed counts
-because its clock, or this peer's, may have been wrong when it started."""
+"""Incarnations begin at a wall clock's milliseconds. Accusations further ahead, of this clock and of what the accused
+has signed (with a clock that may have been wrong), are passed over: there is always room to refute."""
 REFUTATION_ROOM: Final = 3600 * 1000
 REFUTATIONS_AT_ONCE: Final = 4
 REFUTATIONS_A_SECOND: Final = 0.2
@@ -268,11 +267,8 @@ class Membership(MemberTable):
     # --- claims to pass on -------------------------------------------------------------------
 
     def claims(self, about: Iterable[PeerId] = (), to: PeerId | None = None) -> list[Claim]:
-        """Claims to ride on the next message: those about `about`, then the least sent ones, except what was
-        last heard from, or told, the receiver `to`.
-
-        The receiver of a message hears first what is said of it, so that it can refute at once.
-        """
+        """Claims to ride on the next message: those about `about`, which its receiver `to` may refute at once, then the
+        least sent ones, except what the receiver said or was told last."""
         chosen = self.accusations(about)
         room = max(0, self.config.claims_per_message - len(chosen))
         chosen += self._rumors.take(to, room, self.retransmit_limit())
@@ -283,11 +279,8 @@ class Membership(MemberTable):
         return [claim for peer_id in about if (claim := self.accusation(peer_id)) is not None]
 
     def accusation(self, peer_id: PeerId) -> Claim | None:
-        """The claim for a peer that believes this member alive; None when this peer believes so, too.
-
-        A death is passed on as a suspicion: where it was wrong, its victim lives near those who are
-        told, and has time to refute before they hide what it holds.
-        """
+        """The claim for a peer that believes this member alive; None when this peer does, too. A death is passed on as
+        a suspicion: a living victim has time to refute before those who are told hide what it holds."""
         state = self.get(peer_id)
         if state is None or state.status == Status.ALIVE:
             return None

@@ -102,12 +102,9 @@ class PeerClocks:
 
 
 def judge(aheads: Iterable[float], middle: float | None, *, alone: bool) -> ClockView:
-    """The conclusion from how far this peer's clock is ahead of others'.
-
-    Where half of the clocks say one thing and half another, neither half is known to be right. Then those that are
-    ahead may not write, as the others would refuse it; those that are behind may, as far as they do not know of
-    anything that they had to refuse themselves.
-    """
+    """The conclusion from how far this clock is ahead of others'. Where half say one thing and half another, neither is
+    known to be right: those ahead may not write, as others would refuse it; those behind may, as far as they know of
+    nothing that they had to refuse."""
     ordered = sorted(aheads, reverse=True)
     count = len(ordered) + 1
     behind = sum(ahead < -MAX_CLOCK_SKEW_SECONDS for ahead in ordered)

@@ -257,10 +257,8 @@ class Probing:
         return None
 
     def next_dead(self) -> MemberState | None:
-        """A random dead member to try again, with probability dead / live; ask once a second.
-
-        One contact anywhere in the cluster is enough, since its refutation spreads.
-        """
+        """A random dead member to try again, with probability dead / live; ask once a second. One contact anywhere in
+        the cluster is enough, since its refutation spreads."""
         dead = self._membership.dead_count
         if not dead or self._rng.random() >= dead / max(1, len(self._membership.live())):
             return None

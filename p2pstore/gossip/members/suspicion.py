@@ -44,10 +44,8 @@ def expected_confirmations(multiplier: float, members: int) -> int:
 
 @dataclass(slots=True)
 class Suspicion:
-    """One suspect's time. `accusers` are those that accused it, the first one included.
-
-    `asked_at` is when this peer last began to look for itself, `failed_at` when a probe of its own last failed.
-    """
+    """One suspect's time. `accusers`: all that accused it. `asked_at`: when this peer last began to look for itself,
+    `failed_at`: when a probe of its own last failed."""
 
     began_at: float
     shortest_seconds: float

@@ -6,7 +6,6 @@ import atexit
 import fcntl
 import json
 import logging
-import math
 import os
 import shutil
 import signal
@@ -51,8 +50,9 @@ LOG: Final = logging.getLogger("p2pstore.mooncake")
 RECONNECT_SECONDS: Final = 1.0
 RESTART_SECONDS: Final = 10.0
 QUIET_SECONDS: Final = 10.0
-ANSWER_SECONDS: Final = 0.1
-"""Time that a peer has for the answer to a probe, after it let a call time out."""
+PATIENCE_SECONDS: Final = 0.5
+"""Time that the peer has for the answer to a probe, before the calls that wait for it fail. In plug-ins, where a
+failure is only a miss, it has less."""
 START_ATTEMPTS: Final = 16
 """Of starting a peer, when other programs of this host take the addresses that were free."""
 HEALTHY, NOT_SET_UP, UNREACHABLE = 0, 1, 2
@@ -83,8 +83,6 @@ class StoreBase:
         """Memory of buffer pools, by its address: it must be there as long as it is registered."""
         self._pools: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._closed = False
-        self._hung_from = math.inf
-        """From then on no call waits for the peer, which has let one time out and not answered since."""
 
     def _begin(self, settings: SetupSettings, *, may_start: bool = True) -> None:
         """Connect to this machine's peer, or start one. Raises `P2PStoreError`, `ValueError` or `OSError`."""
@@ -95,7 +93,7 @@ class StoreBase:
             if may_start:
                 self._connect(settings)
             else:
-                self._client = blocking.connect(settings.socket, namespace=settings.namespace)
+                self._client = _connected(settings.socket, settings.namespace)
         if self._own_peer is None and may_start and settings.for_own_peer:
             said = ", ".join(settings.for_own_peer)
             self._say(
@@ -115,7 +113,7 @@ class StoreBase:
             socket = self._own_peer.socket
             LOG.info("started a peer; for `mooncake-p2p`: %s=%s", SOCKET_VARIABLE, socket)
         try:
-            self._client = blocking.connect(socket, namespace=settings.namespace)
+            self._client = _connected(socket, settings.namespace)
         except BaseException:
             if self._own_peer is not None:
                 self._own_peer.close()
@@ -177,13 +175,10 @@ class StoreBase:
 
     @property
     def _live(self) -> BlockingClient:
-        """The connection. Raises `ValueError` before `setup` and after `close`, and `DeadlineExceeded` while the
-        peer hangs: only the first calls wait for it."""
+        """The connection. Raises `ValueError` before `setup` and after `close`."""
         client = self._client
         if client is None:
             raise ValueError("the store is not set up, or was closed")
-        if time.monotonic() >= self._hung_from:
-            raise DeadlineExceeded("the peer does not answer: until it does, no call waits for it")
         return client
 
     def _code(self, error: Exception) -> int:
@@ -191,26 +186,9 @@ class StoreBase:
         code = code_of(error)
         if isinstance(error, StoreClosed):
             self._reconnect()
-        elif isinstance(error, DeadlineExceeded) and self._hung_from == math.inf:
-            self._hung_from = time.monotonic() + ANSWER_SECONDS
-            probe = threading.Thread(target=self._probe, name="p2pstore-probe", daemon=True)
-            probe.start()
         if not isinstance(error, NoSuchKey):
             self._say(str(error))
         return code
-
-    def _probe(self) -> None:
-        """Ask the peer for something small until it answers, or the connection ends."""
-        client = self._client
-        while client is not None and self._client is client:
-            try:
-                client.statistics(cluster=False)
-            except DeadlineExceeded:
-                continue
-            except P2PStoreError:
-                pass  # it has gone, which the next call finds
-            break
-        self._hung_from = math.inf
 
     def _read_code(self, error: Exception) -> int:
         """`_code` for reads and removals: a text that cannot be a key is an unknown key."""
@@ -269,7 +247,7 @@ class StoreBase:
                     target=self._start_again, args=(client,), name="p2pstore-start-again", daemon=True
                 ).start()
             else:
-                self._client = blocking.connect(client.socket_path, namespace=client.namespace)
+                self._client = _connected(client.socket_path, client.namespace)
                 self._lost(client)
         except (P2PStoreError, OSError):
             pass  # the caller gets the code of the lost peer
@@ -297,6 +275,13 @@ class StoreBase:
     def _lost(self, client: BlockingClient) -> None:
         """Let go of a connection whose peer has gone, when another one has taken its place."""
         client.close()
+
+
+def _connected(socket: str | os.PathLike[str] | None, namespace: str) -> BlockingClient:
+    """A client whose calls fail as soon as the peer hangs."""
+    client = blocking.connect(socket, namespace=namespace)
+    client.fail_fast(PATIENCE_SECONDS)
+    return client
 
 
 def has_port(name: str) -> bool:

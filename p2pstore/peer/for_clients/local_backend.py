@@ -142,7 +142,6 @@ class PeerLocalBackend:
         self._read_only, self._table_descriptor = [], -1
 
     def welcome(self, client: LocalClient, version: int) -> tuple[local_protocol.HelloReply, list[int]]:
-        """This peer's introduction, and the segment's descriptors."""
         self._node.check_open()
         self._node.guard.restore_header()
         memory = self._memory
@@ -193,13 +192,11 @@ class PeerLocalBackend:
         return page
 
     def welcomed(self, client: LocalClient) -> None:
-        """It has its page: a descriptor less."""
         page = self._hazard_pages.get(client.holder)
         if page is not None:
             page.close_descriptor()
 
     def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
-        """The answer, or something to await that gives it."""
         if kind not in _WHILE_LEAVING:
             self._node.check_open()
         if kind in _FOR_MEMBERS:
@@ -226,7 +223,6 @@ class PeerLocalBackend:
             self._node.process()
 
     def client_gone(self, client: LocalClient) -> None:
-        """End what the client held."""
         self._node.local_clients -= 1
         self._checkpoints.client_gone(client)
         self._node.carry_out(self._segment.drop_holder_in_steps(client.holder))

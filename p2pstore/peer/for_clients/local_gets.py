@@ -10,9 +10,9 @@ from typing import Final
 import msgspec
 import trio
 
-from p2pstore.core.core_effects import KnownCopy, PullFailure
 from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable
 from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation, split_digests
+from p2pstore.core.operation import KnownCopy, PullFailure
 from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Final
 
-from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.key_pages import (
     ListedPage,
     ListOperation,
@@ -15,7 +14,7 @@ from p2pstore.core.gets.key_pages import (
     known_keys,
 )
 from p2pstore.core.gets.lookup import LookupOperation, split_digests
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import KnownCopy, PutEnd
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import Status

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from p2pstore.config import PeerConfig
-from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.operation import KnownCopy
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import (
     AuthenticationFailed,

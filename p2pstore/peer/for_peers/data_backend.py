@@ -70,7 +70,6 @@ class PeerDataBackend:
         """Guards the readers of hot objects, which sending threads note as well."""
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
-        """Whether some of these are on the SSD alone, or on their way here."""
         if self._core.cold.store is None and not self._core.operations.fetching:
             return False
         now = self._node.now
@@ -81,7 +80,6 @@ class PeerDataBackend:
         return is_on_its_way or self._core.cold.find_only_here(item.digest, now) is not None
 
     async def bring(self, items: Sequence[GetItem]) -> None:
-        """Bring these objects to memory. A failed one is absent when it is opened."""
         now = self._node.now
         operations = [
             self._core.operations.fetch(item.digest, now, only_here=True)
@@ -104,7 +102,6 @@ class PeerDataBackend:
     def lend(
         self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
     ) -> LentObject | ObjectReply | None:
-        """An object that is about to be sent."""
         now, segment = self._node.now, self._segment
         lent = self._core.objects.lend(item.digest, now, decides=decides)
         if lent is None:
@@ -156,7 +153,6 @@ class PeerDataBackend:
         return self._hot_answer(entry, reader, keeps_of(keeps), now) is not None
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
-        """Many objects of one chunk, for any thread."""
         now = self._node.now
         if asked.most_bytes < HOT_BYTES:
             return self._core.objects.lend_small(asked.digests, asked.most_bytes, now)
@@ -167,11 +163,9 @@ class PeerDataBackend:
         return self._core.objects.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
 
     def end_loan(self, handle: Loan) -> None:
-        """It was sent, or will not be."""
         self._segment.views.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
-        """Count reads of these objects."""
         unix = self._core.unix(self._node.now)
         for digest, count in counts.items():
             self._segment.objects.touch(digest, count, unix)
@@ -180,7 +174,6 @@ class PeerDataBackend:
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims
     ) -> tuple[Message, Sequence[BytesLike]]:
-        """Answer everything but GET."""
         if isinstance(message, Statistics):
             document = self._node.statistics.document(private=False)
             return StatisticsReply(json.dumps(document).encode()), ()
@@ -240,7 +233,6 @@ class PeerStoreBackend:
         self._incoming = IncomingStores(node.core)
 
     async def begin_store(self, request: Store, claims: TicketClaims) -> OpenedStore | Stored:
-        """Room for a value, or the end of its put where that needs no bytes."""
         self._node.check_open()
         digest = digest_of(request)
         operation = self._incoming.examine(request, self._node.now)
@@ -253,7 +245,6 @@ class PeerStoreBackend:
         return OpenedStore(self._incoming.payload(incoming), request.sums, (incoming, digest))
 
     async def finish_store(self, opened: OpenedStore) -> Stored:
-        """Decide on a value that has arrived."""
         incoming, digest = _handle(opened)
         operation = self._incoming.put(incoming, self._node.now)
         await self._node.complete(operation)
@@ -261,7 +252,6 @@ class PeerStoreBackend:
         return stored_reply(self._core, digest, operation, self._node.now)
 
     def abandon_store(self, opened: OpenedStore) -> None:
-        """Give the room back where it was not put to use."""
         self._incoming.close(_handle(opened)[0])
 
 

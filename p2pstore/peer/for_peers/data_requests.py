@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from p2pstore.core.copies.copy_destination import Room, RoomDestination
-from p2pstore.core.core_effects import (
+from p2pstore.core.operation import (
     AskPeer,
     KnownCopy,
     PullFailure,

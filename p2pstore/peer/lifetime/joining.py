@@ -129,10 +129,8 @@ class Joining:
                     logger.debug("%s: %s", name, error)
 
     async def _contact_name(self, host: Dialler, name: str) -> PeerId:
-        """The first peer that answered of those that the name stands for; all unknown ones are tried.
-
-        Raises `OwnAddress` when there is none but this one, and `LinkError` or `OSError` when none answers.
-        """
+        """The first peer that answered of those that the name stands for; all unknown ones are tried. Raises
+        `OwnAddress` when there is none but this one, and `LinkError` or `OSError` when none answers."""
         records: list[str] = []
         with trio.move_on_after(CONTACT_TIMEOUT_SECONDS) as looking_up:
             records = [str(endpoint) for endpoint in await resolve([name])]

@@ -121,11 +121,8 @@ def advertised(
 
 
 def route_source(bootstrap: Sequence[str], setting: str, wildcard: str = "0.0.0.0") -> str:
-    """The address this machine uses towards the bootstrap peers; its only one when they do not tell.
-
-    A bootstrap peer on this machine (its own name, for the first peer of a cluster) does not tell how
-    others reach it, unless it was given as a loopback address. Raises `ConfigError` with the candidates.
-    """
+    """The address this machine uses towards the bootstrap peers, or its only one. A bootstrap peer on this machine
+    tells only when given as a loopback address. Raises `ConfigError` with the candidates."""
     ipv4_only = ipaddress.ip_address(wildcard).version == 4 and setting != "listen"
     own = own_addresses()
     sources = set()
@@ -193,10 +190,8 @@ def own_addresses() -> set[str]:
 
 
 def interface_address(wanted: str) -> str:
-    """The one address of this machine on the interface called `wanted`, or inside the network `wanted`.
-
-    IPv4 goes before IPv6. Raises `ConfigError` listing what there is when there is none, or more than one.
-    """
+    """The one address of this machine on the interface, or inside the network, called `wanted`; IPv4 before IPv6.
+    Raises `ConfigError` listing what there is when there is none, or more than one."""
     candidates = _addresses_on(wanted)
     if len(candidates) == 1:
         return candidates[0]

@@ -266,8 +266,8 @@ async def _stop_on_signal(signals: AsyncIterator[int], stop: Callable[[], None])
         stop()
 
 
-LONG_SECONDS: Final = 0.02
-"""CPU time of a full collection, with some 20,000 objects, above which later ones leave out what it has found alive."""
+LONG_SECONDS: Final = 0.05
+"""CPU time of a full collection, with some 50,000 objects, above which later ones leave out what it has found alive."""
 THOROUGH_GROWTH: Final = 1.5
 """Growth of what is left out after which one collection looks at all of it. Cycles that were alive at a long collection
 are garbage that no other finds, such as connections that were open then: that bounds it to a third of all objects."""

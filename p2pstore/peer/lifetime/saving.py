@@ -47,17 +47,14 @@ class StateSaver:
         """Have a cluster record written soon."""
         self._lost_unsaved |= len(self._unsaved) == MAX_UNSAVED
         self._unsaved.append(record)
-        self._save_soon.set()
-        self._save_now.set()
+        self.save_soon(at_once=True)
 
-    def member_came(self) -> None:
-        """Have the address book written soon: a cluster of which all are killed finds itself by nothing else."""
+    def save_soon(self, *, at_once: bool = False) -> None:
+        """Have all written. Soon is enough for the address book after a member came: a cluster of which all are killed
+        finds itself by nothing else."""
         self._save_soon.set()
-
-    def publisher_pinned(self) -> None:
-        """Have it written at once whom this peer trusts for the names of checkpoints."""
-        self._save_soon.set()
-        self._save_now.set()
+        if at_once:
+            self._save_now.set()
 
     async def run(self) -> None:
         """Save until cancelled."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -69,17 +68,24 @@ class Copied(NamedTuple):
     trailer: TrailerBody
 
 
-@dataclass(slots=True)
 class Spots:
     """Where objects lie in a segment, in columns: a private copy of what their slots say, each whole and undamaged."""
 
-    places: list[int] = field(default_factory=list)
-    """Of each its number among those that were asked for."""
-    offsets: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    roots: list[int] = field(default_factory=list)
-    sums: dict[int, bytes] = field(default_factory=dict)
-    """By place, of those that have several chunks at least: the sums of these, packed."""
+    def __init__(
+        self,
+        places: list[int] | None = None,
+        offsets: list[int] | None = None,
+        lengths: list[int] | None = None,
+        roots: list[int] | None = None,
+        sums: dict[int, bytes] | None = None,
+    ) -> None:
+        self.places = [] if places is None else places
+        """Of each its number among those that were asked for."""
+        self.offsets = [] if offsets is None else offsets
+        self.lengths = [] if lengths is None else lengths
+        self.roots = [] if roots is None else roots
+        self.sums = {} if sums is None else sums
+        """By place, of those that have several chunks at least: the sums of these, packed."""
 
     def add(self, place: int, slot: Slot, sums: bytes) -> None:
         """One more; `sums` of its chunks, where it has several."""
