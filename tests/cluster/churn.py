@@ -1,7 +1,5 @@
 """Work that a peer does over and over, after which it should have no more memory than before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Peers whose SSD hangs: readers get the object elsewhere or an error soon, and the peer ends when it is told to."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

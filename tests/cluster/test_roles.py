@@ -1,7 +1,5 @@
 """Readers' and writers' keys: a reader changes nothing, a writer its namespaces alone, whatever they say."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 from pathlib import Path

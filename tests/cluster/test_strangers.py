@@ -3,8 +3,6 @@
 Whatever they send costs at most a dropped connection; the peer goes on serving its neighbour meanwhile.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import struct

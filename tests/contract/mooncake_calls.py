@@ -5,8 +5,6 @@ imports nothing else but numpy, and torch where there is one. `scripts/compare_w
 tests/contract compares ours with those recorded in tests/contract/mooncake_outcomes.json.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Data connections when the keys change under them: requests under way are finished, and then they end."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 

@@ -3,8 +3,6 @@
 Goals that are not reached yet: 72,000 shipped lines, 330 modules, 80,000 lines of tests.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter, defaultdict
