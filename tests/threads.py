@@ -1,10 +1,21 @@
-"""Copies by several threads, on whatever machine the tests run."""
+"""Several threads, on whatever machine the tests run."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from p2pstore.runtime import side_by_side
+from tests.waiting import SECONDS
+
+
+def in_threads(count: int, work: Callable[[int], object]) -> None:
+    """Have this number of threads work at once. What one of them raises comes out."""
+    with ThreadPoolExecutor(count) as pool:
+        for each in [pool.submit(work, number) for number in range(count)]:
+            each.result(SECONDS)
 
 
 def with_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:

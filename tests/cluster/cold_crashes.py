@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -110,13 +111,11 @@ class Crashes:
 
     async def _look(self) -> None:
         disk: FileDisk = await trio.to_thread.run_sync(open_disk, self._directory, CAPACITY_BYTES)
-        try:
+        with closing(disk):
             async with running(disk, segment_bytes=MIB) as harness:
                 for key in KEYS:
                     await self._look_at(harness, key)
             self._take_withdrawn(harness)
-        finally:
-            disk.close()
 
     async def _look_at(self, harness: Harness, key: str) -> None:
         self._take_withdrawn(harness)

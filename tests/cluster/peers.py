@@ -26,6 +26,13 @@ def config(folder: Path, name: str, *bootstrap: Peer | str, **settings: object) 
     return PeerConfig(**{**defaults, **settings})  # type: ignore[arg-type]  # settings of every type
 
 
+def write_private(path: Path, text: str) -> str:
+    """A file that its owner alone may read, as keys are kept."""
+    path.touch(0o600)
+    path.write_text(text)
+    return str(path)
+
+
 @asynccontextmanager
 async def cluster(folder: Path, count: int = 3, **settings: object) -> AsyncIterator[list[Peer]]:
     """`count` peers that know each other."""

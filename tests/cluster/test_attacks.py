@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -200,10 +200,8 @@ async def stranger(scope: Scope = Scope.READ | Scope.PEER) -> AsyncIterator[Call
         remote = RemotePeer(peer.node.core.peer_id, tuple(peer.data))
         return await pool.request(remote, kind, message)
 
-    try:
+    with closing(pool):
         yield ask
-    finally:
-        pool.close()
 
 
 def location(digest: bytes, clock: int = 1, writer: int = 0) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
 import pytest
 import trio
@@ -18,43 +17,16 @@ from p2pstore.gossip.links.connection_keeper import Attempts
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost
 from p2pstore.runtime.trio_tasks import open_background_nursery
-from tests.cluster.test_control_host import opened, peer_id, ping, until
-
-
-class Path:
-    """A way to a host that takes its time, and may end before it begins to carry anything."""
-
-    def __init__(self, target: tuple[str, int]) -> None:
-        self._target = target
-        self.delay_seconds = 0.0
-        self.gate = trio.Event()
-        self.gate.set()
-        self.connections = 0
-
-    async def serve(self, client: trio.SocketStream) -> None:
-        self.connections += 1
-        async with await trio.open_tcp_stream(*self._target) as server, trio.open_nursery() as nursery:
-            nursery.start_soon(self._pump, client, server, nursery.cancel_scope)
-            nursery.start_soon(self._pump, server, client, nursery.cancel_scope)
-
-    async def _pump(
-        self, source: trio.SocketStream, target: trio.SocketStream, scope: trio.CancelScope
-    ) -> None:
-        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            while data := await source.receive_some(65536):
-                await self.gate.wait()
-                await trio.sleep(self.delay_seconds)
-                await target.send_all(data)
-        scope.cancel()
+from tests.cluster.test_control_host import opened, peer_id, ping
+from tests.contract.test_link import Proxy
+from tests.waiting import until
 
 
 @asynccontextmanager
-async def path_to(host: ControlHost) -> AsyncIterator[tuple[Path, str]]:
-    path = Path(host.listening)
+async def path_to(host: ControlHost) -> AsyncIterator[tuple[Proxy, str]]:
     async with open_background_nursery() as nursery:
-        serve = partial(trio.serve_tcp, path.serve, 0, host="127.0.0.1")
-        [listener] = await nursery.start(serve)
-        yield path, f"127.0.0.1:{listener.socket.getsockname()[1]}"
+        path = Proxy(nursery, host.listening)
+        yield path, f"127.0.0.1:{await path.listen()}"
 
 
 async def test_askers_who_wait_briefly_get_a_connection_on_a_slow_path() -> None:
@@ -72,7 +44,7 @@ async def test_askers_who_wait_briefly_get_a_connection_on_a_slow_path() -> None
 
 async def test_the_cancellation_of_one_who_waits_harms_no_other() -> None:
     async with opened(1) as host, opened(2) as other, path_to(other) as (path, address):
-        path.gate = trio.Event()
+        path.cut("there")
         async with trio.open_nursery() as nursery:
             first = trio.CancelScope()
 
@@ -87,7 +59,7 @@ async def test_the_cancellation_of_one_who_waits_harms_no_other() -> None:
             await trio.testing.wait_all_tasks_blocked(0.01)
             first.cancel()
             await trio.testing.wait_all_tasks_blocked(0.01)
-            path.gate.set()
+            path.heal()
         assert path.connections == 1
         assert not len(host._attempts)
 

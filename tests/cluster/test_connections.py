@@ -22,7 +22,8 @@ from p2pstore.gossip.links.host import ControlHost, HostSettings
 from p2pstore.gossip.records import PeerId
 from p2pstore.wire import Empty, Message
 from tests.cluster.peers import cluster
-from tests.cluster.test_control_host import Seen, address_of, opened, peer_id, ping, until
+from tests.cluster.test_control_host import Seen, address_of, opened, peer_id, ping
+from tests.waiting import until
 
 BRIEF = ConnectionLimits(idle_seconds=0.2)
 FEW = ConnectionLimits(idle_seconds=1_000.0, max_open=6)

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 
 from p2pstore.access.keyring import KeyRing
 from p2pstore.addresses import DEFAULT_CONTROL_PORT
-from p2pstore.errors import ConfigError
+from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, Exchange, Ping, PingRequest
 from p2pstore.gossip.links import connection_keeper as connection_module
 from p2pstore.gossip.links import control_frames, secured_connections
@@ -42,6 +42,7 @@ from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_h
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import PeerId
 from p2pstore.wire import HEADER, Code, Message, encode_frame
+from tests.waiting import until
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 SECONDS = 10.0
@@ -87,6 +88,18 @@ def opened(
     return open_control_host(listen, HostSettings(**(settings | options)))
 
 
+async def no_requests(*_: object) -> Message:
+    raise Unavailable("there is nothing here")
+
+
+def stranger_host(
+    number: int = 77, ring: KeyRing | None = None, **options: Any
+) -> AbstractAsyncContextManager[ControlHost]:
+    """A host without a peer behind it, by default a member of the keyless cluster."""
+    settings: dict[str, Any] = {"ring": ring or KeyRing(), "cluster": "default", "handler": no_requests}
+    return opened(number, **{**settings, **options})
+
+
 def address_of(host: ControlHost) -> str:
     return f"127.0.0.1:{host.listening[1]}"
 
@@ -98,12 +111,6 @@ def peer_id(number: int) -> PeerId:
 async def ping(host: ControlHost, target: PeerId, address: str, timeout: float = SECONDS) -> None:
     reply = await host.ask(target, [address], ControlKind.PING, Ping(41, []), timeout)
     assert reply == Ack(42, [])
-
-
-async def until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
-    with trio.fail_after(seconds):
-        while not condition():
-            await trio.sleep(0.005)
 
 
 def dial(host: ControlHost) -> socket.socket:
@@ -586,8 +593,7 @@ async def test_a_host_closes_quickly_and_leaks_nothing(way: str) -> None:
             with contextlib.suppress(LinkError):
                 await ping(three, peer_id(1), address_of(one))
             await three.discover(address_of(two), SECONDS)
-            half_open = dial(one)
-            try:
+            with contextlib.closing(dial(one)):
                 await trio.testing.wait_all_tasks_blocked(0.01)
                 ended.append(time.monotonic())
                 if way == "error":
@@ -595,8 +601,6 @@ async def test_a_host_closes_quickly_and_leaks_nothing(way: str) -> None:
                 if way == "cancel":
                     scope.cancel()
                     await trio.sleep_forever()
-            finally:
-                half_open.close()
 
     for _ in range(4):
         before = open_descriptors()

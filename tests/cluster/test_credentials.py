@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ import trio
 
 from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing, new_cluster_key, parse_cluster_keys
-from p2pstore.gossip.gossip_messages import Ack, ControlKind, Ping
+from p2pstore.gossip.gossip_messages import ControlKind, Ping
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
+from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import format_peer_id
 from p2pstore.peer import Peer, open_peer
@@ -34,16 +34,11 @@ from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.machines import Machine
 from tests.cluster.machines import Peer as Process
-from tests.cluster.peers import config
+from tests.cluster.peers import config, write_private
+from tests.cluster.test_control_host import stranger_host
 from tests.waiting import eventually, until
 
 SECONDS = 10.0
-
-
-def write_private(path: Path, text: str) -> str:
-    path.touch(0o600)
-    path.write_text(text)
-    return str(path)
 
 
 # --- real processes --------------------------------------------------------------------------
@@ -152,30 +147,14 @@ def test_a_key_is_replaced_while_the_cluster_works(machine: Machine) -> None:
 
 
 @asynccontextmanager
-async def member(key: bytes) -> AsyncIterator[tuple[Identity, ControlHost, DataPool]]:
+async def member(key: bytes) -> AsyncIterator[tuple[ControlHost, DataPool]]:
     """A stranger who holds `key`: a control host and data connections, without a peer behind them."""
     identity, ring = Identity(bytes(range(32))), KeyRing([key])
     office = TicketOffice(identity, ring)
     pool = DataPool(TrioDriver(), lambda peer: office.ticket(peer.peer_id, Scope.READ | Scope.PEER))
-
-    async def handle(*_: object) -> Any:
-        return Ack(0, [])
-
-    try:
-        async with open_control_host(
-            ("127.0.0.1", 0),
-            HostSettings(
-                identity=identity,
-                ring=ring,
-                cluster="default",
-                handler=handle,
-                on_lost=lambda _: None,
-                software="test",
-            ),
-        ) as host:
-            yield identity, host, pool
-    finally:
-        pool.close()
+    with closing(pool):
+        async with stranger_host(ring=ring, identity=identity) as host:
+            yield host, pool
 
 
 async def ask_control(peer: Peer, host: ControlHost) -> None:
@@ -206,7 +185,7 @@ async def test_a_member_with_a_removed_key_is_out_within_seconds(tmp_path: Path)
     key_file = Path(write_private(tmp_path / "key", f"{old}\n"))
     async with (
         open_peer(config(tmp_path, "a", cluster_key_file=str(key_file))) as peer,
-        member(bytes.fromhex(old)) as (_, host, pool),
+        member(bytes.fromhex(old)) as (host, pool),
     ):
         await ask_control(peer, host)
         await ask_data(peer, pool)
@@ -235,7 +214,7 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path, bad: str) -> None:
     key_file = Path(write_private(tmp_path / "key", key))
     async with (
         open_peer(config(tmp_path, "a", cluster_key_file=str(key_file))) as peer,
-        member(bytes.fromhex(key)) as (_, host, pool),
+        member(bytes.fromhex(key)) as (host, pool),
     ):
         await ask_control(peer, host)
         if bad == "gone":

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -118,10 +119,8 @@ def shell() -> Iterator[Shell]:
         for block in blocks(PAGE, "python"):  # which is to be saved under the name in its first line
             name = block.text.partition("\n")[0].removeprefix("# ")
             (Path(folder) / name).write_text(block.text, encoding="utf-8")
-        try:
+        with closing(shell):
             yield shell
-        finally:
-            shell.close()
 
 
 def test_the_first_ten_minutes_are_as_the_page_says(shell: Shell) -> None:

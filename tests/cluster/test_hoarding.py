@@ -26,7 +26,7 @@ from p2pstore.gossip.links import control_frames, secured_connections
 from p2pstore.gossip.links import host as host_module
 from p2pstore.gossip.links.admission import Opener
 from p2pstore.gossip.links.control_link import open_asking_stream
-from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
+from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.libp2p_parts import MultiselectClient, MultiselectCommunicator
 from p2pstore.objects import KIB, MIB, key_digest
@@ -39,10 +39,11 @@ from p2pstore.transfer.read_tickets import Scope, issue_ticket
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.serving.serving_limits import ServerLimits
-from p2pstore.wire import HEADER, ONE_WAY, Message, encode_frame
+from p2pstore.wire import HEADER, ONE_WAY, encode_frame
 from tests.cluster.machines import Machine, new_machine
 from tests.cluster.machines import Peer as Process
 from tests.cluster.peers import cluster, config
+from tests.cluster.test_control_host import stranger_host
 from tests.cluster.test_strangers import private_bytes_of
 from tests.waiting import eventually, until
 
@@ -165,20 +166,7 @@ async def hoarding(victim: Victim) -> AsyncIterator[Hoarders]:
 
 @asynccontextmanager
 async def hostile_host(number: int, cluster_name: str) -> AsyncIterator[ControlHost]:
-    async def handle(*_: object) -> Message:
-        raise errors.Unavailable("there is nothing here")
-
-    async with open_control_host(
-        ("127.0.0.1", 0),
-        HostSettings(
-            identity=Identity(bytes([number]) * 32),
-            ring=KeyRing(),
-            cluster=cluster_name,
-            handler=handle,
-            on_lost=lambda _: None,
-            software="hostile",
-        ),
-    ) as host:
+    async with stranger_host(number, cluster=cluster_name) as host:
         host._end_when_useless = stay  # type: ignore[method-assign, assignment]  # its streams are not the host's
         yield host
 

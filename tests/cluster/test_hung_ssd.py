@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -15,12 +15,13 @@ from random import Random
 import pytest
 import trio
 
-from p2pstore import PeerConfig, Unavailable, blocking
+from p2pstore import Unavailable, blocking
 from p2pstore.errors import ConfigError
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer
 from p2pstore.peer import ssd_opening as ssd_module
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
+from tests.cluster.peers import config
 from tests.unit.hanging_disk import Hang, hanging_disks
 from tests.waiting import until
 
@@ -34,17 +35,10 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
         yield made
 
 
-@asynccontextmanager
-async def peer(folder: Path, name: str, *others: Peer, **settings: object) -> AsyncIterator[Peer]:
-    config = PeerConfig(
-        name=name,
-        listen="127.0.0.1:0",
-        socket=str(folder / f"{name}.sock"),
-        bootstrap=[other.control for other in others],
-        **{"memory": "32MiB", "drain_timeout": 2.0, **settings},  # type: ignore[arg-type]  # settings of every type
-    )
-    async with open_peer(config) as running:
-        yield running
+def peer(
+    folder: Path, name: str, *others: Peer, **settings: object
+) -> AbstractAsyncContextManager[Peer]:
+    return open_peer(config(folder, name, *others, **{"drain_timeout": 2.0, **settings}))
 
 
 @asynccontextmanager

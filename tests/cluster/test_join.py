@@ -96,11 +96,8 @@ class Machine:
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    machine = Machine(Path(tempfile.mkdtemp(prefix="p2p-")))
-    try:
+    with contextlib.closing(Machine(Path(tempfile.mkdtemp(prefix="p2p-")))) as machine:
         yield machine
-    finally:
-        machine.close()
 
 
 def exists(process_id: int) -> bool:

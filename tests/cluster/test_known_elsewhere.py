@@ -22,7 +22,6 @@ from p2pstore.client import holder_reads
 from p2pstore.client.known_holders import KnownHolders
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.session import ClientSession
-from p2pstore.config import PeerConfig
 from p2pstore.errors import (
     BufferTooSmall,
     ConfigError,
@@ -36,6 +35,7 @@ from p2pstore.objects import key_digest
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.small_reads import Part, Parts
 from p2pstore.transfer.transport import RemotePeer
+from tests.cluster.peers import config
 from tests.cluster.processes import PeerProcess, new_cluster, until
 
 SECONDS = 30.0
@@ -430,7 +430,7 @@ async def test_a_table_goes_with_its_peer_and_its_clients(tmp_path: Path) -> Non
     with trio.fail_after(SECONDS):
         gc.disable()
         try:
-            async with open_peer(config_in(tmp_path)) as peer:
+            async with open_peer(config(tmp_path, "peer")) as peer:
                 assert not await peer.contains("nowhere")
                 assert open_tables() > before
             assert open_tables() == before
@@ -440,36 +440,22 @@ async def test_a_table_goes_with_its_peer_and_its_clients(tmp_path: Path) -> Non
             gc.enable()
 
 
-def config_in(folder: Path) -> PeerConfig:
-    return PeerConfig(
-        memory="16MiB",
-        listen="127.0.0.1:0",
-        state_dir=str(folder / "state"),
-        socket=str(folder / "peer.sock"),
-    )
-
-
-async def test_without_room_to_map_the_table_the_peer_is_asked(
-    tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(descriptor: int, length: int) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr("p2pstore.local.local_greeting.map_table", no_room)
-    with trio.fail_after(SECONDS):
-        async with open_peer(config_in(tmp_path)) as peer:
-            assert not await peer.contains("nowhere")
-            assert questions == ["CONTAINS"]
-
-
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        ("p2pstore.local.local_greeting.map_table", OSError(errno.ENOMEM, "Cannot allocate memory")),
+        ("p2pstore.peer.assembly.create_table_memory", ConfigError("this kernel cannot")),
+    ],
+    ids=["no room to map it", "no memory that can be mapped"],
+)
 async def test_without_a_table_the_peer_is_asked(
-    tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
 ) -> None:
-    def impossible(total_bytes: int, name: str) -> None:
-        raise ConfigError("this kernel cannot")
+    def fail(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr("p2pstore.peer.assembly.create_table_memory", impossible)
+    monkeypatch.setattr(step, fail)
     with trio.fail_after(SECONDS):
-        async with open_peer(config_in(tmp_path)) as peer:
+        async with open_peer(config(tmp_path, "peer")) as peer:
             assert not await peer.contains("nowhere")
             assert questions == ["CONTAINS"]

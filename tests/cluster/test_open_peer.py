@@ -11,7 +11,6 @@ import trio
 
 import p2pstore
 from p2pstore import errors
-from p2pstore.access.keyring import new_cluster_key
 from p2pstore.core.gets import key_pages as listing
 from p2pstore.core.gets import serving
 from p2pstore.gossip.gossip_messages import ControlKind, Ping
@@ -173,29 +172,6 @@ async def test_a_cancelled_peer_closes_everything(tmp_path: Path) -> None:
 # --- joining ---------------------------------------------------------------------------------
 
 
-def key_file(folder: Path, name: str) -> str:
-    path = folder / name
-    path.touch(0o600)
-    path.write_text(new_cluster_key() + "\n")
-    return str(path)
-
-
-async def test_the_wrong_cluster_key_is_refused_and_said_on_both_sides(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    right, wrong = key_file(tmp_path, "right"), key_file(tmp_path, "wrong")
-    async with open_peer(config(tmp_path, "a", cluster_key_file=right)) as a:
-        with pytest.raises(errors.AuthenticationFailed, match="cluster key"):
-            async with open_peer(config(tmp_path, "b", a, cluster_key_file=wrong)) as b:
-                with trio.fail_after(15):
-                    await b.node.leave_requested.wait()
-        assert not a.node.core.live_peers()
-    said = [r.getMessage() for r in caplog.records if "wrong cluster key" in r.getMessage()]
-    refused = [r for r in caplog.records if r.getMessage().startswith("not admitted by")]
-    assert refused, said  # why, the error says
-    assert any(line.startswith("dropped") for line in said), said
-
-
 def book(state: str) -> str:
     return Path(state, "addresses.json").read_text()
 
@@ -295,45 +271,6 @@ async def test_places_that_are_taken(tmp_path: Path) -> None:
 
 
 # --- strangers and broken clients ------------------------------------------------------------
-
-
-def garbage(kind: int) -> bytes:
-    return (
-        b"GET / HTTP/1.1\r\n\r\n",
-        bytes(100_000),
-        b"\xff" * 100_000,
-        b"P2PSTORD" + b"\xff" * 64,
-        b"P2PSTORL" + b"\xff" * 64,
-        b"",
-    )[kind]
-
-
-async def test_garbage_costs_a_connection_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def attack(family: int, address: object) -> None:
-        for kind in range(6):
-            with socket.socket(family) as stranger:
-                stranger.settimeout(2)
-                stranger.connect(address)  # type: ignore[arg-type]  # of either family
-                try:
-                    stranger.sendall(garbage(kind))
-                    stranger.shutdown(socket.SHUT_WR)
-                    while stranger.recv(4096):
-                        pass
-                except OSError:
-                    continue
-
-    async with open_peer(config(tmp_path, "a")) as peer:
-        await peer.put("k", b"value")
-        for address in (peer.control, peer.data[0]):
-            host, port = address.rsplit(":", 1)
-            await trio.to_thread.run_sync(attack, socket.AF_INET, (host, int(port)))
-        await trio.to_thread.run_sync(attack, socket.AF_UNIX, peer.socket)
-        assert await peer.get("k") == b"value"
-        async with open_peer(config(tmp_path, "b", peer)) as other:
-            assert await other.get("k", wait=10) == b"value"
-    assert any(record.name.startswith("p2pstore.") for record in caplog.records)
 
 
 async def test_a_listing_longer_than_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -33,8 +34,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[ProcessCluster]:
 
 def ask(peer: PeerProcess, path: str, body: Any, token: str = "") -> tuple[int, Any]:
     """The status, and the document or the text."""
-    connection = http.client.HTTPConnection(peer.ready["metrics"], timeout=SECONDS)
-    try:
+    with closing(http.client.HTTPConnection(peer.ready["metrics"], timeout=SECONDS)) as connection:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         text = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("POST", path, text, headers)
@@ -42,8 +42,6 @@ def ask(peer: PeerProcess, path: str, body: Any, token: str = "") -> tuple[int, 
         content = answer.read()
         is_json = answer.getheader("Content-Type") == "application/json"
         return answer.status, json.loads(content) if is_json else content.decode()
-    finally:
-        connection.close()
 
 
 def test_prefixes_of_two_peers(cluster: ProcessCluster) -> None:

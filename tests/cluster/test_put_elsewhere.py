@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,7 @@ from p2pstore.client import put_elsewhere as elsewhere
 from p2pstore.client.read_plan import remote_copy
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_greeting import Opening
-from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer, open_peer
 from p2pstore.runtime.trio_streams import TrioDriver
@@ -83,11 +81,8 @@ async def client_of(peer: Peer, kind: str) -> AsyncIterator[Any]:
         async with p2pstore.connect(peer.socket) as client:
             yield client
     else:
-        plain = await trio.to_thread.run_sync(blocking.connect, peer.socket)
-        try:
+        with closing(await trio.to_thread.run_sync(blocking.connect, peer.socket)) as plain:
             yield InThread(plain)
-        finally:
-            plain.close()
 
 
 def used(peer: Peer) -> int:
@@ -257,17 +252,6 @@ async def test_a_strict_transport_is_kept_to(tmp_path: Path) -> None:
             await a.put("k", b"value")
 
 
-async def test_a_client_that_may_only_read_gets_no_place(tmp_path: Path) -> None:
-    async with peers(tmp_path, NONE, {}) as (a, _):
-        reader = await LocalConnection.open(TrioDriver(), a.socket, Opening("default", Access.READ))
-        with pytest.raises(ValueError, match="only to read"):
-            await reader.request(LocalKind.PLACE, local.Place(key_digest("k"), 5), local.Placed)
-        news = local.StoredElsewhere(a.node.core.peer_id, 1, 1, bytes(42))
-        with pytest.raises(ValueError, match="only to read"):
-            await reader.request(LocalKind.STORED, news, local.Placed)
-        reader.close()
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -324,10 +308,8 @@ async def stranger(peer: Peer, scope: Scope) -> AsyncIterator[Callable[..., Any]
     async def store(request: Store, value: bytes) -> Stored:
         return await pool.store(remote, request, memoryview(value))
 
-    try:
+    with closing(pool):
         yield store
-    finally:
-        pool.close()
 
 
 async def test_nonsense_with_a_valid_ticket(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,12 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import (
     SCOPE_NAMESPACE,
     ClusterRecord,
     ClusterRecordKind,
-    LogHead,
-    PeerRecord,
+    SignedRecord,
     format_peer_id,
     sign_cluster_record,
     sign_peer_record,
@@ -42,28 +39,19 @@ from p2pstore.peer.api import Peer, open_peer
 from p2pstore.state.folder import readers_key_file
 from p2pstore.transfer.data_messages import READER_KINDS, REQUESTS, DataKind, Ticket
 from p2pstore.transfer.peer_messages import ClusterRecords, Flush, Remove, Removed
-from p2pstore.transfer.read_tickets import (
-    GrantedTicket,
-    Scope,
-    TicketClaims,
-    issue_ticket,
-    ticket_secret,
-)
+from p2pstore.transfer.read_tickets import GrantedTicket, Scope, TicketClaims, ticket_secret
 from p2pstore.wire import Code, Empty, Message, decode_body, encode_body
 from tests.cluster.machines import Machine, done, failed
-from tests.cluster.peers import cluster, config
+from tests.cluster.peers import cluster, config, write_private
+from tests.cluster.test_control_host import stranger_host
 from tests.cluster.test_put_elsewhere import store_request
-from tests.cluster.test_strangers import open_data
+from tests.cluster.test_strangers import open_data, ticket
+from tests.present import present
 from tests.waiting import until
 
 SECONDS = 20.0
 VALUE = memoryview(b"value")
-
-
-def write_key(path: Path, text: str) -> str:
-    path.touch(0o600)
-    path.write_text(text)
-    return str(path)
+ANYTHING = Scope.READ | Scope.PEER | Scope.WRITE
 
 
 def keys(folder: Path) -> tuple[str, str]:
@@ -71,37 +59,18 @@ def keys(folder: Path) -> tuple[str, str]:
     member = new_cluster_key()
     ring = parse_cluster_keys(member, "member")
     text = reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id))
-    return write_key(folder / "cluster.key", member + "\n"), write_key(folder / "reader.key", text)
+    return write_private(folder / "cluster.key", member + "\n"), write_private(
+        folder / "reader.key", text
+    )
 
 
 def writer_file(folder: Path, member_file: str, *namespaces: str) -> str:
     """The key file of a writer of these namespaces."""
-    return write_key(folder / "writer.key", readers_key_file(member_file, namespaces))
+    return write_private(folder / "writer.key", readers_key_file(member_file, namespaces))
 
 
 def ring_in(path: str) -> KeyRing:
     return parse_cluster_keys(Path(path).read_text(), path)
-
-
-async def no_requests(*_: object) -> Message:
-    raise errors.Unavailable("there is nothing here")
-
-
-@asynccontextmanager
-async def hostile_reader(key_file: str, identity: Identity) -> AsyncIterator[ControlHost]:
-    """A host that speaks the control protocol with a reader's key, and says what it likes."""
-    async with open_control_host(
-        ("127.0.0.1", 0),
-        HostSettings(
-            identity=identity,
-            ring=ring_in(key_file),
-            cluster="default",
-            handler=no_requests,
-            on_lost=lambda _: None,
-            software="hostile",
-        ),
-    ) as host:
-        yield host
 
 
 async def test_a_reader_finds_and_reads_what_members_put(tmp_path: Path) -> None:
@@ -148,8 +117,8 @@ async def test_a_reader_uses_up_no_rumours(tmp_path: Path) -> None:
     member, reader = keys(tmp_path)
     async with (
         open_peer(config(tmp_path, "a", cluster_key_file=member)) as a,
-        hostile_reader(reader, Identity(bytes([8]) * 32)) as one,
-        hostile_reader(reader, Identity(bytes([9]) * 32)) as other,
+        stranger_host(8, ring_in(reader)) as one,
+        stranger_host(9, ring_in(reader)) as other,
     ):
         membership = a.node.core.gossip.membership
         membership._spread(membership.own)
@@ -183,32 +152,10 @@ async def test_a_reader_refuses_to_change_anything(tmp_path: Path) -> None:
         assert await a.get("k") == b"value"
 
 
-def forged_record(identity: Identity, incarnation: int) -> PeerRecord:
-    """A record with which a reader would be a member that holds a thousand objects."""
-    return PeerRecord(
-        format=1,
-        peer_id=identity.peer_id,
-        cluster="default",
-        name="hostile",
-        incarnation=incarnation,
-        sequence=1,
-        host_id=os.urandom(16),
-        control=["127.0.0.1:9"],
-        data=["127.0.0.1:9"],
-        socket="",
-        transports=[],
-        segments=[],
-        memory_capacity=1 << 40,
-        memory_used=0,
-        ssd_capacity=0,
-        ssd_used=0,
-        load_permille=0,
-        head=LogHead(1, 1, 1),
-        software="x",
-        min_protocol=1,
-        max_protocol=3,
-        checkpoints=[],
-    )
+def forged_record(identity: Identity, victim: Peer) -> SignedRecord:
+    """A record with which a reader would be a member."""
+    own = present(victim.node.core.gossip.membership.own.record)
+    return sign_peer_record(replace(own, peer_id=identity.peer_id, name="hostile"), identity)
 
 
 def forged_flush(identity: Identity, victim: Peer) -> Delta:
@@ -231,7 +178,7 @@ async def test_nothing_that_a_reader_says_by_gossip_is_taken_in(tmp_path: Path) 
     identity = Identity(bytes([9]) * 32)
     async with (
         cluster(tmp_path, 2, cluster_key_file=member) as (a, b),
-        hostile_reader(reader, identity) as hostile,
+        stranger_host(9, ring_in(reader)) as hostile,
     ):
         await a.put("k", b"value")
         assert await b.get("k", wait=5) == b"value"
@@ -242,8 +189,7 @@ async def test_nothing_that_a_reader_says_by_gossip_is_taken_in(tmp_path: Path) 
             Claim(each, incarnation, int(Status.DEAD), 1)
             for each, incarnation in zip((me, them), incarnations, strict=True)
         ]
-        record = sign_peer_record(forged_record(identity, gossip.incarnation), identity)
-        leaving = sign_peer_record(forged_record(identity, gossip.incarnation), identity)
+        record = forged_record(identity, a)
 
         async def say(kind: ControlKind, message: Message) -> Message:
             return await hostile.ask(me, [a.control], kind, message, SECONDS)
@@ -254,7 +200,7 @@ async def test_nothing_that_a_reader_says_by_gossip_is_taken_in(tmp_path: Path) 
         await say(ControlKind.EXCHANGE, exchange)
         for delta in (Delta([record], [], [], dead), floors):
             assert isinstance(await say(ControlKind.DELTA, delta), Empty)
-        assert isinstance(await say(ControlKind.LEAVE, Leave(leaving)), Empty)
+        assert isinstance(await say(ControlKind.LEAVE, Leave(record)), Empty)
         with pytest.raises(LinkError) as refused:
             await say(ControlKind.PING_REQUEST, PingRequest(them, 100))
         assert refused.value.code is Code.UNAVAILABLE
@@ -272,20 +218,12 @@ async def test_a_readers_ticket_changes_nothing(tmp_path: Path) -> None:
     identity = Identity(bytes([9]) * 32)
     async with open_peer(config(tmp_path, "a", cluster_key_file=member)) as a:
         await a.put("k", b"value")
-        granted = issue_ticket(
-            signer=identity,
-            ring=ring_in(reader),
-            audience=a.node.core.peer_id,
-            now_unix=a.node.core.unix(a.node.now),
-            ticket_id=os.urandom(16),
-            scope=Scope.READ | Scope.PEER | Scope.WRITE,
-        )
-        connection = await open_data(a, granted)
-        try:
-            with pytest.raises(errors.AuthenticationFailed, match="with a reader's key"):
-                await connection.request(DataKind.CLUSTER_RECORDS, ClusterRecords([], []))
-        finally:
-            connection.close()
+        granted = ticket(a, identity, ring_in(reader), ANYTHING)
+        with (
+            closing(await open_data(a, granted)) as connection,
+            pytest.raises(errors.AuthenticationFailed, match="with a reader's key"),
+        ):
+            await connection.request(DataKind.CLUSTER_RECORDS, ClusterRecords([], []))
         changing = {
             *(DataKind.PUSH, DataKind.REPLICATE, DataKind.CLUSTER_RECORDS, DataKind.STORE),
             *(DataKind.STORE_PART, DataKind.READS, DataKind.SET_PINS, DataKind.SET_EXPIRY),
@@ -298,21 +236,10 @@ async def test_a_readers_ticket_changes_nothing(tmp_path: Path) -> None:
 async def test_a_reader_believes_members_only(tmp_path: Path) -> None:
     """All readers hold the readers' key: one of them must not be able to pose as a member to another."""
     member, reader = keys(tmp_path)
-    ring = KeyRing(ring_in(reader).keys)  # as a liar would read its own file: as a member's
-    async with (
-        open_control_host(
-            ("127.0.0.1", 0),
-            HostSettings(
-                identity=Identity(bytes([9]) * 32),
-                ring=ring,
-                cluster="default",
-                handler=no_requests,
-                on_lost=lambda _: None,
-                software="liar",
-            ),
-        ) as liar,
-        hostile_reader(reader, Identity(bytes([8]) * 32)) as honest,
-        hostile_reader(member, Identity(bytes([7]) * 32)) as of_member,
+    async with (  # the liar reads its own file as a member's
+        stranger_host(9, KeyRing(ring_in(reader).keys)) as liar,
+        stranger_host(8, ring_in(reader)) as honest,
+        stranger_host(7, ring_in(member)) as of_member,
     ):
         address = [f"127.0.0.1:{liar.listening[1]}"]
         liars_id = Identity(bytes([9]) * 32).peer_id
@@ -325,8 +252,8 @@ async def test_a_reader_believes_members_only(tmp_path: Path) -> None:
 async def test_a_reader_admits_nobody(tmp_path: Path) -> None:
     member, reader = keys(tmp_path)
     async with (
-        hostile_reader(reader, Identity(bytes([8]) * 32)) as honest,
-        hostile_reader(member, Identity(bytes([7]) * 32)) as of_member,
+        stranger_host(8, ring_in(reader)) as honest,
+        stranger_host(7, ring_in(member)) as of_member,
     ):
         address = [f"127.0.0.1:{honest.listening[1]}"]
         readers_id = Identity(bytes([8]) * 32).peer_id
@@ -401,10 +328,10 @@ async def test_a_writer_whose_namespaces_change_needs_no_restart(tmp_path: Path)
         await until(lambda: len(w.node.core.live_peers()) == 1)
         with pytest.raises(errors.AuthenticationFailed):
             await w.put("k", b"value")
-        write_key(Path(writer), readers_key_file(member, ["two"]))
+        write_private(Path(writer), readers_key_file(member, ["two"]))
         assert await w.node.credentials.reload()
         assert (await w.put("k", b"value")).status == "created"
-        write_key(Path(writer), new_cluster_key())
+        write_private(Path(writer), new_cluster_key())
         with pytest.raises(errors.ConfigError, match="another role"):
             await w.node.credentials.reload()
 
@@ -438,19 +365,10 @@ async def test_a_writers_ticket_changes_its_namespace_alone(tmp_path: Path) -> N
     async with open_peer(config(tmp_path, "a", cluster_key_file=member)) as a:
         await a.put("k", b"value")
 
-        def ticket(namespace: str) -> GrantedTicket:
-            return issue_ticket(
-                signer=identity,
-                ring=ring,
-                audience=a.node.core.peer_id,
-                now_unix=a.node.core.unix(a.node.now),
-                ticket_id=os.urandom(16),
-                scope=Scope.READ | Scope.PEER | Scope.WRITE,
-                namespace=namespace,
-            )
+        def issued(namespace: str) -> GrantedTicket:
+            return ticket(a, identity, ring, ANYTHING, namespace=namespace)
 
-        connection = await open_data(a, ticket("mine"))
-        try:
+        with closing(await open_data(a, issued("mine"))) as connection:
             stored = await connection.store(store_request(b"value", namespace="mine"), VALUE)
             assert stored.copies == 1
             for kind, request in (
@@ -469,19 +387,16 @@ async def test_a_writers_ticket_changes_its_namespace_alone(tmp_path: Path) -> N
                 await connection.request(DataKind.REMOVE, Remove("mine", [""]))
             removed = await connection.request(DataKind.REMOVE, Remove("mine", ["k"]))
             assert removed == Removed([True])
-        finally:
-            connection.close()
         for namespace in ("default", ""):  # no key for it: the ticket is a reader's
-            connection = await open_data(a, ticket(namespace))
-            try:
-                with pytest.raises(errors.AuthenticationFailed, match="with a reader's key"):
-                    await connection.request(DataKind.FLUSH, Flush("default"))
-            finally:
-                connection.close()
-        forged = decode_body(TicketClaims, ticket("mine").ticket.claims)
+            with (
+                closing(await open_data(a, issued(namespace))) as connection,
+                pytest.raises(errors.AuthenticationFailed, match="with a reader's key"),
+            ):
+                await connection.request(DataKind.FLUSH, Flush("default"))
+        forged = decode_body(TicketClaims, issued("mine").ticket.claims)
         claims = encode_body(replace(forged, namespace="default"))
         signature = identity.sign(b"p2pstore ticket claims 1\0" + claims)
-        for secret in (ticket("mine").secret, ticket_secret(ring.writers["mine"], claims)):
+        for secret in (issued("mine").secret, ticket_secret(ring.writers["mine"], claims)):
             with pytest.raises(errors.AuthenticationFailed, match="does not hold"):
                 await open_data(a, GrantedTicket(Ticket(claims, signature), secret))
         assert await a.get("k") == b"value"
@@ -494,7 +409,7 @@ async def test_a_writer_is_a_reader_to_gossip(tmp_path: Path) -> None:
     identity = Identity(bytes([9]) * 32)
     async with (
         open_peer(config(tmp_path, "a", cluster_key_file=member)) as a,
-        hostile_reader(writer, identity) as hostile,
+        stranger_host(9, ring_in(writer)) as hostile,
     ):
         await a.put("k", b"value")
         me = a.node.core.gossip.peer_id

@@ -5,14 +5,12 @@ Whatever they send costs at most a dropped connection; the peer goes on serving 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import struct
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -48,7 +46,7 @@ from p2pstore.gossip.links import secured_connections
 from p2pstore.gossip.links import secured_connections as refusals_module
 from p2pstore.gossip.links.admission import Opener
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
+from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.multiplexer import MuxedStream
 from p2pstore.gossip.locations.log import REMOVED
@@ -94,9 +92,9 @@ from p2pstore.wire import (
 from tests.cluster.flooding import flood, flooded
 from tests.cluster.machines import Machine
 from tests.cluster.machines import Peer as Process
-from tests.cluster.peers import cluster, config
+from tests.cluster.peers import cluster, config, write_private
 from tests.cluster.test_attacks import PATIENCE_SECONDS, still_well
-from tests.cluster.test_control_host import Attacker
+from tests.cluster.test_control_host import Attacker, stranger_host
 from tests.present import present
 from tests.waiting import eventually, until
 
@@ -273,33 +271,9 @@ async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
 # --- proofs that belong to another peer ------------------------------------------------------
 
 
-@asynccontextmanager
-async def stranger_host(number: int = 77, key: bytes | None = None) -> AsyncIterator[ControlHost]:
-    """A host with an identity of its own, by default a member of the keyless cluster."""
-
-    async def handle(*_: object) -> Message:
-        raise errors.Unavailable("there is nothing here")
-
-    async with open_control_host(
-        ("127.0.0.1", 0),
-        HostSettings(
-            identity=Identity(bytes([number]) * 32),
-            ring=KeyRing([key] if key else []),
-            cluster="default",
-            handler=handle,
-            on_lost=lambda _: None,
-            software="stranger",
-        ),
-    ) as host:
-        yield host
-
-
 def secured(tmp_path: Path) -> dict[str, object]:
     """Settings of a cluster with a key, and the file."""
-    path = tmp_path / "cluster.key"
-    path.touch(0o600)
-    path.write_text(KEY.hex())
-    return {"cluster_key_file": str(path)}
+    return {"cluster_key_file": write_private(tmp_path / "cluster.key", KEY.hex())}
 
 
 KEY = b"k" * 32
@@ -335,7 +309,7 @@ async def test_a_recorded_admission_cannot_be_played_again(tmp_path: Path) -> No
     """Not on another connection, and not by another identity: nonce and peer ids are part of the proof."""
     async with (
         cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour),
-        stranger_host(5, KEY) as member,
+        stranger_host(5, KeyRing([KEY])) as member,
         stranger_host(6) as thief,
     ):
         connection, stream = await raw_stream(member, victim)
@@ -384,29 +358,13 @@ async def test_a_proof_cannot_be_reflected(tmp_path: Path) -> None:
         await still_well(victim, neighbour)
 
 
-@pytest.mark.parametrize("key", [None, b"w" * 32])
-async def test_without_the_key_there_is_nothing(tmp_path: Path, key: bytes | None) -> None:
-    """No membership, and no data either."""
-    async with (
-        cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour),
-        stranger_host(6, key) as thief,
-    ):
-        with pytest.raises(LinkError, match="wrong cluster key"):
-            await thief.ask(
-                victim.node.core.peer_id, [victim.control], ControlKind.PING, Ping(1, []), SECONDS
-            )
-        granted = ticket(victim, thief.settings.identity, KeyRing([key] if key else []))
-        with pytest.raises(errors.AuthenticationFailed, match="does not hold"):
-            await open_data(victim, granted)
-        await still_well(victim, neighbour)
-
-
 def ticket(
     audience: Peer,
     signer: Any,
     ring: KeyRing,
     scope: Scope = Scope.READ | Scope.PEER,
     now: float | None = None,
+    namespace: str = "",
 ) -> GrantedTicket:
     return issue_ticket(
         signer=signer,
@@ -415,6 +373,7 @@ def ticket(
         now_unix=time.time() if now is None else now,
         ticket_id=os.urandom(16),
         scope=scope,
+        namespace=namespace,
     )
 
 
@@ -448,42 +407,6 @@ async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
                 connection = await open_data(victim, granted)
                 await connection.request(DataKind.PING, data.Ping())
                 raise AssertionError(f"a ticket {name} was taken")
-        reader = await open_data(victim, good)
-        for kind, message in (
-            (DataKind.PUSH, Push(1, [1], bytes(42))),
-            (DataKind.REPLICATE, peer_messages.Replicate(key_digest("k"), 1, 1, 5)),
-            (DataKind.CLUSTER_RECORDS, peer_messages.ClusterRecords([], [])),
-            (DataKind.SNAPSHOT, peer_messages.Snapshot(victim.node.core.member)),
-        ):
-            with pytest.raises(errors.AuthenticationFailed, match="does not allow"):
-                await reader.request(kind, message)
-        reader.close()
-        await still_well(victim, neighbour)
-
-
-async def test_an_overheard_ticket_answers_nothing_without_its_secret(tmp_path: Path) -> None:
-    """The thief does not mind who the server is; the server minds who he is."""
-    async with cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour):
-        overheard = ticket(victim, neighbour.node.host.settings.identity, KeyRing([KEY])).ticket
-        stream = await TrioDriver().connect_tcp(*split_address(victim.data[0], "data"), SECONDS)
-        hello = data.Hello(data.MIN_DATA_VERSION, data.MAX_DATA_VERSION, overheard, bytes(32))
-        await stream.send(
-            PREFACE_DATA,
-            encode_frame(DataKind.HELLO, 1, hello),
-            encode_frame(DataKind.PROOF, 2, data.Proof(bytes(32))),
-            encode_frame(DataKind.STATISTICS, 3, peer_messages.Statistics()),
-        )
-        answer, room = bytearray(), bytearray(65536)
-        with trio.fail_after(SECONDS), suppress(OSError):
-            while count := await stream.receive_into(memoryview(room)):
-                answer += room[:count]
-        stream.close()
-        kinds = []
-        while answer:
-            header = decode_header(answer, CONTROL_LIMITS)
-            kinds.append((header.kind, header.flags))
-            del answer[: HEADER.size + header.body_length]
-        assert kinds == [(DataKind.HELLO, 1), (DataKind.PROOF, 3)]
         await still_well(victim, neighbour)
 
 
@@ -831,28 +754,3 @@ async def test_a_stranger_is_not_collected_for(tmp_path: Path) -> None:
         await until(attacker.connection.ended.is_set)
         assert sent < 8 * MIB  # what the sockets take
         await still_well(victim)
-
-
-# --- the local socket ------------------------------------------------------------------------
-
-VISIT = """
-import os, socket, sys
-os.setgid(65534); os.setuid(65534)
-sock = socket.socket(socket.AF_UNIX)
-try:
-    sock.connect(sys.argv[1])
-except OSError as error:
-    print(error.errno)
-"""
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-async def test_another_user_does_not_get_in(tmp_path: Path) -> None:
-    os.chmod(tmp_path, 0o755)
-    for folder in tmp_path.parents:
-        with suppress(OSError):
-            folder.chmod(folder.stat().st_mode | 0o011)
-    async with cluster(tmp_path, 1) as (peer,):
-        done = await trio.run_process([sys.executable, "-c", VISIT, peer.socket], capture_stdout=True)
-        assert done.stdout.split() == [str(errno.EACCES).encode()]
-        await still_well(peer)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,3 +38,20 @@ DRIVERS: dict[str, Callable[[], Driver]] = {
     "blocking": BlockingDriver,
     "asyncio": AsyncioDriver,
 }
+
+
+def in_asyncio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test in a loop of asyncio, not of trio."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+async def started(task: asyncio.Task[Any]) -> None:
+    """Let a task run until it waits for a socket."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()

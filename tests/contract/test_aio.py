@@ -26,7 +26,9 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB
 from p2pstore.runtime.asyncio_streams import AsyncioDriver, AsyncioStream
 from tests.commands import ran
+from tests.contract.sides import in_asyncio, started
 from tests.contract.small_peer import SmallPeer
+from tests.threads import in_threads
 
 
 @contextlib.asynccontextmanager
@@ -54,57 +56,44 @@ async def drain(sock: socket.socket, length: int) -> bytes:
     return received
 
 
-async def started(task: asyncio.Task[Any]) -> None:
-    """Let a task run until it waits for a socket."""
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not task.done()
-
-
 # --- streams ------------------------------------------------------------------------------------
 
 
-def test_a_whole_send_is_not_cancelled_in_the_middle() -> None:
-    async def main() -> None:
-        async with stream_pair() as (stream, theirs):
-            frame = os.urandom(3 * MIB)
-            sending = asyncio.create_task(stream.send_whole(frame[:5], frame[5:]))
-            await started(sending)
-            sending.cancel()
-            await started(sending)
-            sending.cancel()
-            assert await drain(theirs, len(frame)) == frame
-            with pytest.raises(asyncio.CancelledError):
-                await sending
-            assert stream.fileno() >= 0
-            await stream.send_whole(b"next")
-            assert await drain(theirs, 4) == b"next"
-
-    asyncio.run(main())
+@in_asyncio
+async def test_a_whole_send_is_not_cancelled_in_the_middle() -> None:
+    async with stream_pair() as (stream, theirs):
+        frame = os.urandom(3 * MIB)
+        sending = asyncio.create_task(stream.send_whole(frame[:5], frame[5:]))
+        await started(sending)
+        sending.cancel()
+        await started(sending)
+        sending.cancel()
+        assert await drain(theirs, len(frame)) == frame
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert stream.fileno() >= 0
+        await stream.send_whole(b"next")
+        assert await drain(theirs, 4) == b"next"
 
 
-def test_a_whole_send_that_fails_closes_the_stream() -> None:
-    async def main() -> None:
-        async with stream_pair() as (stream, _):
-            stream.progress_seconds = 0.05
-            with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
-                await stream.send_whole(bytes(MIB))
-            assert stream.fileno() == -1
-
-    asyncio.run(main())
+@in_asyncio
+async def test_a_whole_send_that_fails_closes_the_stream() -> None:
+    async with stream_pair() as (stream, _):
+        stream.progress_seconds = 0.05
+        with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
+            await stream.send_whole(bytes(MIB))
+        assert stream.fileno() == -1
 
 
-def test_a_timeout_around_a_whole_send_stays_a_timeout() -> None:
-    async def main() -> None:
-        async with stream_pair() as (stream, theirs):
-            frame = bytes(MIB)
-            sending = asyncio.create_task(_send_within(stream, frame, 0.01))
-            await asyncio.sleep(0.05)
-            assert await drain(theirs, len(frame)) == frame
-            with pytest.raises(TimeoutError):
-                await sending
-
-    asyncio.run(main())
+@in_asyncio
+async def test_a_timeout_around_a_whole_send_stays_a_timeout() -> None:
+    async with stream_pair() as (stream, theirs):
+        frame = bytes(MIB)
+        sending = asyncio.create_task(_send_within(stream, frame, 0.01))
+        await asyncio.sleep(0.05)
+        assert await drain(theirs, len(frame)) == frame
+        with pytest.raises(TimeoutError):
+            await sending
 
 
 async def _send_within(stream: AsyncioStream, frame: bytes, seconds: float) -> None:
@@ -112,99 +101,90 @@ async def _send_within(stream: AsyncioStream, frame: bytes, seconds: float) -> N
         await stream.send_whole(frame)
 
 
-def test_a_cancelled_receive_loses_no_bytes() -> None:
+@in_asyncio
+async def test_a_cancelled_receive_loses_no_bytes() -> None:
     """On a shared connection they may be the answer to another request."""
-
-    async def main() -> None:
-        async with stream_pair() as (stream, theirs):
-            received = bytearray(8)
-            receiving = asyncio.create_task(stream.receive_into(memoryview(received)))
-            await started(receiving)
-            theirs.send(b"answer")
-            await asyncio.sleep(0)  # the loop sees that the socket is readable...
-            receiving.cancel()  # ...and this comes before the task runs
-            with pytest.raises(asyncio.CancelledError):
-                await receiving
-            assert received == bytes(8)
-            assert await stream.receive_into(memoryview(received)) == 6
-            assert received[:6] == b"answer"
-            theirs.send(b"more")
-            receiving = asyncio.create_task(stream.receive_into(memoryview(received)))
-            await asyncio.sleep(0)
-            assert not receiving.cancel(), "it waits with bytes in its hands"
-            assert await receiving == 4
-
-    asyncio.run(main())
-
-
-def test_closing_a_stream_ends_its_waits_and_forgets_its_number() -> None:
-    async def main() -> None:
-        async with stream_pair() as (stream, _):
-            number = stream.fileno()
-            receiving = asyncio.create_task(stream.receive_into(memoryview(bytearray(8))))
-            sending = asyncio.create_task(stream.send(bytes(MIB)))
-            await started(receiving)
-            await started(sending)
-            stream.close()
-            stream.close()
-            for task in (receiving, sending):
-                with pytest.raises(ConnectionAbortedError, match="closed by this side"):
-                    await task
-            other, far = socket.socketpair()
-            with other, far:
-                assert number in (other.fileno(), far.fileno())
-                for _ in range(3):  # the loop must not look at a socket that took the number
-                    far.send(b"x")
-                    await asyncio.sleep(0)
-                loop = asyncio.get_running_loop()
-                assert not loop.remove_reader(number)
-            with pytest.raises(OSError, match=r"descriptor|closed"):
-                await stream.receive_into(memoryview(bytearray(8)))
-
-    asyncio.run(main())
-
-
-def test_connecting_has_a_deadline(tmp_path: Path) -> None:
-    async def main() -> None:
-        driver = AsyncioDriver()
-        with socket.socket(socket.AF_UNIX) as busy:
-            busy.bind(str(tmp_path / "s"))
-            busy.listen(0)
-            first = await driver.connect_unix(str(tmp_path / "s"), 1)
-            with pytest.raises(DeadlineExceeded, match="did not answer within"):
-                await driver.connect_unix(str(tmp_path / "s"), 0.05)
-            first.close()
-        with pytest.raises(FileNotFoundError):
-            await driver.connect_unix(str(tmp_path / "none"), 1)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-            stream = await driver.connect_tcp("localhost", port, 5)
-            stream.close()
-        with pytest.raises(ConnectionRefusedError):
-            await driver.connect_tcp("127.0.0.1", port, 1)
-
-    asyncio.run(main())
-
-
-def test_a_thread_is_waited_for_when_its_caller_is_cancelled() -> None:
-    async def main() -> None:
-        go, ended = threading.Event(), []
-
-        def work() -> None:
-            assert go.wait(5)
-            ended.append(True)
-            raise ValueError("nobody asks for it any more")
-
-        running = asyncio.create_task(AsyncioDriver().run_in_thread(work))
-        await started(running)
-        running.cancel()
-        await started(running)
-        go.set()
+    async with stream_pair() as (stream, theirs):
+        received = bytearray(8)
+        receiving = asyncio.create_task(stream.receive_into(memoryview(received)))
+        await started(receiving)
+        theirs.send(b"answer")
+        await asyncio.sleep(0)  # the loop sees that the socket is readable...
+        receiving.cancel()  # ...and this comes before the task runs
         with pytest.raises(asyncio.CancelledError):
-            await running
-        assert ended
+            await receiving
+        assert received == bytes(8)
+        assert await stream.receive_into(memoryview(received)) == 6
+        assert received[:6] == b"answer"
+        theirs.send(b"more")
+        receiving = asyncio.create_task(stream.receive_into(memoryview(received)))
+        await asyncio.sleep(0)
+        assert not receiving.cancel(), "it waits with bytes in its hands"
+        assert await receiving == 4
 
-    asyncio.run(main())
+
+@in_asyncio
+async def test_closing_a_stream_ends_its_waits_and_forgets_its_number() -> None:
+    async with stream_pair() as (stream, _):
+        number = stream.fileno()
+        receiving = asyncio.create_task(stream.receive_into(memoryview(bytearray(8))))
+        sending = asyncio.create_task(stream.send(bytes(MIB)))
+        await started(receiving)
+        await started(sending)
+        stream.close()
+        stream.close()
+        for task in (receiving, sending):
+            with pytest.raises(ConnectionAbortedError, match="closed by this side"):
+                await task
+        other, far = socket.socketpair()
+        with other, far:
+            assert number in (other.fileno(), far.fileno())
+            for _ in range(3):  # the loop must not look at a socket that took the number
+                far.send(b"x")
+                await asyncio.sleep(0)
+            loop = asyncio.get_running_loop()
+            assert not loop.remove_reader(number)
+        with pytest.raises(OSError, match=r"descriptor|closed"):
+            await stream.receive_into(memoryview(bytearray(8)))
+
+
+@in_asyncio
+async def test_connecting_has_a_deadline(tmp_path: Path) -> None:
+    driver = AsyncioDriver()
+    with socket.socket(socket.AF_UNIX) as busy:
+        busy.bind(str(tmp_path / "s"))
+        busy.listen(0)
+        first = await driver.connect_unix(str(tmp_path / "s"), 1)
+        with pytest.raises(DeadlineExceeded, match="did not answer within"):
+            await driver.connect_unix(str(tmp_path / "s"), 0.05)
+        first.close()
+    with pytest.raises(FileNotFoundError):
+        await driver.connect_unix(str(tmp_path / "none"), 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        stream = await driver.connect_tcp("localhost", port, 5)
+        stream.close()
+    with pytest.raises(ConnectionRefusedError):
+        await driver.connect_tcp("127.0.0.1", port, 1)
+
+
+@in_asyncio
+async def test_a_thread_is_waited_for_when_its_caller_is_cancelled() -> None:
+    go, ended = threading.Event(), []
+
+    def work() -> None:
+        assert go.wait(5)
+        ended.append(True)
+        raise ValueError("nobody asks for it any more")
+
+    running = asyncio.create_task(AsyncioDriver().run_in_thread(work))
+    await started(running)
+    running.cancel()
+    await started(running)
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended
 
 
 # --- the client ---------------------------------------------------------------------------------
@@ -232,34 +212,31 @@ def test_it_is_awaited_or_entered(peer: SmallPeer) -> None:
     asyncio.run(main(), debug=True)
 
 
-def test_whoever_is_left_waiting_receives_next(peer: SmallPeer) -> None:
+@in_asyncio
+async def test_whoever_is_left_waiting_receives_next(peer: SmallPeer) -> None:
     """A call that ends hands the receiving on, to one that may be cancelled before it knows."""
+    async with aio.connect(peer.path, timeout=30) as client:
+        calls: list[asyncio.Task[Any]] = []
 
-    async def main() -> None:
-        async with aio.connect(peer.path, timeout=30) as client:
-            calls: list[asyncio.Task[Any]] = []
+        async def call_and_cancel_the_next() -> list[Any]:
+            found = await client.locate("k")
+            calls[1].cancel()
+            return found
 
-            async def call_and_cancel_the_next() -> list[Any]:
-                found = await client.locate("k")
-                calls[1].cancel()
-                return found
-
-            gates = []
-            for number in range(3):
-                peer.backend.gate = peer.call(trio.Event)
-                gates.append(peer.backend.gate)
-                call = client.locate("k") if number else call_and_cancel_the_next()
-                calls.append(asyncio.create_task(call))
-                await eventually(peer, lambda wanted=number: locates(peer) == wanted + 1)
-            peer.call(gates[0].set)
-            assert await asyncio.wait_for(calls[0], 10) == []
-            with pytest.raises(asyncio.CancelledError):
-                await calls[1]
-            peer.call(gates[2].set)
-            assert await asyncio.wait_for(calls[2], 10) == []
-            peer.call(gates[1].set)
-
-    asyncio.run(main())
+        gates = []
+        for number in range(3):
+            peer.backend.gate = peer.call(trio.Event)
+            gates.append(peer.backend.gate)
+            call = client.locate("k") if number else call_and_cancel_the_next()
+            calls.append(asyncio.create_task(call))
+            await eventually(peer, lambda wanted=number: locates(peer) == wanted + 1)
+        peer.call(gates[0].set)
+        assert await asyncio.wait_for(calls[0], 10) == []
+        with pytest.raises(asyncio.CancelledError):
+            await calls[1]
+        peer.call(gates[2].set)
+        assert await asyncio.wait_for(calls[2], 10) == []
+        peer.call(gates[1].set)
 
 
 def locates(peer: SmallPeer) -> int:
@@ -270,19 +247,17 @@ async def eventually(peer: SmallPeer, condition: Any) -> None:
     await asyncio.to_thread(peer.wait_until, condition)
 
 
-def test_leases_are_given_back_without_another_call(peer: SmallPeer) -> None:
-    async def main() -> None:
-        async with aio.connect(peer.path) as client:
-            await client.put("k", b"value")
-            async with client.lease("k") as view:
-                assert bytes(view) == b"value"
-            del view
-            await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
-            await eventually(peer, lambda: peer.backend.gone == [])
-            names = {task.get_name() for task in asyncio.all_tasks()}
-            assert "p2pstore-janitor" not in names
-
-    asyncio.run(main())
+@in_asyncio
+async def test_leases_are_given_back_without_another_call(peer: SmallPeer) -> None:
+    async with aio.connect(peer.path) as client:
+        await client.put("k", b"value")
+        async with client.lease("k") as view:
+            assert bytes(view) == b"value"
+        del view
+        await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+        await eventually(peer, lambda: peer.backend.gone == [])
+        names = {task.get_name() for task in asyncio.all_tasks()}
+        assert "p2pstore-janitor" not in names
 
 
 @pytest.mark.parametrize("error", [KeyError("mine"), DeadlineExceeded("mine")])
@@ -325,11 +300,7 @@ def test_each_loop_connects_for_itself(peer: SmallPeer) -> None:
 
     asyncio.run(misuse())
     first.close()
-    loops = [threading.Thread(target=asyncio.run, args=(use(b"two"),)) for _ in range(4)]
-    for thread in loops:
-        thread.start()
-    for thread in loops:
-        thread.join(10)
+    in_threads(4, lambda _: asyncio.run(use(b"two")))
     assert asyncio.run(_get(peer)) == b"two"
 
 
@@ -353,20 +324,18 @@ def test_a_dropped_client_ends_its_connection(peer: SmallPeer) -> None:
     assert view == b"value"
 
 
-def test_a_task_group_with_a_failure_cancels_the_others_cleanly(peer: SmallPeer) -> None:
-    async def main() -> None:
-        async with aio.connect(peer.path) as client:
-            peer.backend.gate = peer.call(trio.Event)
-            with pytest.raises(ExceptionGroup) as caught:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(5):
-                        group.create_task(client.locate("k"))
-                    group.create_task(client.get("none"))
-            assert len(caught.value.exceptions) == 1
-            peer.call(peer.backend.gate.set)
-            assert [each.name for each in await client.peers()] == ["small"]
-
-    asyncio.run(main())
+@in_asyncio
+async def test_a_task_group_with_a_failure_cancels_the_others_cleanly(peer: SmallPeer) -> None:
+    async with aio.connect(peer.path) as client:
+        peer.backend.gate = peer.call(trio.Event)
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(5):
+                    group.create_task(client.locate("k"))
+                group.create_task(client.get("none"))
+        assert len(caught.value.exceptions) == 1
+        peer.call(peer.backend.gate.set)
+        assert [each.name for each in await client.peers()] == ["small"]
 
 
 TEARDOWN = """

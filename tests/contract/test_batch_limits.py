@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
     monkeypatch.setattr(blocking, "connect", patient)
     store = MooncakeDistributedStore()
     assert store.setup("localhost", "", 0, 0, "tcp", "", "") == 0
-    try:
+    with closing(store):
         keys, kept = [f"m/{key}"[:1024] for key in KEYS[: MANY + 1000]], "x" * 1024
         assert store.put_batch([*keys, kept], [VALUE] * (len(keys) + 1)) == 0
         assert store.batch_is_exist([*keys, "", kept]) == [1] * len(keys) + [0, 1]
@@ -108,8 +109,6 @@ def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
         monkeypatch.setattr(removing, "PAGE_KEYS", 300)
         assert store.remove_by_regex("^m/") == 1000
         assert store.batch_is_exist([keys[0], keys[-1], kept]) == [0, 0, 1]
-    finally:
-        store.close()
 
 
 # --- the one place that cuts -------------------------------------------------------------------

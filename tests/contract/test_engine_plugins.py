@@ -213,15 +213,19 @@ def sglang_config(**changed: Any) -> Any:
     return SimpleNamespace(**{**fields, **changed})
 
 
-def test_sglang_pages_come_back_in_another_engine(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch = require_torch()
+@pytest.fixture
+def hicache(peer: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's backend, which finds the peer by its environment."""
+    require_torch()
     stand_in(monkeypatch, SGLANG)
     monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
-    made = plugin(monkeypatch, "sglang").P2PHiCache
-    writer, reader = made(sglang_config(), {}), made(sglang_config(), {})
-    other_rank = made(sglang_config(tp_rank=1), {})
+    return plugin(monkeypatch, "sglang").P2PHiCache
+
+
+def test_sglang_pages_come_back_in_another_engine(hicache: Any) -> None:
+    torch = require_torch()
+    writer, reader = hicache(sglang_config(), {}), hicache(sglang_config(), {})
+    other_rank = hicache(sglang_config(tp_rank=1), {})
     source, target = HostPool(5, 1), HostPool(5, 2)
     for store, pool in ((writer, source), (reader, target), (other_rank, HostPool(5, 3))):
         store.register_mem_pool_host(pool)
@@ -263,7 +267,7 @@ def test_sglang_pages_come_back_in_another_engine(
     writer.clear()
     assert reader.batch_exists(keys) == 0
     with pytest.raises(ConfigError, match="weight_version"):
-        made(sglang_config(extra_config=None), {})
+        hicache(sglang_config(extra_config=None), {})
     for store in (writer, reader, other_rank):
         store.close()
     assert reader.batch_exists(keys) == 0
@@ -276,19 +280,14 @@ def side_transfer(name: str, pool_keys: list[str], first: int, policy: str = "al
     return SimpleNamespace(name=name, keys=pool_keys, host_indices=indices, hit_policy=policy)
 
 
-def test_sglang_side_pools_of_hybrid_models(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sglang_side_pools_of_hybrid_models(hicache: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A prefix ends where all pools can go on from; states of ranks are their own, what all ranks have is shared."""
     torch = require_torch()
-    stand_in(monkeypatch, SGLANG)
-    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
-    made = plugin(monkeypatch, "sglang").P2PHiCache
     kinds = {"mamba": "trailing_pages", "indexer": "all_pages"}
     stores: list[Any] = []
     pools: list[dict[str, HostPool]] = []
     for rank in (0, 0, 1):
-        store = made(
+        store = hicache(
             sglang_config(
                 tp_rank=rank,
                 is_mla_model=True,
@@ -362,18 +361,13 @@ class HeadsPool(HostPool):
         return [int(piece.ctypes.data) for piece in pieces], [piece.nbytes for piece in pieces]
 
 
-def test_sglang_engines_of_other_sizes_share_what_is_cut_by_heads(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_engines_of_other_sizes_share_what_is_cut_by_heads(hicache: Any) -> None:
     torch = require_torch()
-    stand_in(monkeypatch, SGLANG)
-    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
-    made = plugin(monkeypatch, "sglang").P2PHiCache
 
     def engine(rank: int, size: int, pool: HostPool, lcm: int = 2) -> Any:
         extra = {"weight_version": "heads@v1"}
         config = sglang_config(tp_rank=rank, tp_size=size, tp_lcm_size=lcm, extra_config=extra)
-        store = made(config, {})
+        store = hicache(config, {})
         store.register_mem_pool_host(pool)
         return store
 
@@ -401,14 +395,11 @@ def test_sglang_engines_of_other_sizes_share_what_is_cut_by_heads(
 
 
 def test_sglang_is_told_what_was_moved_and_which_settings_mean_nothing(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hicache: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch = require_torch()
-    stand_in(monkeypatch, SGLANG)
-    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
-    made = plugin(monkeypatch, "sglang").P2PHiCache
     extra = {"weight_version": "figures@v1", "interface_v1": 1, "backend_name": "p2pstore"}
-    store = made(sglang_config(enable_storage_metrics=True, extra_config=extra), {})
+    store = hicache(sglang_config(enable_storage_metrics=True, extra_config=extra), {})
     assert "there is no setting" not in caplog.text
     store.register_mem_pool_host(HostPool(3, 1))
     indices = torch.arange(2 * PAGE_SIZE)
@@ -420,7 +411,7 @@ def test_sglang_is_told_what_was_moved_and_which_settings_mean_nothing(
     assert all(rate > 0 for rate in (*figures.prefetch_bandwidth, *figures.backup_bandwidth))
     assert store.get_stats().prefetch_pgs == []
     store.close()
-    silent = made(sglang_config(extra_config={**extra, "weigth_version": "x"}), {})
+    silent = hicache(sglang_config(extra_config={**extra, "weigth_version": "x"}), {})
     assert silent.get_stats() is None
     assert "did you mean 'weight_version'" in caplog.text
     silent.close()
@@ -484,15 +475,9 @@ def test_sglang_makes_the_backend_itself(peer: PeerProcess, monkeypatch: pytest.
     store.close()
 
 
-def test_sglang_ranks_that_do_not_write_say_that_all_is_well(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_ranks_that_do_not_write_say_that_all_is_well(hicache: Any) -> None:
     torch = require_torch()
-    stand_in(monkeypatch, SGLANG)
-    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
-    store = plugin(monkeypatch, "sglang").P2PHiCache(
-        sglang_config(is_mla_model=True, is_storage_writer=False), {}
-    )
+    store = hicache(sglang_config(is_mla_model=True, is_storage_writer=False), {})
     store.register_mem_pool_host(HostPool(1, 1))
     assert store.batch_set_v1(["mla"], torch.arange(PAGE_SIZE)) == [True]
     assert store.batch_exists(["mla"]) == 0
@@ -630,65 +615,65 @@ def finished(tier: Any) -> Any:
     return result
 
 
-def test_vllm_blocks_come_back_in_another_engine(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in(monkeypatch, VLLM)
-    module = plugin(monkeypatch, "vllm")
+    return plugin(monkeypatch, "vllm")
+
+
+def test_vllm_blocks_come_back_in_another_engine(peer: PeerProcess, vllm: Any) -> None:
     memories = [np.random.default_rng(seed).integers(0, 256, (6, 5000), np.uint8) for seed in range(3)]
     named = {"weight_version": WEIGHTS, "socket": peer.socket}
     writer, reader, wider = (
-        module.P2PTier(vllm_spec(tp_size), memory.data, "P2PTier", **named)
+        vllm.P2PTier(vllm_spec(tp_size), memory.data, "P2PTier", **named)
         for memory, tp_size in zip(memories, (1, 1, 2), strict=True)
     )
     keys = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(4)]
-    hit, miss = module.LookupResult.HIT, module.LookupResult.MISS
+    hit, miss = vllm.LookupResult.HIT, vllm.LookupResult.MISS
     assert writer.lookup(keys[0], None) == miss
-    writer.submit_store(module.TransferJob(1, keys[:3], np.array([5, 0, 2]), False, None))
+    writer.submit_store(vllm.TransferJob(1, keys[:3], np.array([5, 0, 2]), False, None))
     stored = finished(writer)
     assert (stored.job_id, stored.success, stored.transfer_bytes) == (1, True, 15_000)
     assert [reader.lookup(key, None) for key in keys] == [hit, hit, hit, miss]
     assert wider.lookup(keys[0], None) == miss
-    reader.submit_load(module.TransferJob(2, keys, np.array([1, 2, 3, 4]), True, None))
+    reader.submit_load(vllm.TransferJob(2, keys, np.array([1, 2, 3, 4]), True, None))
     reader.drain_jobs()
     loaded = finished(reader)
     assert (loaded.success, loaded.successful_keys) == (False, tuple(keys[:3]))
     assert (memories[1][1:4] == memories[0][[5, 0, 2]]).all()
     with blocking.connect(peer.socket, namespace=WEIGHTS) as client:
         client.flush()
-    reader.submit_load(module.TransferJob(3, keys[:1], np.array([1]), True, None))
+    reader.submit_load(vllm.TransferJob(3, keys[:1], np.array([1]), True, None))
     assert not finished(reader).success
-    writer.submit_store(module.TransferJob(4, keys[:1], np.array([5]), False, None))
+    writer.submit_store(vllm.TransferJob(4, keys[:1], np.array([5]), False, None))
     assert finished(writer).success
     assert writer.lookup(keys[0], None) == hit
     assert reader.lookup(keys[0], None) == miss, "what just failed is not tried again at once"
     long = [bytes([number]) * 600 for number in (7, 8)]
-    writer.submit_store(module.TransferJob(5, long, np.array([1, 2]), False, None))
+    writer.submit_store(vllm.TransferJob(5, long, np.array([1, 2]), False, None))
     assert finished(writer).success
     assert writer.lookup(long[0], None) == hit
     assert writer.lookup(None, None) == miss
-    writer.submit_store(module.TransferJob(6, [None], np.array([1]), False, None))
+    writer.submit_store(vllm.TransferJob(6, [None], np.array([1]), False, None))
     assert not finished(writer).success
-    writer.submit_store(module.TransferJob(7, None, np.array([1]), False, None))
+    writer.submit_store(vllm.TransferJob(7, None, np.array([1]), False, None))
     assert not finished(writer).success
     for tier in (writer, reader, wider):
         tier.shutdown()
-    writer.submit_load(module.TransferJob(8, keys[:1], np.array([1]), True, None))
+    writer.submit_load(vllm.TransferJob(8, keys[:1], np.array([1]), True, None))
     assert not finished(writer).success
     assert writer.lookup(keys[0], None) == miss
 
 
 def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    peer: PeerProcess, vllm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stand_in(monkeypatch, VLLM)
-    module = plugin(monkeypatch, "vllm")
     memory = np.zeros((4, 5000), np.uint8)
     named = {"weight_version": "events@v1", "socket": peer.socket, "enable_kv_events": True}
     silent = vllm_spec()
     silent.kv_events_config.enable_kv_cache_events = False
     tiers = [
-        module.P2PTier(spec, memory.data, "P2PTier", **named)
+        vllm.P2PTier(spec, memory.data, "P2PTier", **named)
         for spec in (vllm_spec(), vllm_spec(), vllm_spec(), silent)
     ]
     writer, other, reader, mute = tiers
@@ -696,11 +681,11 @@ def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
     keys = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(2)]
 
     def stored_by(tier: Any) -> list[Any]:
-        tier.submit_store(module.TransferJob(1, keys, np.array([0, 1]), False, None))
+        tier.submit_store(vllm.TransferJob(1, keys, np.array([0, 1]), False, None))
         assert finished(tier).success
         return list(tier.take_events())
 
-    stored = [module.OffloadingEvent(keys, module.Medium.STORAGE, False, removal_expected=True)]
+    stored = [vllm.OffloadingEvent(keys, vllm.Medium.STORAGE, False, removal_expected=True)]
     assert stored_by(writer) == stored
     assert stored_by(writer) == []
     assert stored_by(other) == stored, "what it found there is told of"
@@ -726,7 +711,7 @@ def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
     def read_by(tier: Any) -> list[Any]:
         request = SimpleNamespace(req_id="request", kv_transfer_params=None)
         tier.on_new_request(request)
-        tier.submit_load(module.TransferJob(2, keys, np.array([2, 3]), True, request))
+        tier.submit_load(vllm.TransferJob(2, keys, np.array([2, 3]), True, request))
         assert finished(tier).success
         assert list(tier.take_events()) == [], "its tokens are not known yet"
         tier.on_request_finished(request)
@@ -982,20 +967,22 @@ class ChunkKey:
         return self.text
 
 
-@pytest.mark.parametrize("save_chunk_meta", [False, True])
-def test_lmcache_chunks_come_back(
-    save_chunk_meta: bool, peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def lmcache(monkeypatch: pytest.MonkeyPatch) -> Any:
     if importlib.util.find_spec("lmcache") is not None:
         pytest.skip("LMCache is installed: its own basic_check is the test")
     stand_in(monkeypatch, LMCACHE)
-    module = plugin(monkeypatch, "lmcache")
+    return plugin(monkeypatch, "lmcache")
+
+
+@pytest.mark.parametrize("save_chunk_meta", [False, True])
+def test_lmcache_chunks_come_back(save_chunk_meta: bool, peer: PeerProcess, lmcache: Any) -> None:
     backend = CpuBackend(save_chunk_meta)
     extra = {"p2pstore_weight_version": f"lm@{save_chunk_meta}", "p2pstore_socket": peer.socket}
 
     async def use() -> None:
         config = SimpleNamespace(extra_config=extra, pre_caching_hash_algorithm="builtin")
-        connector = module.P2PConnector(asyncio.get_running_loop(), backend, config)
+        connector = lmcache.P2PConnector(asyncio.get_running_loop(), backend, config)
         keys = [ChunkKey(f"model@1@0@{number}") for number in range(4)]
         values = [bytes([number]) * length for number, length in enumerate((1000, 300, 1000))]
         assert not await connector.exists(keys[0])
@@ -1045,18 +1032,14 @@ def test_lmcache_chunks_come_back(
 
 
 def test_lmcache_engines_that_hash_otherwise_are_told_at_the_first_request(
-    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    peer: PeerProcess, lmcache: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By the hash that LMCache uses, with the seed that it has by then: not before, and not by Python's seed."""
-    if importlib.util.find_spec("lmcache") is not None:
-        pytest.skip("LMCache is installed: its own basic_check is the test")
-    stand_in(monkeypatch, LMCACHE)
-    module = plugin(monkeypatch, "lmcache")
     extra = {"p2pstore_weight_version": "hashes@lm", "p2pstore_socket": peer.socket}
 
     async def ask(algorithm: str, seed: int) -> None:
         config = SimpleNamespace(extra_config=extra, pre_caching_hash_algorithm=algorithm)
-        connector = module.P2PConnector(asyncio.get_running_loop(), CpuBackend(False), config)
+        connector = lmcache.P2PConnector(asyncio.get_running_loop(), CpuBackend(False), config)
         monkeypatch.setattr(ChunkedTokenDatabase, "NONE_HASH", seed)
         for _ in range(2):
             assert connector.batched_contains([ChunkKey("none")]) == 0
@@ -1111,15 +1094,11 @@ class Server:
 
 
 @pytest.fixture
-def adapter(peer: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def adapter(peer: PeerProcess, lmcache: Any) -> Iterator[Any]:
     """The adapter of LMCache's server."""
-    if importlib.util.find_spec("lmcache") is not None:
-        pytest.skip("LMCache is installed: its own basic_check is the test")
-    stand_in(monkeypatch, LMCACHE)
     with blocking.connect(peer.socket, namespace="l2@v1") as client:
         client.flush()
-    made = plugin(monkeypatch, "lmcache").P2PL2Adapter
-    adapter = made({"weight_version": "l2@v1", "socket": peer.socket})
+    adapter = lmcache.P2PL2Adapter({"weight_version": "l2@v1", "socket": peer.socket})
     yield adapter
     adapter.close()
 

@@ -33,12 +33,18 @@ from tests.waiting import eventually
 KEYS = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(4)]
 
 
-@pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    stand_in(monkeypatch, VLLM)
-    module = plugin(monkeypatch, "vllm")
+def impatient(monkeypatch: pytest.MonkeyPatch, name: str, modules: dict[str, dict[str, Any]]) -> Any:
+    """A plug-in's module, whose client waits for a second."""
+    stand_in(monkeypatch, modules)
+    module = plugin(monkeypatch, name)
     short = functools.partial(lasting_client.LastingClient, timeout=1.0)
     monkeypatch.setattr(module, "LastingClient", short)
+    return module
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = impatient(monkeypatch, "vllm", VLLM)
     monkeypatch.setattr(module, "kv_cache_utils", SimpleNamespace(NONE_HASH=b"seed"), raising=False)
     return module
 
@@ -256,10 +262,7 @@ def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
 ) -> None:
     if importlib.util.find_spec("lmcache") is not None:
         pytest.skip("LMCache is installed: its own basic_check is the test")
-    stand_in(monkeypatch, LMCACHE)
-    module = plugin(monkeypatch, "lmcache")
-    short = functools.partial(lasting_client.LastingClient, timeout=1.0)
-    monkeypatch.setattr(module, "LastingClient", short)
+    module = impatient(monkeypatch, "lmcache", LMCACHE)
     extra = {"p2pstore_weight_version": "hung@lm", "p2pstore_socket": str(tmp_path / "hung.sock")}
     config = SimpleNamespace(extra_config=extra, pre_caching_hash_algorithm="builtin")
     keys = [ChunkKey("chunk")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,23 +14,12 @@ from p2pstore.gossip.floors import floor_sync
 from p2pstore.objects import clock_from_unix_seconds
 from p2pstore.peer import Peer, open_peer
 from p2pstore.state.state_directory import StateDirectory
-
-
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    with trio.fail_after(seconds):
-        while not condition():
-            await trio.sleep(0.01)
+from tests.cluster import peers
+from tests.waiting import until
 
 
 def config(folder: Path, name: str, *bootstrap: Peer) -> PeerConfig:
-    return PeerConfig(
-        name=name,
-        memory="16MiB",
-        listen="127.0.0.1:0",
-        socket=str(folder / f"{name}.sock"),
-        bootstrap=[peer.control for peer in bootstrap],
-        state_dir=str(folder / name),
-    )
+    return peers.config(folder, name, *bootstrap, memory="16MiB", state_dir=str(folder / name))
 
 
 async def test_a_flush_counts_everywhere_when_it_returns(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -75,13 +75,10 @@ class Pair:
     addresses: list[str]
     answerer: Answerer
     lost: list[PeerId]
-    stop_peer: Callable[[], Awaitable[None]]
-    """Make the answering side go away without a word."""
-    cut: Callable[[str], None]
-    """Let nothing pass "there" (to the answering side) or "back" any more; it arrives after `heal`."""
-    heal: Callable[[], None]
+    way: Proxy
+    """To the other side."""
     peer: ControlHost
-    """The other side's link."""
+    """The other side's link; `close` has it go away without a word."""
 
     async def ask(self, kind: int, request: Message, timeout: float = SECONDS) -> Message:
         return await self.link.ask(self.peer_id, self.addresses, kind, request, timeout)
@@ -91,12 +88,14 @@ class Pair:
 
 
 class Proxy:
-    """A TCP connection's way through this test, each direction of which can be held up."""
+    """A TCP connection's way through this test, each direction of which can be held up. It may take its time."""
 
     def __init__(self, nursery: trio.Nursery, target: tuple[str, int]) -> None:
         self._nursery = nursery
         self._target = target
         self._gates = {"there": trio.Event(), "back": trio.Event()}
+        self.delay_seconds = 0.0
+        self.connections = 0
         self.heal()
 
     async def listen(self) -> int:
@@ -114,6 +113,7 @@ class Proxy:
             gate.set()
 
     async def _connected(self, client: trio.SocketStream) -> None:
+        self.connections += 1
         try:
             server = await trio.open_tcp_stream(*self._target)
         except OSError:
@@ -132,6 +132,7 @@ class Proxy:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             while data := await source.receive_some(65536):
                 await self._gates[direction].wait()
+                await trio.sleep(self.delay_seconds)
                 await target.send_all(data)
         scope.cancel()
 
@@ -140,50 +141,29 @@ class Proxy:
 async def control_hosts(answerer: Answerer) -> AsyncIterator[Pair]:
     """Two control hosts in this process, over loopback."""
     lost: list[PeerId] = []
-    ours, theirs = Identity(b"\x01" * 32), Identity(b"\x02" * 32)
+
+    def opened(
+        number: int, on_lost: Callable[[PeerId], None]
+    ) -> AbstractAsyncContextManager[ControlHost]:
+        settings = HostSettings(
+            identity=Identity(bytes([number]) * 32),
+            ring=KeyRing([b"k" * 32]),
+            cluster="contract",
+            handler=answerer,
+            on_lost=on_lost,
+            software="test",
+        )
+        return open_control_host(("127.0.0.1", 0), settings)
+
     async with (
-        open_control_host(
-            ("127.0.0.1", 0),
-            HostSettings(
-                identity=ours,
-                ring=KeyRing([b"k" * 32]),
-                cluster="contract",
-                handler=answerer,
-                on_lost=lost.append,
-                software="asker",
-            ),
-        ) as link,
-        open_control_host(
-            ("127.0.0.1", 0),
-            HostSettings(
-                identity=theirs,
-                ring=KeyRing([b"k" * 32]),
-                cluster="contract",
-                handler=answerer,
-                on_lost=lambda _: None,
-                software="answerer",
-            ),
-        ) as other,
+        opened(1, lost.append) as link,
+        opened(2, lambda _: None) as other,
         open_background_nursery() as nursery,
     ):
-        proxy = Proxy(nursery, other.listening)
-        address = f"127.0.0.1:{await proxy.listen()}"
-
-        async def stop_peer() -> None:
-            other.close()
-
-        yield Pair(
-            link,
-            ours.peer_id,
-            theirs.peer_id,
-            [address],
-            answerer,
-            lost,
-            stop_peer,
-            proxy.cut,
-            proxy.heal,
-            other,
-        )
+        way = Proxy(nursery, other.listening)
+        addresses = [f"127.0.0.1:{await way.listen()}"]
+        own_id, peer_id = (each.settings.identity.peer_id for each in (link, other))
+        yield Pair(link, own_id, peer_id, addresses, answerer, lost, way, other)
 
 
 @pytest.fixture
@@ -349,7 +329,7 @@ async def test_a_partition_in_one_direction_is_a_timeout_and_heals(pair: Pair, d
     """With a connection that was open before, and with one that is to be opened."""
     await pair.ping(0)
     calls = pair.answerer.pings
-    pair.cut(direction)
+    pair.way.cut(direction)
     for number in range(3):
         with pytest.raises(LinkError, match=r"within 0.1 s") as error:
             await pair.ask(ControlKind.PING, Ping(number, []), timeout=0.1)
@@ -358,22 +338,22 @@ async def test_a_partition_in_one_direction_is_a_timeout_and_heals(pair: Pair, d
         assert pair.answerer.pings == calls + 3
     else:
         assert pair.answerer.pings == calls
-    pair.heal()
+    pair.way.heal()
     for number in range(5):
         await pair.ping(number)
     await until(lambda: pair.answerer.pings == calls + 8)
 
     await pair.link.disconnect(pair.peer_id)
-    pair.cut(direction)
+    pair.way.cut(direction)
     with pytest.raises(LinkError, match=r"within 0.1 s"):
         await pair.ask(ControlKind.PING, Ping(1, []), timeout=0.1)
-    pair.heal()
+    pair.way.heal()
     await pair.ping(1)
 
 
 async def test_a_peer_that_dies_while_a_large_body_is_on_its_way(pair: Pair) -> None:
     await pair.ping(0)
-    pair.cut("there")
+    pair.way.cut("there")
     async with trio.open_nursery() as nursery:
 
         async def exchange() -> None:
@@ -383,7 +363,7 @@ async def test_a_peer_that_dies_while_a_large_body_is_on_its_way(pair: Pair) -> 
 
         nursery.start_soon(exchange)
         await trio.testing.wait_all_tasks_blocked(0.01)
-        await pair.stop_peer()
+        pair.peer.close()
     await until(lambda: pair.lost == [pair.peer_id])
 
 
@@ -400,7 +380,7 @@ async def test_a_peer_that_goes_away_fails_what_waits_and_is_reported(pair: Pair
         for _ in range(3):
             nursery.start_soon(hold)
         await until(lambda: pair.answerer.held == 3)
-        await pair.stop_peer()
+        pair.peer.close()
     assert len(errors) == 3
     assert not any(error.refused for error in errors)
     await until(lambda: pair.lost == [pair.peer_id])

@@ -38,6 +38,7 @@ from p2pstore.runtime.blocking_streams import BlockingDriver, BlockingStream, ru
 from p2pstore.runtime.streams import ByteStream
 from tests.contract.small_peer import PEER_ID, small_peer
 from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store
+from tests.threads import in_threads
 from tests.waiting import eventually
 
 _numbers = itertools.count()
@@ -228,14 +229,21 @@ def test_an_object_expires_under_its_view(key: str, cluster: Cluster) -> None:
     assert view == b"value"
 
 
+@pytest.mark.parametrize("together", [False, True])
 def test_who_holds_too_much_at_a_neighbour_has_the_rest_brought_here(
-    store: Store, key: str, cluster: Cluster
+    store: Store, key: str, cluster: Cluster, together: bool
 ) -> None:
-    for number in range(3):  # a client may hold half of 192 MiB
-        put_far(cluster, f"{key}{number}", np.full(40 * MIB, number, np.uint8))
-    views = [store.take_lease(f"{key}{number}") for number in range(3)]
+    names = [f"{key}{number}" for number in range(3)]
+    for number, name in enumerate(names):  # a client may hold half of 192 MiB
+        put_far(cluster, name, np.full(40 * MIB, number, np.uint8))
+    if together:
+        views = [each.unwrap() for each in store.take_leases(names)]
+    else:
+        views = [store.take_lease(name) for name in names]
     assert [view[-1] for view in views] == [0, 1, 2]
-    assert [is_near(cluster, f"{key}{number}") for number in range(3)] == [False, False, True]
+    assert sum(is_near(cluster, name) for name in names) == 1
+    assert together or is_near(cluster, names[2])
+    del views
 
 
 def test_many_at_once(store: Store, key: str, cluster: Cluster) -> None:
@@ -314,17 +322,6 @@ def test_a_batch_of_views(store: Store, key: str, cluster: Cluster) -> None:
     assert all(each.ok for each in store.take_leases(names[1::3], here=True))
     assert all(is_near(cluster, name) for name in names[1::3])
     del views, first
-
-
-def test_a_batch_beyond_what_a_client_may_hold_at_a_neighbour(
-    store: Store, key: str, cluster: Cluster
-) -> None:
-    for number in range(3):  # a client may hold half of 192 MiB
-        put_far(cluster, f"{key}{number}", np.full(40 * MIB, number, np.uint8))
-    views = store.take_leases([f"{key}{number}" for number in range(3)])
-    assert [each.unwrap()[-1] for each in views] == [0, 1, 2]
-    assert sum(is_near(cluster, f"{key}{number}") for number in range(3)) == 1
-    del views
 
 
 def test_a_batch_shows_nothing_that_was_replaced_or_removed(
@@ -661,23 +658,15 @@ def test_threads_share_links(street: Callable[..., Street]) -> None:
     for house, number in itertools.product(range(2), range(4)):
         digest = key_digest(scene.name(house, number))
         scene.own.backend.planned[digest] *= 800
-    wrong: list[str] = []
 
     def work(seed: int) -> None:
         rng = random.Random(seed)
         for _ in range(100):
             house, number = rng.randrange(2), rng.randrange(4)
             view = scene.client.take_lease(f"{house}/{number}")
-            if view[-1] != number + 1:
-                wrong.append(f"{house}/{number}")
+            assert view[-1] == number + 1
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert not wrong
+    in_threads(8, work)
     assert [len(house.backend.clients) for house in scene.houses] == [2, 2]
     eventually(lambda: scene.leased(0) == scene.leased(1) == 0)
 

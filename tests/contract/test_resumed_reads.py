@@ -4,8 +4,6 @@ large objects from several holders at once."""
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -27,12 +25,11 @@ from tests.cluster.peers import cluster
 from tests.contract.sides import Side
 from tests.contract.small_peer import small_peer
 from tests.contract.test_transport import (
-    OWNER,
     READER,
-    ROOT,
     TcpHarness,
     _buffers,
     grant,
+    owner_process,
     pattern,
     put,
     segment_of,
@@ -154,33 +151,23 @@ async def test_an_owner_killed_in_the_middle_is_not_read_anew(side: Side) -> Non
     """Progress goes on where it was."""
     value = pattern(16 * MIB)
     done: list[int] = []
-    program = "from tests.contract.test_transport import run_owner; run_owner()"
-    with subprocess.Popen(  # starting it takes a moment
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            address = (await trio.to_thread.run_sync(process.stdout.readline)).strip()
 
-            def progress(done_bytes: int, total_bytes: int) -> None:
-                done.append(done_bytes)
-                if done_bytes == 3 * MIB:
-                    process.kill()
-                    process.wait()
-
-            buffer = bytearray(len(value))
-            destination = BufferDestination(buffer, ReadWatch(time.perf_counter, progress))
-            async with holder(24 * MIB, value) as second:
-                first = RemoteCopy(OWNER.peer_id, (address,), grant(), member=1)
-                other = replace(second.copy(), peer_id=READER.peer_id, member=2)
-                report = await read(side, second, [first, other], destination)
-                assert report.copy is other
-                assert [failure.code for failure in report.failures] == [Code.UNAVAILABLE]
-                assert buffer == value
-                assert done == [(number + 1) * MIB for number in range(16)]
-                assert second.server.traffic.bytes < 13 * MIB + HEADS_BYTES
-        finally:
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        done.append(done_bytes)
+        if done_bytes == 3 * MIB:
             process.kill()
+            process.wait()
+
+    buffer = bytearray(len(value))
+    destination = BufferDestination(buffer, ReadWatch(time.perf_counter, progress))
+    async with owner_process() as (process, first), holder(24 * MIB, value) as second:
+        other = replace(second.copy(), peer_id=READER.peer_id, member=2)
+        report = await read(side, second, [first, other], destination)
+        assert report.copy is other
+        assert [failure.code for failure in report.failures] == [Code.UNAVAILABLE]
+        assert buffer == value
+        assert done == [(number + 1) * MIB for number in range(16)]
+        assert second.server.traffic.bytes < 13 * MIB + HEADS_BYTES
 
 
 @pytest.mark.parametrize("into", [True, False], ids=["get_into", "get"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -73,12 +73,9 @@ MESSAGES = {
 async def linked(attacker: MemberHere, source: MemberHere) -> AsyncIterator[ByteStream]:
     """A link of the attacker's own."""
     way = present(attacker.way_to(source.own))
-    connection = await attacker.pool.dial(way)
-    try:
+    with closing(await attacker.pool.dial(way)) as connection:
         await connection.become_link(SwarmLink(source.run.version))
         yield connection.stream
-    finally:
-        connection.close()
 
 
 async def test_whatever_is_said_on_a_link_the_swarm_goes_on(tmp_path: Path) -> None:
@@ -113,7 +110,7 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(tmp_path: 
 
             async def hold(piece: int) -> None:
                 connection: DataConnection = await attacker.pool.dial(way)
-                try:
+                with closing(connection):
                     await connection.stream.send(
                         encode_frame(DataKind.PIECE_TAKEN, 0, PieceTaken(), flags=ONE_WAY) * 100
                     )
@@ -121,8 +118,6 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(tmp_path: 
                     room = memoryview(bytearray(PIECE))
                     answers.append(await connection.get_piece(GetPiece(version, piece), room))
                     await trio.sleep_forever()
-                finally:
-                    connection.close()
 
             async with linked(attacker, source):
                 await until(lambda: attacker.own in source.run.links.members)

@@ -32,17 +32,18 @@ from p2pstore.transfer.tls_streams import MAX_HANDSHAKE_BYTES, dial_tls
 from p2pstore.transfer.transport import BufferDestination, pull_with_failover
 from p2pstore.wire import Code, encode_frame
 from tests.contract.sides import Side
-from tests.contract.test_tls_streams import raw_server
 from tests.contract.test_transport import (
     OWNER,
     READER,
     TcpHarness,
     assert_closed,
+    cancelled_at_step,
     caught_log,
     connect,
     grant,
     pattern,
     put,
+    raw_server,
     read_frame,
     segment_of,
 )
@@ -65,10 +66,8 @@ def plain(address: str) -> str:
 async def ping(harness: TcpHarness, side: Side, address: str, peer_id: bytes) -> object:
     pool = harness.pool(side.driver)
     peer = replace(harness.copy(), data=(address,), peer_id=peer_id)
-    try:
+    with contextlib.closing(pool):
         return await side.run(lambda: pool.request(peer, DataKind.PING, Ping()))
-    finally:
-        pool.close()
 
 
 # --- who meets whom ------------------------------------------------------------------------------
@@ -302,35 +301,17 @@ async def test_a_refusal_inside_tls_is_heard(harness: TcpHarness, side: Side) ->
 async def test_who_is_cancelled_in_the_handshake_leaves_nothing(harness: TcpHarness) -> None:
     """At each checkpoint, under trio; `CancellingDriver` of `test_transport` does it at each call."""
     at = split_data_address(harness.address)
-    steps, done = 0, False
+    task, steps, done = trio.lowlevel.current_task(), 0, False
     while not done:
         steps += 1
         stream = await connect(plain(harness.address))
-        with trio.CancelScope() as scope:
-            counter = _StepCounter(trio.lowlevel.current_task(), steps, scope)
-            trio.lowlevel.add_instrument(counter)
-            try:
-                connection = await open_connection(stream, at, OWNER.peer_id, grant())
-                done = counter.steps < steps
-                connection.close()
-            finally:
-                trio.lowlevel.remove_instrument(counter)
+        with trio.CancelScope() as scope, cancelled_at_step(task.name, steps, scope) as counter:
+            connection = await open_connection(stream, at, OWNER.peer_id, grant())
+            done = counter.steps < steps
+            connection.close()
         assert stream.fileno() == -1
         await until(lambda: harness.server.connections == 0)
     assert steps > 2
-
-
-class _StepCounter(trio.abc.Instrument):
-    """Cancels `scope` before the given step of `task`."""
-
-    def __init__(self, task: trio.lowlevel.Task, at: int, scope: trio.CancelScope) -> None:
-        self.task, self.at, self.scope, self.steps = task, at, scope, 0
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        if task is self.task:
-            self.steps += 1
-            if self.steps == self.at:
-                self.scope.cancel()
 
 
 async def test_a_holder_that_hangs_in_the_handshake_fails_over(side: Side) -> None:

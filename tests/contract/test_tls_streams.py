@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 import trio
@@ -19,7 +19,6 @@ from p2pstore.objects import KIB, MIB
 from p2pstore.runtime.asyncio_streams import AsyncioStream
 from p2pstore.runtime.streams import ByteStream
 from p2pstore.runtime.trio_streams import TrioStream
-from p2pstore.transfer.serving.data_server import listener_address, open_data_listeners
 from p2pstore.transfer.tls_streams import (
     MAX_HANDSHAKE_BYTES,
     MOST_RECEIVE_BYTES,
@@ -34,35 +33,11 @@ from p2pstore.transfer.tls_streams import (
     make_certificate,
     serving_context,
 )
-from tests.contract.sides import DRIVERS, Side
-from tests.contract.test_transport import OWNER, grant, read_exactly
+from tests.contract.sides import DRIVERS, Side, in_asyncio, started
+from tests.contract.test_transport import OWNER, grant, raw_server, read_exactly
 
 Script = Callable[[AcceptedTlsStream], Awaitable[None]]
-RawScript = Callable[[TrioStream], Awaitable[None]]
 SIZES = [0, 1, 16 * KIB - 1, 16 * KIB, 16 * KIB + 1, 300_000, 3 * MIB + 1]
-
-
-@contextlib.asynccontextmanager
-async def raw_server(script: RawScript) -> AsyncIterator[str]:
-    """Runs `script` on each connection; yields the server's address."""
-    (listener,) = await open_data_listeners(["127.0.0.1:0"])
-
-    async def serve_one(sock: socket.socket) -> None:
-        stream = TrioStream(sock)
-        with contextlib.closing(stream), contextlib.suppress(OSError):
-            await script(stream)
-
-    async def serve() -> None:
-        while True:
-            await trio.lowlevel.wait_readable(listener.fileno())
-            sock, _ = listener.accept()
-            nursery.start_soon(serve_one, sock)
-
-    with listener:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve)
-            yield listener_address(listener)
-            nursery.cancel_scope.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -430,13 +405,20 @@ async def test_under_trio_a_cancelled_send_closes_the_stream() -> None:
         assert client.fileno() == -1
 
 
-@contextlib.asynccontextmanager
-async def trio_pair() -> AsyncIterator[tuple[TlsStream, TlsStream]]:
+@contextlib.contextmanager
+def tls_pair(kind: type[TrioStream] | type[AsyncioStream]) -> Iterator[tuple[TlsStream, TlsStream]]:
+    """A client and a server that have not shaken hands yet."""
     certificate = make_certificate(OWNER, time.time())
-    ours, theirs = (TrioStream(each) for each in socket.socketpair())
+    ours, theirs = (kind(each) for each in socket.socketpair())
     client = TlsStream(ours, dialling_context(), server_side=False)
     server = TlsStream(theirs, serving_context(certificate.pem), server_side=True)
     with contextlib.closing(client), contextlib.closing(server):
+        yield client, server
+
+
+@contextlib.asynccontextmanager
+async def trio_pair() -> AsyncIterator[tuple[TlsStream, TlsStream]]:
+    with tls_pair(TrioStream) as (client, server):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.shake_hands)
             nursery.start_soon(server.shake_hands)
@@ -445,77 +427,58 @@ async def trio_pair() -> AsyncIterator[tuple[TlsStream, TlsStream]]:
 
 @contextlib.asynccontextmanager
 async def asyncio_pair() -> AsyncIterator[tuple[TlsStream, TlsStream]]:
-    certificate = make_certificate(OWNER, time.time())
-    ours, theirs = (AsyncioStream(each) for each in socket.socketpair())
-    client = TlsStream(ours, dialling_context(), server_side=False)
-    server = TlsStream(theirs, serving_context(certificate.pem), server_side=True)
-    with contextlib.closing(client), contextlib.closing(server):
+    with tls_pair(AsyncioStream) as (client, server):
         await asyncio.gather(client.shake_hands(), server.shake_hands())
         yield client, server
 
 
-async def started(task: asyncio.Task[object]) -> None:
-    """Let a task run until it waits for a socket."""
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not task.done()
+@in_asyncio
+async def test_under_asyncio_a_cancelled_receive_loses_no_bytes() -> None:
+    async with asyncio_pair() as (client, server):
+        received = memoryview(bytearray(8))
+        receiving = asyncio.create_task(client.receive_into(received))
+        await started(receiving)
+        await server.send(b"answer")
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        assert await client.receive_into(received) == 6
+        assert bytes(received[:6]) == b"answer"
 
 
-def test_under_asyncio_a_cancelled_receive_loses_no_bytes() -> None:
-    async def main() -> None:
-        async with asyncio_pair() as (client, server):
-            received = memoryview(bytearray(8))
-            receiving = asyncio.create_task(client.receive_into(received))
-            await started(receiving)
-            await server.send(b"answer")
-            receiving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await receiving
-            assert await client.receive_into(received) == 6
-            assert bytes(received[:6]) == b"answer"
-
-    asyncio.run(main())
+@in_asyncio
+async def test_under_asyncio_a_whole_send_is_not_cancelled_in_the_middle() -> None:
+    async with asyncio_pair() as (client, server):
+        frame = os.urandom(3 * MIB)
+        sending = asyncio.create_task(client.send_whole(frame[:5], frame[5:]))
+        await started(sending)
+        sending.cancel()
+        assert await read_exactly(server, len(frame)) == frame
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await client.send(b"next")
+        assert await read_exactly(server, 4) == b"next"
 
 
-def test_under_asyncio_a_whole_send_is_not_cancelled_in_the_middle() -> None:
-    async def main() -> None:
-        async with asyncio_pair() as (client, server):
-            frame = os.urandom(3 * MIB)
-            sending = asyncio.create_task(client.send_whole(frame[:5], frame[5:]))
-            await started(sending)
-            sending.cancel()
-            assert await read_exactly(server, len(frame)) == frame
-            with pytest.raises(asyncio.CancelledError):
-                await sending
-            await client.send(b"next")
-            assert await read_exactly(server, 4) == b"next"
-
-    asyncio.run(main())
+@in_asyncio
+async def test_under_asyncio_a_cancelled_send_closes_the_stream() -> None:
+    async with asyncio_pair() as (client, _):
+        sending = asyncio.create_task(client.send(bytes(64 * MIB)))
+        await started(sending)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert client.fileno() == -1
 
 
-def test_under_asyncio_a_cancelled_send_closes_the_stream() -> None:
-    async def main() -> None:
-        async with asyncio_pair() as (client, _):
-            sending = asyncio.create_task(client.send(bytes(64 * MIB)))
-            await started(sending)
-            sending.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await sending
-            assert client.fileno() == -1
-
-    asyncio.run(main())
-
-
-def test_under_asyncio_a_cancelled_handshake_leaves_nothing() -> None:
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        stream = AsyncioStream(ours)
-        with theirs:
-            dialling = asyncio.create_task(dial_tls(stream, OWNER.peer_id, grant()))
-            await started(dialling)
-            dialling.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await dialling
-            assert stream.fileno() == -1
-
-    asyncio.run(main())
+@in_asyncio
+async def test_under_asyncio_a_cancelled_handshake_leaves_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    stream = AsyncioStream(ours)
+    with theirs:
+        dialling = asyncio.create_task(dial_tls(stream, OWNER.peer_id, grant()))
+        await started(dialling)
+        dialling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dialling
+        assert stream.fileno() == -1

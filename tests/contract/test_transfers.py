@@ -7,7 +7,7 @@ import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any, cast
 
 import pytest
@@ -105,14 +105,13 @@ class SlowStore:
 async def batch(store: SlowStore, side: Side, limit: int = 8) -> AsyncIterator[TransferBatch]:
     """The same as `ClientSession.transfers`."""
     async with side.driver.helpers() as start:
-        made = TransferBatch(
-            cast(Any, store), side.driver, start, limit, in_threads=side.name == "blocking"
-        )
-        try:
+        with closing(
+            TransferBatch(
+                cast(Any, store), side.driver, start, limit, in_threads=side.name == "blocking"
+            )
+        ) as made:
             yield made
             await made.finish()
-        finally:
-            made.close()
 
 
 def gets(*keys: str, size: int = 10) -> list[TransferRequest]:

@@ -413,27 +413,25 @@ async def test_a_key_that_the_holder_lacks(harness: Harness, side: Side) -> None
     assert not caught.value.retriable
 
 
-async def test_a_buffer_that_is_too_small_stays_untouched(harness: Harness, side: Side) -> None:
+@pytest.mark.parametrize("size", [1000, 3 * MIB])
+async def test_a_buffer_that_is_too_small_stays_untouched(
+    harness: Harness, side: Side, size: int
+) -> None:
     transport = harness.transport(side.driver)
-    for size in (1000, 3 * MIB):
-        value = pattern(size)
-        digest = put(harness.segment, f"key {size}", value)
-        buffer = bytearray(size - 1)
-        with pytest.raises(BufferTooSmall) as caught:
-            await side.run(
-                lambda digest=digest, buffer=buffer: transport.pull(  # type: ignore[misc]  # mypy: defaults of a lambda
-                    harness.copy(digest), digest, BufferDestination(buffer)
-                )
-            )
-        assert caught.value.needed == size
-        assert not any(buffer)
-        whole = bytearray(size)
-        await side.run(
-            lambda digest=digest, whole=whole: transport.pull(  # type: ignore[misc]  # mypy: defaults of a lambda
-                harness.copy(digest), digest, BufferDestination(whole)
-            )
-        )
-        assert whole == value
+    value = pattern(size)
+    digest = put(harness.segment, "key", value)
+
+    def pull(buffer: bytearray) -> Awaitable[Pulled]:
+        copy = harness.copy(digest)
+        return side.run(lambda: transport.pull(copy, digest, BufferDestination(buffer)))
+
+    short, whole = bytearray(size - 1), bytearray(size)
+    with pytest.raises(BufferTooSmall) as caught:
+        await pull(short)
+    assert caught.value.needed == size
+    assert not any(short)
+    await pull(whole)
+    assert whole == value
 
 
 @pytest.mark.parametrize("position", [0, MIB + 5, 3 * MIB - 1])
@@ -614,6 +612,16 @@ class StepCounter(trio.abc.Instrument):
                 self.scope.cancel()
 
 
+@contextlib.contextmanager
+def cancelled_at_step(part: str, at: int, scope: trio.CancelScope) -> Iterator[StepCounter]:
+    counter = StepCounter(part, at, scope)
+    trio.lowlevel.add_instrument(counter)
+    try:
+        yield counter
+    finally:
+        trio.lowlevel.remove_instrument(counter)
+
+
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 async def test_an_owner_stopped_at_each_checkpoint_lets_everything_go(tls: bool) -> None:
     segment = segment_of(SEGMENT_BYTES)
@@ -625,19 +633,16 @@ async def test_an_owner_stopped_at_each_checkpoint_lets_everything_go(tls: bool)
     while not delivered:
         at += 1
         async with TcpHarness.open(segment, tls=tls) as harness:
-            counter = StepCounter("_run_connection", at, harness.stop)
-            trio.lowlevel.add_instrument(counter)
-            try:
-                buffer = bytearray(len(value))
-                await harness.transport(TrioDriver()).pull(
-                    harness.copy(digest), digest, BufferDestination(buffer)
-                )
-                delivered = counter.steps < at
-                assert buffer == value
-            except PullFailed as failure:
-                outcomes.add(failure.retriable)
-            finally:
-                trio.lowlevel.remove_instrument(counter)
+            with cancelled_at_step("_run_connection", at, harness.stop) as counter:
+                try:
+                    buffer = bytearray(len(value))
+                    await harness.transport(TrioDriver()).pull(
+                        harness.copy(digest), digest, BufferDestination(buffer)
+                    )
+                    delivered = counter.steps < at
+                    assert buffer == value
+                except PullFailed as failure:
+                    outcomes.add(failure.retriable)
         assert segment.leased_bytes == 0
     assert outcomes == {True}
     assert at > 4
@@ -694,23 +699,6 @@ async def test_larger_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
             assert isinstance(result, Pulled)
             assert result.length == len(value)
             assert buffer == value
-
-
-async def test_a_batch_larger_than_one_reply(side: Side) -> None:
-    segment = segment_of(SEGMENT_BYTES)
-    values = [pattern(3 * MIB, seed) for seed in range(5)]
-    digests = [put(segment, f"key {i}", value) for i, value in enumerate(values)]
-    async with TcpHarness.open(segment, ServerLimits(reply_bulk_bytes=4 * MIB)) as harness:
-        buffers = [bytearray(len(value)) for value in values]
-        pool = harness.pool(side.driver)
-        results = await side.run(
-            lambda: pool.pull_many(
-                harness.copy(),
-                [(d, BufferDestination(b)) for d, b in zip(digests, buffers, strict=True)],
-            )
-        )
-    assert all(isinstance(result, Pulled | int) for result in results)
-    assert buffers == values
 
 
 async def test_a_buffer_too_small_for_one_large_item_costs_no_other_its_result(side: Side) -> None:
@@ -1103,28 +1091,14 @@ Script = Callable[[Any, Callable[[], Awaitable[tuple[int, int, int, bytes, bytes
 
 
 @contextlib.asynccontextmanager
-async def scripted_owner(script: Script) -> AsyncIterator[RemoteCopy]:
-    """A peer that shakes hands as it should and then does what `script` says."""
+async def raw_server(script: Callable[[TrioStream], Awaitable[None]]) -> AsyncIterator[str]:
+    """Runs `script` on each connection; yields the server's address."""
     (listener,) = await open_data_listeners(["127.0.0.1:0"])
 
     async def serve_one(sock: socket.socket) -> None:
         stream = TrioStream(sock)
         with contextlib.closing(stream), contextlib.suppress(OSError):
-            assert await read_exactly(stream, 8) == PREFACE_DATA
-            *_, body, _ = await read_frame(stream)
-            hello = decode_body(Hello, body)
-            _, secret = open_ticket(
-                hello.ticket,
-                audience=OWNER.peer_id,
-                ring=RING,
-                verifier=Verifier(),
-                now_unix=time.time(),
-            )
-            proof = prove(secret, b"server", hello.nonce, bytes(32))
-            reply = HelloReply(MIN_DATA_VERSION, bytes(32), proof, 7)
-            await stream.send(encode_frame(DataKind.HELLO, 0, reply, flags=REPLY))
-            await read_frame(stream)
-            await script(stream, lambda: read_frame(stream))
+            await script(stream)
 
     async def serve() -> None:
         while True:
@@ -1132,11 +1106,32 @@ async def scripted_owner(script: Script) -> AsyncIterator[RemoteCopy]:
             sock, _ = listener.accept()
             nursery.start_soon(serve_one, sock)
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(serve)
-        yield RemoteCopy(OWNER.peer_id, (listener_address(listener),), grant(), member=1)
-        nursery.cancel_scope.cancel()
-    listener.close()
+    with listener:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            yield listener_address(listener)
+            nursery.cancel_scope.cancel()
+
+
+@contextlib.asynccontextmanager
+async def scripted_owner(script: Script) -> AsyncIterator[RemoteCopy]:
+    """A peer that shakes hands as it should and then does what `script` says."""
+
+    async def serve(stream: TrioStream) -> None:
+        assert await read_exactly(stream, 8) == PREFACE_DATA
+        *_, body, _ = await read_frame(stream)
+        hello = decode_body(Hello, body)
+        _, secret = open_ticket(
+            hello.ticket, audience=OWNER.peer_id, ring=RING, verifier=Verifier(), now_unix=time.time()
+        )
+        proof = prove(secret, b"server", hello.nonce, bytes(32))
+        reply = HelloReply(MIN_DATA_VERSION, bytes(32), proof, 7)
+        await stream.send(encode_frame(DataKind.HELLO, 0, reply, flags=REPLY))
+        await read_frame(stream)
+        await script(stream, lambda: read_frame(stream))
+
+    async with raw_server(serve) as address:
+        yield RemoteCopy(OWNER.peer_id, (address,), grant(), member=1)
 
 
 def object_reply(value: bytes, key: str = "key", **changes: Any) -> ObjectReply:
@@ -1341,16 +1336,18 @@ async def test_every_address_is_tried(tcp: TcpHarness, side: Side) -> None:
         assert caught.value.retriable
 
 
+async def replicate(pool: DataPool, peer: RemotePeer) -> None:
+    """A request that takes until the owner's `release`."""
+    await pool.request(peer, DataKind.REPLICATE, Replicate(bytes(16), 1, 1, 1))
+
+
 async def test_connections_to_one_peer_are_limited_and_surplus_idle_ones_close(tcp: TcpHarness) -> None:
     pool = DataPool(TrioDriver(), max_places=5, idle_per_peer=2)
     peer = tcp.copy()
 
-    async def replicate() -> None:
-        await pool.request(peer, DataKind.REPLICATE, Replicate(bytes(16), 1, 1, 1))
-
     async with trio.open_nursery() as nursery:
         for _ in range(12):
-            nursery.start_soon(replicate)
+            nursery.start_soon(replicate, pool, peer)
         await until(lambda: tcp.backend.waiting == 5)
         assert tcp.server.connections == 5
         tcp.backend.release.set()
@@ -1369,12 +1366,9 @@ async def test_connections_of_a_burst_close_when_fewer_are_enough(
     pool = DataPool(TrioDriver())
     peer = tcp.copy()
 
-    async def replicate() -> None:
-        await pool.request(peer, DataKind.REPLICATE, Replicate(bytes(16), 1, 1, 1))
-
     async with trio.open_nursery() as nursery:
         for _ in range(4):
-            nursery.start_soon(replicate)
+            nursery.start_soon(replicate, pool, peer)
         await until(lambda: tcp.backend.waiting == 4)
         tcp.backend.release.set()
     await pool.request(peer, DataKind.PING, Ping())
@@ -1400,11 +1394,8 @@ async def test_brief_reads_share_the_connections_that_are_kept(tcp: TcpHarness) 
             await pool.pull(peer, digest, BufferDestination(buffer), 0, len(VALUE))
             assert buffer == VALUE
 
-    async def replicate() -> None:
-        await pool.request(peer, DataKind.REPLICATE, Replicate(bytes(16), 1, 1, 1))
-
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(replicate)
+        nursery.start_soon(replicate, pool, peer)
         await until(lambda: tcp.backend.waiting == 1)
         scopes = [await nursery.start(read) for _ in range(20)]
         for scope in scopes[:5] + scopes[10:15]:  # those that read, and those that queue
@@ -1450,19 +1441,11 @@ async def test_who_queues_for_a_hung_peer_does_not_wait_for_it_once_more() -> No
 
 async def test_closing_the_pool_fails_what_is_under_way(tcp: TcpHarness) -> None:
     pool = DataPool(TrioDriver())
-    failed: list[BaseException] = []
-
-    async def replicate() -> None:
-        try:
-            await pool.request(tcp.copy(), DataKind.REPLICATE, Replicate(bytes(16), 1, 1, 1))
-        except P2PStoreError as error:
-            failed.append(error)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(replicate)
-        await until(lambda: tcp.backend.waiting == 1)
-        pool.close()
-    assert len(failed) == 1
+    with pytest.RaisesGroup(P2PStoreError):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(replicate, pool, tcp.copy())
+            await until(lambda: tcp.backend.waiting == 1)
+            pool.close()
 
 
 async def test_listeners_name_the_address_they_cannot_have() -> None:
@@ -1494,6 +1477,20 @@ def run_owner() -> None:
     trio.run(main)
 
 
+@contextlib.asynccontextmanager
+async def owner_process() -> AsyncIterator[tuple[subprocess.Popen[str], RemoteCopy]]:
+    """`run_owner` in a process of its own, and its copy."""
+    program = "from tests.contract.test_transport import run_owner; run_owner()"
+    with subprocess.Popen(  # starting it takes a moment
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            address = (await trio.to_thread.run_sync(present(process.stdout).readline)).strip()
+            yield process, RemoteCopy(OWNER.peer_id, (address,), grant(), member=1)
+        finally:
+            process.kill()
+
+
 class KillingDestination(BufferDestination):
     """Kills the owner when the first bytes are about to move."""
 
@@ -1508,28 +1505,18 @@ class KillingDestination(BufferDestination):
 
 
 async def test_an_owner_killed_in_the_middle_fails_over(side: Side) -> None:
-    program = "from tests.contract.test_transport import run_owner; run_owner()"
-    with subprocess.Popen(  # starting it takes a moment
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            address = (await trio.to_thread.run_sync(process.stdout.readline)).strip()
-            segment = segment_of(SEGMENT_BYTES)
-            value = pattern(16 * MIB)
-            digest = put(segment, "key", value)
-            async with TcpHarness.open(segment) as second:
-                first = RemoteCopy(OWNER.peer_id, (address,), grant(), member=1)
-                other = replace(second.copy(), peer_id=READER.peer_id, member=2)
-                buffer = bytearray(len(value))
-                transport = second.transport(side.driver)
-                report = await side.run(
-                    lambda: pull_with_failover(
-                        [first, other], [transport], digest, KillingDestination(buffer, process)
-                    )
-                )
-                assert report.copy is other
-                assert [failure.code for failure in report.failures] == [Code.UNAVAILABLE]
-                assert buffer == value
-        finally:
-            process.kill()
+    segment = segment_of(SEGMENT_BYTES)
+    value = pattern(16 * MIB)
+    digest = put(segment, "key", value)
+    async with owner_process() as (process, first), TcpHarness.open(segment) as second:
+        other = replace(second.copy(), peer_id=READER.peer_id, member=2)
+        buffer = bytearray(len(value))
+        transport = second.transport(side.driver)
+        report = await side.run(
+            lambda: pull_with_failover(
+                [first, other], [transport], digest, KillingDestination(buffer, process)
+            )
+        )
+        assert report.copy is other
+        assert [failure.code for failure in report.failures] == [Code.UNAVAILABLE]
+        assert buffer == value

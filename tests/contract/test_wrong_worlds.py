@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,8 @@ def plainly(client: Any) -> None:
 
 def by_hand(coroutine: Coroutine[Any, Any, Any]) -> None:
     """As a program without an event loop."""
-    try:
+    with closing(coroutine):
         coroutine.send(None)
-    finally:
-        coroutine.close()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import socket
 import traceback
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing, suppress
 from random import Random
 from typing import Any, Final
 
@@ -134,12 +134,11 @@ async def data_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     frames = corpus(others, rng, hints, skip=16)
     own = hints | {"namespace": "fuzz", "keys": ["fuzz1", "fuzz2"]}
     frames += corpus({kind: data.REQUESTS[kind] for kind in REMOVING}, rng, own, skip=16)
-    stream = await TrioDriver().connect_tcp(*split_address(victim.peer.data[0], "data"), 5.0)
-    try:
+    with closing(
+        await TrioDriver().connect_tcp(*split_address(victim.peer.data[0], "data"), 5.0)
+    ) as stream:
         await DataConnection.open(stream, granted)
         await _pour(stream, Mutator(rng).sequence(frames, frames), sent)
-    finally:
-        stream.close()
 
 
 async def data_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
@@ -162,11 +161,10 @@ async def data_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     request = encode_frame(DataKind.STATISTICS, 3, peer_messages.Statistics())
     preface = PREFACE_DATA if rng.random() < 0.9 else Mutator(rng).flip(PREFACE_DATA)
     frames = [preface, *Mutator(rng).sequence([hello, proof, request], [hello, proof])]
-    stream = await TrioDriver().connect_tcp(*split_address(victim.peer.data[0], "data"), 5.0)
-    try:
+    with closing(
+        await TrioDriver().connect_tcp(*split_address(victim.peer.data[0], "data"), 5.0)
+    ) as stream:
         answer = await _pour(stream, frames, sent)
-    finally:
-        stream.close()
     for kind, flags, _ in _frames_of(answer):
         if kind not in (DataKind.HELLO, DataKind.PROOF) or (kind == DataKind.PROOF and flags == 1):
             raise Problem(f"a stranger's request was answered (kind {kind})")
@@ -203,7 +201,7 @@ async def data_replies(victim: Victim, rng: Random, sent: Sent) -> None:
             if rng.random() < 0.5:
                 return
 
-    async with _Impostor(answer) as address:
+    async with _impostor(answer) as address:
         pool = DataPool(TrioDriver(), victim.peer.node.pool._ticket_source, progress_seconds=0.1)
         mallory = RemotePeer(victim.mallory.peer_id, (address,))
         try:
@@ -269,38 +267,26 @@ async def _welcome(victim: Victim, stream: TrioStream, buffer: bytearray) -> Non
     await _next(stream, buffer)  # the proof
 
 
-class _Impostor:
-    """A listener on loopback that serves one connection after the other."""
+@asynccontextmanager
+async def _impostor(serve: Callable[[TrioStream], Awaitable[None]]) -> AsyncIterator[str]:
+    """The address of a listener on loopback that serves one connection after the other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
 
-    def __init__(self, serve: Callable[[TrioStream], Awaitable[None]]) -> None:
-        self._serve = serve
+        async def accept() -> None:
+            while True:
+                await trio.lowlevel.wait_readable(listener)
+                sock, _ = listener.accept()
+                with (
+                    closing(TrioStream(sock, 1.0)) as stream,
+                    suppress(OSError, P2PStoreError, EOFError),
+                ):
+                    await serve(stream)
 
-    async def __aenter__(self) -> str:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.setblocking(False)
-        self._manager = trio.open_nursery()
-        self._nursery = await self._manager.__aenter__()
-        self._nursery.start_soon(self._accept)
-        return f"127.0.0.1:{self._listener.getsockname()[1]}"
-
-    async def __aexit__(self, *error: Any) -> None:
-        self._nursery.cancel_scope.cancel()
-        try:
-            await self._manager.__aexit__(*error)
-        finally:
-            self._listener.close()
-
-    async def _accept(self) -> None:
-        while True:
-            await trio.lowlevel.wait_readable(self._listener)
-            sock, _ = self._listener.accept()
-            stream = TrioStream(sock, 1.0)
-            try:
-                await self._serve(stream)
-            except (OSError, P2PStoreError, EOFError):
-                pass
-            finally:
-                stream.close()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(accept)
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+            nursery.cancel_scope.cancel()
 
 
 # --- control ---------------------------------------------------------------------------------
@@ -357,16 +343,12 @@ async def control_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     frames = Mutator(rng).sequence(_control_frames(victim, rng), victim.frames(victim.requests))
 
     async def answer() -> None:
-        try:
+        with closing(theirs.stream), suppress(ProtocolError, OSError):
             listener = _side(Listener, victim, node.core.peer_id, sender)
             answering = await admit_stream(theirs, listener, node.control.serve)
             await answering.run()
-        except (ProtocolError, OSError):
-            pass
-        finally:
-            theirs.stream.close()
 
-    with _closing(ours):
+    with closing(ours.stream):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(answer)
             await open_asking_stream(ours, _side(Opener, victim, sender, node.core.peer_id))
@@ -391,16 +373,12 @@ async def control_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
 
     async def answer() -> None:
         listener = _side(Listener, victim, me, victim.mallory.peer_id)
-        try:
+        with closing(theirs.stream), suppress(ProtocolError, AdmissionRefused, OSError):
             await admit_stream(theirs, listener, victim.peer.node.control.serve)
-        except (ProtocolError, AdmissionRefused, OSError):
-            pass
-        finally:
-            theirs.stream.close()
         if listener.admitted:
             raise Problem("somebody without the cluster's key was admitted")
 
-    with _closing(ours):
+    with closing(ours.stream):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(answer)
             await _pour(ours.stream, frames, sent)
@@ -465,7 +443,7 @@ async def control_replies(victim: Victim, rng: Random, sent: Sent) -> None:
                 )
             nursery.cancel_scope.cancel()
 
-    with _closing(ours), _closing(theirs):
+    with closing(ours.stream), closing(theirs.stream):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(answer)
             await ask()
@@ -480,17 +458,6 @@ async def _run_asking(asking: Any) -> None:
 def _pair() -> tuple[_PairStream, _PairStream]:
     one, two = socket.socketpair()
     return _PairStream(one), _PairStream(two)
-
-
-class _closing:
-    def __init__(self, pair: _PairStream) -> None:
-        self._pair = pair
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        self._pair.stream.close()
 
 
 def _side(kind: Any, victim: Victim, own: bytes, other: bytes, ring: KeyRing | None = None) -> Any:
@@ -515,11 +482,10 @@ async def control_strangers(victim: Victim, rng: Random, sent: Sent) -> None:
         rng.shuffle(frames)
     if rng.random() < 0.3:
         frames.insert(rng.randrange(3), rng.randbytes(rng.choice((1, 100, 5000))))
-    stream = await TrioDriver().connect_tcp(*split_address(victim.peer.control, "control"), 5.0)
-    try:
+    with closing(
+        await TrioDriver().connect_tcp(*split_address(victim.peer.control, "control"), 5.0)
+    ) as stream:
         await _pour(stream, frames, sent)
-    finally:
-        stream.close()
 
 
 # --- local -----------------------------------------------------------------------------------
@@ -530,8 +496,7 @@ async def local_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     access = rng.choice(
         (local_protocol.Access.READ, local_protocol.Access.WRITE, local_protocol.Access.WRITE)
     )
-    stream = await TrioDriver().connect_unix(victim.peer.socket, 5.0)
-    try:
+    with closing(await TrioDriver().connect_unix(victim.peer.socket, 5.0)) as stream:
         hello = local_protocol.Hello(1, 1, "fuzz", access, 1, "fuzz")
         await stream.send(PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 1, hello))
         buffer = bytearray()
@@ -551,8 +516,6 @@ async def local_requests(victim: Victim, rng: Random, sent: Sent) -> None:
         kinds = {**local_protocol.REQUESTS, **checkpoint_messages.REQUESTS}
         frames = corpus(kinds, rng, hints, skip=16)
         await _pour(stream, Mutator(rng).sequence(frames, frames), sent)
-    finally:
-        stream.close()
 
 
 def _local_hints(victim: Victim, rng: Random) -> dict[str, Any]:
@@ -585,11 +548,8 @@ async def local_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     request = encode_frame(LocalKind.STATISTICS, 2, local.Statistics())
     preface = PREFACE_LOCAL if rng.random() < 0.9 else Mutator(rng).flip(PREFACE_LOCAL)
     frames = [preface, *Mutator(rng).sequence([hello, request], [hello, request])]
-    stream = await TrioDriver().connect_unix(victim.peer.socket, 5.0)
-    try:
+    with closing(await TrioDriver().connect_unix(victim.peer.socket, 5.0)) as stream:
         await _pour(stream, frames, sent)
-    finally:
-        stream.close()
 
 
 async def _ask(stream: TrioStream, buffer: bytearray, kind: LocalKind, message: Message) -> bytes:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from random import Random
 from typing import TypeVar
@@ -42,16 +43,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster
     """p0 at one end of both cables, p1 at the other end; p2 at that of p0, with the first cable alone. p1 may use
     nothing but RDMA. The memory of p0 is in two pieces."""
     load()
-    cluster = ProcessCluster(tmp_path_factory.mktemp("cluster"), 3, None, MEMORY)
-    try:
+    with closing(ProcessCluster(tmp_path_factory.mktemp("cluster"), 3, None, MEMORY)) as cluster:
         for peer, transport in zip(cluster.peers, ("auto", "rdma", "auto"), strict=True):
             start(cluster, peer, transport)
         for peer in cluster.peers:
             peer.wait_until_ready(START_SECONDS)
         cluster.wait_until_whole()
         yield cluster
-    finally:
-        cluster.close()
 
 
 def start(cluster: ProcessCluster, peer: PeerProcess, transport: str, *more: str) -> None:

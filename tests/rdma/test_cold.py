@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -27,7 +28,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
     monkeypatch.setattr(ssd, "open_disk", partial(open_disk, direct=False))
     cluster = ProcessCluster(tmp_path, 2, None, "64MiB")
     (tmp_path / "ssd").mkdir()
-    try:
+    with closing(cluster):
         for peer, transport in zip(cluster.peers, ("auto", "rdma"), strict=True):
             cold = ["--ssd", str(tmp_path / "ssd"), "--ssd-capacity", "256MiB"]
             start(cluster, peer, transport, *([] if transport == "rdma" else cold))
@@ -35,8 +36,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
             peer.wait_until_ready(START_SECONDS)
         cluster.wait_until_whole()
         yield cluster
-    finally:
-        cluster.close()
 
 
 def tiers(peer: PeerProcess) -> list[str]:

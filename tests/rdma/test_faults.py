@@ -40,9 +40,9 @@ from tests.contract.test_transport import (
     OWNER,
     ROOT,
     SEGMENT_BYTES,
-    StepCounter,
     TcpHarness,
     Unprepared,
+    cancelled_at_step,
     grant,
     pattern,
     put,
@@ -191,15 +191,10 @@ async def test_a_reader_cancelled_at_each_step_leaves_nothing(
     while not delivered:
         at += 1
         memory[:] = bytes(len(memory))
-        with trio.CancelScope() as scope:
-            counter = StepCounter("pull_here", at, scope)
-            trio.lowlevel.add_instrument(counter)
-            try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(pull_here)
-                delivered = True
-            finally:
-                trio.lowlevel.remove_instrument(counter)
+        with trio.CancelScope() as scope, cancelled_at_step("pull_here", at, scope):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(pull_here)
+            delivered = True
         after = bytes(memory)
         await until(lambda: rdma.engine.under_way == 0)
         assert memory == after, "something wrote to the destination after cancellation"
