@@ -222,7 +222,7 @@ class Estimator:
     def estimate(
         self, digests: Sequence[bytes], found: Mapping[Member, Holding], now: float
     ) -> list[Source]:
-        """Where each of the keys that somebody holds would be read, and how long that takes. A batch reads one source
+        """Where each of the keys with a holder would be read, and how long that takes. A batch reads one source
         after the other."""
         sizes = self._sizes(digests, found, now)
         sources = []
