@@ -41,7 +41,7 @@ NOISE: Final = 0.05
 """Variance of the logarithm of one observation, until it is known: a quarter of the figure."""
 LEAST_NOISE: Final = 0.002
 MOST_NOISE: Final = 0.15
-"""What differs by more than that is a change."""
+"""A larger difference is a change."""
 NOISE_GAIN: Final = 0.1
 SURPRISE: Final = 9.0
 """Squared standard deviations, from which on an observation counts no more than that; whether it was a hiccup or a new
