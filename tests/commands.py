@@ -1,7 +1,5 @@
 """Running commands."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The setup of all tests."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

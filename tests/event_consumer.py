@@ -1,7 +1,5 @@
 """A consumer of a stream of events about keys, by the rules of the format alone. For tests."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls that are interrupted, as by Ctrl-C, at each of their lines, one after the other."""
 
-from __future__ import annotations
-
 import dis
 import linecache
 import sys

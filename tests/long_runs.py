@@ -1,7 +1,5 @@
 """Runs of tests that take minutes and find hardly more than their short versions, which the suite has."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Copies out of mapped segments, by every way that a reader has to look objects up."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from p2pstore.transfer.reading.segment_reader import FEW_DIGESTS, SegmentReader, Spots

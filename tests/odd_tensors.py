@@ -1,7 +1,5 @@
 """Values that look like memory and cannot be read or written as such, or can and look as if they could not."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts that only some environments have."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The documents and their parts, for the tests that compare them with the program."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A value that must not be None. For tests."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 T = TypeVar("T")

@@ -1,7 +1,5 @@
 """Objects in a segment, put there without a peer."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from p2pstore.memory.entries import ObjectEntry, Written

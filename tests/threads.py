@@ -1,7 +1,5 @@
 """Several threads, on whatever machine the tests run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 

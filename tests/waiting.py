@@ -1,7 +1,5 @@
 """Waiting until a condition holds, which other tasks, threads or processes bring about. For tests."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -218,8 +218,8 @@ class KeyChanges:
     # --- keys of what others hold ------------------------------------------------------------
 
     def _ask(self, now: float) -> None:
-        """Ask a holder each for the keys of some digests. What no holder names is dropped until the logs mention it
-        again."""
+        """Ask a holder each for the keys of some digests. Digests without a name are dropped until the logs mention
+        them again."""
         busy = self._asking >= ASKED_AT_ONCE or self._core.closing
         if busy or not self._unnamed or now < self._ask_at:
             return

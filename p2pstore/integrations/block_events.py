@@ -32,7 +32,7 @@ class BlockEvents(Generic[K]):
         self._told: OrderedDict[K, None] = OrderedDict()
         """The one that was checked longest ago first."""
         self._new: set[K] | None = None
-        """What was found while a check is under way, which says nothing of it. None between checks."""
+        """Blocks that were found while a check is under way, which says nothing of them. None between checks."""
         self._events: list[BlockEvent[K]] = []
         self._lock = threading.Lock()
 

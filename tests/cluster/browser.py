@@ -1,7 +1,5 @@
 """A headless Chromium, driven by its own protocol over two pipes, for tests of the status page."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import fcntl

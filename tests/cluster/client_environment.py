@@ -4,8 +4,6 @@ The wheel is built from this checkout. The libraries are those that its metadata
 environment in which the tests run: a library that the metadata forgets is missing there.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Killing a process in the middle of writing to an SSD tier, and looking at what is there after."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

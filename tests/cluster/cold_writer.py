@@ -11,8 +11,6 @@ It says on standard output what it was told, a line each, before it does anythin
     discarded KEY CLOCK            `discards_durable` returned
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

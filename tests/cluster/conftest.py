@@ -1,7 +1,5 @@
 """Peers for tests of commands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

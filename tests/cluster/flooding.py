@@ -1,7 +1,5 @@
 """Many connections at once from many addresses of this machine. Imports little: a process of its own begins with it."""
 
-from __future__ import annotations
-
 import os
 import select
 import socket

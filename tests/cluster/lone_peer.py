@@ -1,7 +1,5 @@
 """One real peer process of its own. For tests."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

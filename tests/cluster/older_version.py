@@ -1,7 +1,5 @@
 """The sources of an older version, out of this repository's history. For tests."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

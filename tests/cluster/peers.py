@@ -1,7 +1,5 @@
 """Several real peers in one trio loop. For tests."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

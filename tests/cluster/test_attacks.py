@@ -1,7 +1,5 @@
 """Real peers under attack: broken clients, lying peers, and processes that die at the worst moment."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Batches of reads between peers that use nothing but TCP, as those of two hosts would."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`bench trace` on real peers: they hit what the simulation hits, and every block is the right one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

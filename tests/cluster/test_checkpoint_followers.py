@@ -1,7 +1,5 @@
 """Followers of a checkpoint as an operator has them: commands and peers as processes, stopped, killed and back."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

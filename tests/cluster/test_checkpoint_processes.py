@@ -1,7 +1,5 @@
 """Checkpoints as an operator has them: commands and peers as processes that are stopped and killed on the way."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

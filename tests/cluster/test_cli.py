@@ -1,7 +1,5 @@
 """The command line against real peers: separate processes, real sockets, real signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Pinning, replicating, removing many and waiting, against real peers; some of them stopped meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

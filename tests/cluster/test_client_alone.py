@@ -1,7 +1,5 @@
 """`pip install p2pstore` without the extra `peer`: clients and commands, beside a peer of another environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

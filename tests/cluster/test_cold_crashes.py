@@ -1,7 +1,5 @@
 """kill -9 of a process that writes to an SSD tier."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Connections that take longer to make than those who want them wait."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress

@@ -1,7 +1,5 @@
 """Connections over their life: kept for neighbours, closed with a farewell when idle or too many; no leaks."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Batches of puts whose copies other peers pull together, with real peers."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import AsyncIterator, Sequence

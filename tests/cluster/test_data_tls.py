@@ -1,7 +1,5 @@
 """Peers with TLS on their data connections and peers without, in one cluster, and their clients."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The demo, as a newcomer runs it: it works, and whatever happens to it, nothing of it remains."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`doctor` against real peers: healthy, locked, stopped, of another cluster or version, and no peers at all."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

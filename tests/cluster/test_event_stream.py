@@ -1,7 +1,5 @@
 """Streams of events about keys, of real peers to real ZeroMQ consumers."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

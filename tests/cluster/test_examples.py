@@ -1,7 +1,5 @@
 """The programs in `examples/` and the Python in README.md do what they say, against real peers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

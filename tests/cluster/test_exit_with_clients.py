@@ -1,7 +1,5 @@
 """A program that ends while it has blocking clients ends, whatever their threads are just doing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -4,8 +4,6 @@ Numbers, identities and times are those of the moment, so they are compared by t
 of the page's: the session's directory for sockets, and ports.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import select

@@ -4,8 +4,6 @@ How soon things happen is measured by `scripts/bench_gossip`: the deadlines here
 tests share one cluster, and each leaves it whole.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An exception of a signal handler comes out of a blocking call unchanged, and the client works afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """An object that many peers read at the same moment leaves its first holder a few times, and readers pass it on."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Holders whose process was stopped: a read waits for one once, and not for long while another has the object."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

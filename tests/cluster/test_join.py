@@ -1,7 +1,5 @@
 """`join` as an operator meets it: in the background, several on a host, its log, invites, who may connect."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

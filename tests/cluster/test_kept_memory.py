@@ -1,7 +1,5 @@
 """A peer whose memory outlives it, as real processes: killed and stopped, with clients that stay."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

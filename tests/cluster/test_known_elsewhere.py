@@ -1,7 +1,5 @@
 """Clients that read in their peer's table what other peers hold, while those put, remove, flush and die."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Copies when peers die or leave, with real processes."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

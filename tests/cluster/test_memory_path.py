@@ -1,7 +1,5 @@
 """Peers whose memory is in a file: clients use it as any other, a second peer does not, and it goes with its peer."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`join --metrics`: what Prometheus, Kubernetes and strangers get."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

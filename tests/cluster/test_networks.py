@@ -1,7 +1,5 @@
 """Which addresses peers choose on real interfaces and routes, and what an invite is good for there."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

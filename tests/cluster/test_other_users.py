@@ -1,7 +1,5 @@
 """Other users of a peer's machine: loopback ports are open to them, and nothing else is."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

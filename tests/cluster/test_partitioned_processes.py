@@ -1,7 +1,5 @@
 """Ten real processes that keep a part of the directory each: all of them, then half. The tests share them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`POST /v1/prefix` and `POST /query` of real peers, as routers ask them."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The alert rules and the dashboard beside what real peers say, and in a real Prometheus that asks three of them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

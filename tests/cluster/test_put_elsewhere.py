@@ -1,7 +1,5 @@
 """A put that its own peer has no room for goes to another one, by real peers and real clients."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A peer as a service: its messages to the manager, from start to end, and the unit that says how to run it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A peer that has no descriptors left says so, to its log and to those who connect, and goes on when it has some."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,8 +1,6 @@
 """Real peers, of which one serves a byte now and then: what it holds beside a good peer is read there, by clients of
 every kind and by their peer, and it is asked less and less."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable

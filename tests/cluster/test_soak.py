@@ -1,7 +1,5 @@
 """`scripts/soak`: a minute of it, and what is left when it is interrupted."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Peers with an SSD: what memory has no room for is read from there, by all, and outlives the process."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

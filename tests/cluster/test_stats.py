@@ -1,7 +1,5 @@
 """`stats` in all its forms, and `peers`, against real peers: rates, slow operations, a terminal, a peer that goes."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

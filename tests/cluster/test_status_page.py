@@ -1,7 +1,5 @@
 """`join --metrics` in a browser: three real peers, with names, keys and checkpoints that attack who looks at them."""
 
-from __future__ import annotations
-
 import json
 import os
 import urllib.request

@@ -1,7 +1,5 @@
 """Peers that may use one transport only read what is on another peer's SSD alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

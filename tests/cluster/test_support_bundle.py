@@ -1,7 +1,5 @@
 """`support-bundle` of a peer that works and of one that hangs: its contents, and no secrets."""
 
-from __future__ import annotations
-
 import base64
 import json
 import signal

@@ -1,7 +1,5 @@
 """Views of what a neighbour holds, while its process is killed or stopped, or evicts, or the client dies."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import subprocess

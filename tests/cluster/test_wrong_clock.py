@@ -1,7 +1,5 @@
 """Three real peers, of which one has a wall clock that is wrong for a while, and then right again."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

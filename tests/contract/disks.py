@@ -1,7 +1,5 @@
 """Disks of all kinds, to be tested alike."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Stands for CUDA's driver library: memory that no processor reads, copied when a stream is waited for."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """The ways to drive a reader: by trio, by asyncio, and without an event loop. For tests."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Coroutine

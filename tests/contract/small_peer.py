@@ -4,8 +4,6 @@
 same test process can use it. What the segment holds is looked at through `call`, on that thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,8 +1,6 @@
 """The asyncio client's own ways: its loop, its end, and cancellation, which in asyncio is an exception
 thrown in from outside. What it has in common with the others is in `test_store`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

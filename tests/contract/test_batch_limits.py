@@ -1,8 +1,6 @@
 """Batches of the most and the longest keys: every call cuts them into requests that fit, here and between peers. And a
 batch of puts in windows, of which the peer publishes one while the client writes the next."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

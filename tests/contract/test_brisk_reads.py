@@ -1,8 +1,6 @@
 """Objects of a chunk at most, read one by one, and reads that follow one another so closely that a thread of the
 holder answers them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 

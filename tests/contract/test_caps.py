@@ -1,7 +1,5 @@
 """A cap counts what a namespace has in memory and on the SSD of a real peer."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints of many files, and of equal ones, between real peers of one process."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Groups that follow a checkpoint, between real peers of one process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

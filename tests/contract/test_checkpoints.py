@@ -1,7 +1,5 @@
 """Checkpoints between real peers of one process, as programs publish and fetch them."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

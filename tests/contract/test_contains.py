@@ -1,7 +1,5 @@
 """How clients ask whether keys are anywhere: many questions under way at once, and what ends them early."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

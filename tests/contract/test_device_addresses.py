@@ -1,8 +1,6 @@
 """Addresses that Mooncake's calls are given: of this process, of a GPU, of neither. A GPU where there is one, and a
 driver that stands for one everywhere."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap

@@ -1,7 +1,5 @@
 """The contract of every disk: a file, a block device, a simulated one."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

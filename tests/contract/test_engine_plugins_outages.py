@@ -1,7 +1,5 @@
 """Plug-ins whose peer hangs, is away or comes late: schedulers go on, and nothing is said falsely."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import importlib.util

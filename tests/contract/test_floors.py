@@ -1,7 +1,5 @@
 """Floors between real peers: flushing, and what is kept over a restart."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`get_into` with a trace and with progress, and waiting: every driver, real sockets, real segments."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

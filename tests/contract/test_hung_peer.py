@@ -1,7 +1,5 @@
 """Calls of a client that fails fast, while its peer is stopped: none waits, and late answers touch nothing."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Objects that a peer lends to the threads that answer reads, and reads left to its event loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Clients, blocking and under trio, against a real local server with a real segment."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

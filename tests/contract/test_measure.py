@@ -1,7 +1,5 @@
 """MEASURE, the doctor's request: exact sizes both ways, limits, and who may ask."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Callable
 

@@ -1,7 +1,5 @@
 """Probes and lost connections among real peers in one trio loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Mooncake's API: the same calls give what Mooncake itself gave, call by call, and a peer of its own comes and goes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """A store of Mooncake's API that is set up again and again: nothing of one set-up is seen by the next."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

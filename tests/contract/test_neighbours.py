@@ -1,8 +1,6 @@
 """Views of what another peer of the same host holds, in place, in every world; and neighbours that hang, lie, or belong
 to another process."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

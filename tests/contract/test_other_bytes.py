@@ -1,8 +1,6 @@
 """A member with the cluster's key that announces other bytes under a version that another member wrote, and serves
 them with the project's own data server. No reader may get them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Puts of a key that exists, in memory or on an SSD, here or there: every case, through two real peers with SSDs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Parts of a large object that are asked for before those before them are there."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import replace
 

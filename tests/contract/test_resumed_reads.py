@@ -1,8 +1,6 @@
 """A holder that fails in the middle of an object: the next one is asked only for what is missing. And whole peers read
 large objects from several holders at once."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """Many small objects at once, by GET_SMALL: both sides, and the errors that each may meet."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

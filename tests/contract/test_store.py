@@ -1,8 +1,6 @@
 """The promises of a store, in every world: a peer in this process, and clients for trio, threads and
 asyncio, against one real cluster of two peers."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import itertools

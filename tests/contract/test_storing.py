@@ -1,7 +1,5 @@
 """Storing values over data connections: a real server, real sockets, all three drivers."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

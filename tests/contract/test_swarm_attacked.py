@@ -1,7 +1,5 @@
 """An admitted member that is hostile: what it sends over real links and connections must cost others nothing."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path

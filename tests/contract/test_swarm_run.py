@@ -1,7 +1,5 @@
 """Swarms on real connections: links, pieces, deaths, lies. Members of one process; directories on the disk."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Sequence

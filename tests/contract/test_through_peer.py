@@ -1,8 +1,6 @@
 """Clients of a peer that reads by RDMA alone: it brings what they want to its memory. RDMA itself is in tests/rdma;
 here the peer may use TCP instead, and its clients must not notice."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

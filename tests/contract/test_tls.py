@@ -1,8 +1,6 @@
 """Data servers and readers with TLS: pairs of TLS and plain, strangers, and relays in between. That reading works as
 without TLS is in `test_transport`, and the byte stream in `test_tls_streams`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import ssl

@@ -1,7 +1,5 @@
 """TLS as a byte stream: what every `ByteStream` has to do, under trio, under asyncio and with blocking sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

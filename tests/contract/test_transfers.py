@@ -1,7 +1,5 @@
 """Batches of transfers: in every world, over a store that does what the test says, and over a real cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

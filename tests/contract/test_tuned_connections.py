@@ -1,7 +1,5 @@
 """Options of the TCP connections that peers and clients make."""
 
-from __future__ import annotations
-
 import socket
 
 import trio

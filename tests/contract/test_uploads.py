@@ -1,7 +1,5 @@
 """A holder that has much to send says BUSY to readers that can go elsewhere, and to no others."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Clients that are used under the wrong event loop, without one, or before or after they are connected."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, closing

@@ -1,7 +1,5 @@
 """The own yamux and libp2p's understand each other: the wire is libp2p's."""
 
-from __future__ import annotations
-
 import struct
 from contextlib import suppress
 from typing import Any

@@ -5,8 +5,6 @@ store. The asyncio client runs in a loop in another thread, the blocking one in 
 calls `store.put(...)` and the like as if they were plain, whatever the world.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

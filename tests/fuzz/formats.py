@@ -1,8 +1,6 @@
 """Everything that is parsed outside of a session: segments, slots, trailers, records, tickets, key and allow
 files, invites, addresses, the state directory's files. Each may raise what its docstring says, and no more."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

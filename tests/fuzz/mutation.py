@@ -4,8 +4,6 @@ Most mutations keep a frame's shape and change what it says, because a frame who
 decode ends its connection, and what comes after it is never looked at.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Sequence
 from random import Random

@@ -3,8 +3,6 @@
 So every message that is added to a protocol is fuzzed without further code.
 """
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The fuzzer's loop: sessions until enough messages were sent, with checks of the peer in between."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import time

@@ -3,8 +3,6 @@
 A session either ends quietly, whatever was sent, or raises `Problem`. It returns the bytes that it sent.
 """
 
-from __future__ import annotations
-
 import socket
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """A short run of the fuzzer for every protocol; `scripts/fuzz` goes on for longer. And the bugs it found."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """A real peer under fuzz, its honest neighbour, and what has to hold of it whatever strangers send."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import AsyncIterator

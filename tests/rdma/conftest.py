@@ -1,7 +1,5 @@
 """Tests that need an RDMA device: `scripts/rdma_vm .venv/bin/python -m pytest tests/rdma`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Peers as forks of the tests' process: to import everything anew takes each half a minute in the VM."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import multiprocessing

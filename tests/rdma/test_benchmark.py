@@ -1,7 +1,5 @@
 """The benchmark runs, and reports each size; its speed is not checked here."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Three real peers, as if on three machines: reading by RDMA, and what takes over when that or a peer fails."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import signal

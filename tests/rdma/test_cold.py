@@ -1,7 +1,5 @@
 """A peer that may use nothing but RDMA reads what is on another peer's SSD alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial

@@ -1,7 +1,5 @@
 """The contract of transports, kept by RDMA. Under trio only: it is the peers' way of reading."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults of RDMA alone: connections, memory that devices write to, and the end of both."""
 
-from __future__ import annotations
-
 import mmap
 import signal
 import subprocess

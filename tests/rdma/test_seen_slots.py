@@ -1,7 +1,5 @@
 """Slots that were seen before: a round trip less, and never what is not there any more."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Two machines with two devices each, on two cables: both are used, and either does when the other fails."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import subprocess

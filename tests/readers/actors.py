@@ -4,8 +4,6 @@
 row of a file that its parent maps: a kill takes nothing of it.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Owners, readers and clients against each other, and killed while they work; no reader may see a wrong byte."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Readers of real peers get exact bytes or none, under changes of the memory and kills of any process."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.readers.attack import attack_readers

@@ -1,7 +1,5 @@
 """Values that a reader can work out by itself: all bytes follow from the key and a number at the value's start."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np

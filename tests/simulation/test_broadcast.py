@@ -1,7 +1,5 @@
 """Broadcasts in virtual time, small ones: `scripts/simulate_broadcast` has the figures."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Names, followers and switches of checkpoints in whole simulated clusters, over a network that loses messages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Decisions by estimates, whether to fetch or to compute, against an oracle and against always fetching."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2pstore.core.gets.fetch_estimates import ReadRates

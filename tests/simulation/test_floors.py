@@ -1,8 +1,6 @@
 """Nothing removed comes back: peers that were away, cut off, killed or shut down together; and a cluster in
 touch loses nothing. Single courses of events first, then long random lives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

@@ -1,7 +1,5 @@
 """Clusters of 3 to 32 gossip machines under random faults. A failing seed is named with what replays it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The gossip simulator itself: costs, clocks, stalls, cuts, connections, and alarms that do go off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

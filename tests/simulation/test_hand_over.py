@@ -1,7 +1,5 @@
 """A peer that leaves hands over what it alone holds: whole peers in virtual time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

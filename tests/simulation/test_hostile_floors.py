@@ -1,7 +1,5 @@
 """A member whose horizon is made up: nothing of what others hold is erased by its word."""
 
-from __future__ import annotations
-
 import pytest
 
 from simulation.cluster import SimulatedPeer

@@ -1,7 +1,5 @@
 """A hostile member among whole peers: no wrong byte, nothing lost, honest objects can be read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Final
 

@@ -3,8 +3,6 @@
 The mutations are made here, around the real machine. None is a switch in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Last copies go to peers with room before they are evicted: whole peers in virtual time."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole peers that keep a part of the directory each: no read misses a key that a peer has held for a while."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """The replication factor is kept: lost copies are made again, each exactly once, by whole peers in virtual time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import pytest

@@ -1,7 +1,5 @@
 """`scripts/simulate`: options, replaying, JSON, figures and pictures, exit statuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,8 +3,6 @@
 What every transport has to do, the simulated one does in `tests/contract/test_transport.py`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Whole peers whose wall clock is wrong for a while: what they may do, and how they come back."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -4,8 +4,6 @@
 it, so a reader of the lines knows of every value that may be stored, also when this process is killed.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """From the lines that clients write to what the ledger is told, and to counts and latencies. Reads files; else pure."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict

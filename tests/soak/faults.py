@@ -1,7 +1,5 @@
 """Doing the faults of a plan: each begins, and ends when its time is over; the timeline hears of both."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import signal

@@ -4,8 +4,6 @@ In its first minutes a process grows as its connections, caches and heap fill; h
 on shows in lives that are long enough.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final

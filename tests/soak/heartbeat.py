@@ -1,7 +1,5 @@
 """A thread that does nothing but look at the clock: when it could not for a while, the whole machine stood still."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Final

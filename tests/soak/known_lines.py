@@ -1,7 +1,5 @@
 """Errors that peers log because of what is done to them; each with the reason for which it is no complaint."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

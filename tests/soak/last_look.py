@@ -1,8 +1,6 @@
 """Checks without faults and writers: all peers agree on the locations, and deliver the objects; then all objects are
 removed, and nothing may be left."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

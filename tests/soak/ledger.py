@@ -15,8 +15,6 @@ and those that may not, are known. The promises:
   nothing is disturbed, with no other error than one of capacity (`no failure without a cause`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 As with `shaped_hosts`, nothing has a name outside, and all of it ends with the process that made it.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Threads that sample one peer each: its process's resources, its counters, the members that it sees."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import suppress

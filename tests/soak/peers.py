@@ -1,7 +1,5 @@
 """The peers of a soak: where they run, with which settings, what they leave behind."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

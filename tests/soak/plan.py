@@ -1,7 +1,5 @@
 """The plan of a soak as a function of a seed: faults, and the load of each client. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random

@@ -1,7 +1,5 @@
 """The report of a soak, for people (Markdown and a picture) and for programs (JSON)."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A soak: real peers on hosts of their own, under load and faults, watched all the time and taken apart at the end."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time

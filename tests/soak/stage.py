@@ -1,7 +1,5 @@
 """The stage of a soak: volumes, hosts, peers, client processes. All of it ends with this process, however that ends."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

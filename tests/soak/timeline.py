@@ -1,7 +1,5 @@
 """Lives of peers and troubles between them, on which the promises to readers depend. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

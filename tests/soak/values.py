@@ -1,7 +1,5 @@
 """Keys, and values of which every byte follows from the key and a number at the value's start. Pure."""
 
-from __future__ import annotations
-
 from hashlib import blake2b
 from typing import Final
 

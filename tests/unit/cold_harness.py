@@ -1,7 +1,5 @@
 """An SSD tier over a simulated disk, values to store, and a loop that runs only while it is told to."""
 
-from __future__ import annotations
-
 import errno
 import queue
 import threading

@@ -1,7 +1,5 @@
 """A log of cold objects in a bytearray, written without a tier and read back by recovery. For tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

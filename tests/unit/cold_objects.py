@@ -1,7 +1,5 @@
 """Objects for tests of the SSD tier: facts made of a few numbers, with sums and roots that fit."""
 
-from __future__ import annotations
-
 from p2pstore.objects import CHUNK_BYTES, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.ssd_tier.log_layout import ColdFacts
 

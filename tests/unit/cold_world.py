@@ -1,7 +1,5 @@
 """A core with an SSD tier that is a dictionary, and a shell that writes and loads when it is told to. For tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

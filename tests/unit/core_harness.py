@@ -1,7 +1,5 @@
 """A `PeerCore` driven by hand: effects come out, answers are fed in, and nothing else exists. For tests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

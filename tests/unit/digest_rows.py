@@ -1,7 +1,5 @@
 """Digests written down row by row. For tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Entries of objects that are in no segment, for tests of what is evicted."""
 
-from __future__ import annotations
-
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version

@@ -1,7 +1,5 @@
 """A file as a disk whose reads and writes hang when they are told to, and nothing calls them off."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

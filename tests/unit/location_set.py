@@ -1,7 +1,5 @@
 """The sum of a log's operations, in the simplest form: the oracle for the index of locations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, in_steps

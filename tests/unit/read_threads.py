@@ -1,7 +1,5 @@
 """Threads that answer reads, each on one end of a pair of sockets, and the objects that they have to give."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

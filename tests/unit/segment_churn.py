@@ -1,7 +1,5 @@
 """Steady churn in a segment: values come, older ones are evicted for them. For tests and `bench_segment`."""
 
-from __future__ import annotations
-
 import mmap
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The active view of a peer: bounded, alive, uniformly chosen, and all views together one connected graph."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Which addresses a peer listens on and tells others."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Admission without sockets: acceptance, refusals, and the answers to both sides; and the key ring."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

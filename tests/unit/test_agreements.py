@@ -1,7 +1,5 @@
 """Members with the same floors as this peer, those to ask, and those in dispute that compaction does not wait for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise

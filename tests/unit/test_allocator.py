@@ -1,7 +1,5 @@
 """The allocator against a model (a set of intervals), and how full memory stays under churn."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import OrderedDict

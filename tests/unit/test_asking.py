@@ -1,7 +1,5 @@
 """Unanswered requests by kind; how many messages gossip may send, and when a cluster is under load."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

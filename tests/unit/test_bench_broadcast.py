@@ -1,7 +1,5 @@
 """`scripts/bench_broadcast`: options that make no sense."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A consumer that counts stores and removals knows which blocks the pool has."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Each holder's share of a byte budget, and the choice of the one to end when it is exceeded."""
 
-from __future__ import annotations
-
 from random import Random
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Views that are given up for their owners' snapshots, and whether all logs are followed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from random import Random
 

@@ -1,7 +1,5 @@
 """Limits of all cgroups around this process, of both versions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Publishing a directory: which files, their hashes, and files that change meanwhile."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

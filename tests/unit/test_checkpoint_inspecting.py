@@ -1,7 +1,5 @@
 """Notes to a publisher about its directory: files that are left out, broken or missing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Manifests: pieces, versions, signatures, and what is refused."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given, settings

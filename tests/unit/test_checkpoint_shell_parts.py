@@ -1,7 +1,5 @@
 """Parts of the checkpoint shell: rates, buffers, introductions, queues of links, and versions in memory."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

@@ -1,8 +1,6 @@
 """Keys that holders claim to have without a proof: when a read finds them, when it says that they do not exist, and
 when that it cannot know."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`bench trace`: what it prints, its mistakes; and the figures of `bench`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

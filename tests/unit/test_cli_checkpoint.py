@@ -1,7 +1,5 @@
 """`checkpoint` commands without a peer: their arguments, dry runs, what --exec runs, and the output of `status`."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The demo's output; and signals, which end a command only where that leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`keygen` writes a key once, for its owner only."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The command's surface: its list of commands, its speed, its exit statuses."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import subprocess

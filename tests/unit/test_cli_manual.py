@@ -1,7 +1,5 @@
 """Every command's help: examples that still parse, statuses that exist, and 80 columns."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from typing import Any

@@ -1,7 +1,5 @@
 """Files that appear when they are complete, and values between files, pipes and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

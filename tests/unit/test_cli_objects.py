@@ -1,7 +1,5 @@
 """The object commands against a store in memory: options, files, JSON and exit statuses."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Durations, and what `join` makes of flags, environment and file."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

@@ -1,7 +1,5 @@
 """Output into a pipe and on a terminal of 80 columns."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Finding the cluster records that two peers do not share."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """Floors and other records of the whole cluster, versions by digest, records from the future, rumors."""
 
-from __future__ import annotations
-
 import tracemalloc
 from functools import reduce
 from itertools import islice

@@ -4,8 +4,6 @@
 fields that have defaults. Connections are real ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Settings of a peer: accepted values, and mistakes reported under the name that their author used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Connections that go when there are too many, or no use for them, and when to look for these again."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The addresses to try: bootstrap addresses always, those of the bounded address book only while alone."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

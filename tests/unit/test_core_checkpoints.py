@@ -1,7 +1,5 @@
 """A peer's records of checkpoints, sent and received: heads, switches, participants, trusted publishers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

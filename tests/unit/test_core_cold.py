@@ -1,7 +1,5 @@
 """A core and its SSD: objects are written before memory needs their room, announced, and brought back."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

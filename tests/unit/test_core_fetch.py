@@ -1,7 +1,5 @@
 """Fetching one object into this peer's memory: one fetch for all who want it, and every way it can fail."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

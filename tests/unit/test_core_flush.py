@@ -1,7 +1,5 @@
 """Flushing a namespace; sweeping many objects in steps; what a returning peer may show."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2pstore.core import floors as sweeping

@@ -1,7 +1,5 @@
 """Listing: pages of several peers become one, against a model that knows everything."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

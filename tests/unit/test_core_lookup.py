@@ -1,7 +1,5 @@
 """Looking up: copies known here first, else the home peers, once per batch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from typing import Any

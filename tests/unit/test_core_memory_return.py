@@ -1,7 +1,5 @@
 """Memory of an earlier life: its objects are held back, sorted by floors, checked, and published again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from p2pstore.core.copies.memory_return import BATCHES_UNDER_WAY, OBJECTS_PER_BATCH

@@ -1,7 +1,5 @@
 """A peer that knows a part of the directory: one home is asked, the next one where that cannot tell."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Pins belong to objects: the pinning peer tells all holders, and returns how many took the pin."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Puts, row by row of the table in docs/design/data-path.md: existing versions decide, here or elsewhere."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

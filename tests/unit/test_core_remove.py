@@ -1,7 +1,5 @@
 """Removing: floors above the newest version, told to whom they concern; and what floors then forbid."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2pstore.core import remove as removing

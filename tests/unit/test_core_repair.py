@@ -1,8 +1,6 @@
 """When a core has lost copies made again, and whom it leaves that to; what it hands over when its peer leaves. Whole
 clusters: `tests/simulation/test_repair.py` and `test_hand_over.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partialmethod
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Making copies on other peers, from the side of the peer that asks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

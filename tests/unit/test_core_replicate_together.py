@@ -1,7 +1,5 @@
 """Having copies made of objects that were published together, from the side of the writer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

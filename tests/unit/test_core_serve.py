@@ -1,7 +1,5 @@
 """A peer's answers to others, its refusals, and its next wake-up."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2pstore.core.gets.fetch_operation import FetchOperation

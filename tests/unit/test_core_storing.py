@@ -1,7 +1,5 @@
 """Values that arrive from elsewhere: decisions without their bytes, reservations, and puts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

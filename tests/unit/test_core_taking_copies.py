@@ -1,7 +1,5 @@
 """Keeping copies of objects that another peer has published together."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

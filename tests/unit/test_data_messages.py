@@ -1,7 +1,5 @@
 """Messages of data connections: round trips, and nonsense that must end as `ProtocolError`; data addresses."""
 
-from __future__ import annotations
-
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import msgspec

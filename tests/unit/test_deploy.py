@@ -1,7 +1,5 @@
 """The files in `deploy`: accepted by the tools for them, and in step with the program."""
 
-from __future__ import annotations
-
 import http.server
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Digests as columns and as a table that keeps up; operations that name their members by place, packed and whole."""
 
-from __future__ import annotations
-
 import struct
 from random import Random
 

@@ -1,7 +1,5 @@
 """Views of other members' logs: contiguous or whole, checked against the owner's head."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Requests to disks: cut in pieces, whatever their buffers are."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

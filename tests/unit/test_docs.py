@@ -1,7 +1,5 @@
 """Documents agree with the program: links, commands, settings, names and messages exist; lengths hold."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

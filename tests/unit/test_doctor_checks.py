@@ -1,7 +1,5 @@
 """The doctor's checks of this machine: none hangs, none needs root, none leaves anything behind."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The doctor's judgements of readings, each in all of its outcomes."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable

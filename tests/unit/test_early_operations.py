@@ -1,7 +1,5 @@
 """Operations that came ahead of their log: they are kept until the log tells of them, and no longer."""
 
-from __future__ import annotations
-
 from p2pstore.gossip.locations.location_lookups import EarlyOperations
 from tests.unit.gossip_network import digest_of, location
 

@@ -1,7 +1,5 @@
 """The list of entries against a Python list."""
 
-from __future__ import annotations
-
 from random import Random
 
 from p2pstore.memory.entries import EntryList

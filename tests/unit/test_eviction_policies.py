@@ -1,7 +1,5 @@
 """The order of eviction of each policy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from random import Random

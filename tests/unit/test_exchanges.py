@@ -1,7 +1,5 @@
 """The cost of exchanges in bytes and messages, with real encoding; and what a member cannot do to others by them."""
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Callable

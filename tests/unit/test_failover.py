@@ -1,7 +1,5 @@
 """Which holder is tried next, and what the caller hears at the end."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """Which failure of a transport is a fallback to another one."""
 
-from __future__ import annotations
-
 from p2pstore.transfer.failover import PullAttempts, PullFailed
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import Code

@@ -1,7 +1,5 @@
 """The simulated disk fails as real ones do, and in no other way."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

@@ -1,7 +1,5 @@
 """Expected times of fetches: what is learnt from reads, and which holder is expected to send what."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

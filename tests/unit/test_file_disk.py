@@ -1,7 +1,5 @@
 """Opening a file or a block device for the SSD tier, and what happens when it fails while it is in use."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

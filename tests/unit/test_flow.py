@@ -1,7 +1,5 @@
 """Progress as a rate: the rate that is fast enough, and the rate expected of another holder."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

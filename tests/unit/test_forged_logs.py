@@ -1,7 +1,5 @@
 """Forgeries of another's log that are refused: removals, additions, tails, replays, snapshots, pushes and hints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

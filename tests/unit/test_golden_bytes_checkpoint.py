@@ -1,7 +1,5 @@
 """Formats of checkpoints that peers exchange and keep: these bytes never change. A new format gets a new number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

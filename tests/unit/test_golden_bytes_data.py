@@ -1,7 +1,5 @@
 """The exact bytes of data connections. A change here breaks peers of the version before."""
 
-from __future__ import annotations
-
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec

@@ -1,7 +1,5 @@
 """Formats that peers exchange and keep: these bytes never change. A new format gets a new number."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

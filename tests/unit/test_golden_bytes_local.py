@@ -1,7 +1,5 @@
 """The bytes on the local socket, held still: clients and peers of different versions meet there."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

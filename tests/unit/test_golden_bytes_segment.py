@@ -3,8 +3,6 @@
 When one of these fails, the format has changed: it needs a new format number and a reader for both.
 """
 
-from __future__ import annotations
-
 from p2pstore.memory.entries import Written
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (

@@ -3,8 +3,6 @@
 When one of these fails, the format has changed: it needs a new format number and a reader for both.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum

@@ -1,7 +1,5 @@
 """Whole gossip machines against each other, in virtual time, over a network that loses and splits."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 from itertools import pairwise

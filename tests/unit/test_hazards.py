@@ -1,8 +1,6 @@
 """Leases that clients take without asking: nothing is used anew under a view, in whatever order both sides act, and
 however late what one of them wrote shows to the other."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

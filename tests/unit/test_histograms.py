@@ -1,7 +1,5 @@
 """Histograms by powers of two."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

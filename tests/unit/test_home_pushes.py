@@ -1,7 +1,5 @@
 """Pushes of owners to homes, and what homes make of them: whatever is lost, late, repeated or restarted meanwhile."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Readers of a hot object: served, or sent on to others; and the reads that a holder does not see."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from random import Random
 

@@ -3,8 +3,6 @@
 Goals that are not reached yet: 72,000 shipped lines, 330 modules, 80,000 lines of tests.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter, defaultdict
@@ -16,9 +14,9 @@ from typing import Final
 from tests.unit.test_docs import HEADLESS, VAGUE
 
 ROOT: Final = Path(__file__).parents[2]
-MOST_SHIPPED_LINES: Final = 104_900
+MOST_SHIPPED_LINES: Final = 104_700
 MOST_TEST_LINES: Final = 102_000
-MOST_MODULES: Final = 432
+MOST_MODULES: Final = 396
 MOST_LINES_OF_A_MODULE: Final = 500
 MOST_METHODS: Final = 25
 MOST_LINES_OF_A_FUNCTION: Final = 60
@@ -26,7 +24,7 @@ MOST_PARAMETERS: Final = 7
 MOST_WIDE_FUNCTIONS: Final = 5
 """Public signatures with more parameters: the API's own, and Mooncake's."""
 MOST_NAMES_TWICE: Final = 4
-MOST_VAGUE_WORDS: Final = 30
+MOST_VAGUE_WORDS: Final = 28
 MOST_HEADLESS_SENTENCES: Final = 50
 
 

@@ -1,7 +1,5 @@
 """Identities are those of libp2p, of which a peer imports only the parts that it uses."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

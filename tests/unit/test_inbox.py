@@ -1,7 +1,5 @@
 """Received bytes before they have a place."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2pstore.objects import chunk_sum

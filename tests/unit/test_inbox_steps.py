@@ -1,7 +1,5 @@
 """Large payloads over slow links: the event loop is woken in steps, and never waits for more than there will be."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

@@ -1,7 +1,5 @@
 """A member that tells of invented peers, or calls live ones dead: it causes pings and probes, and no more."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Invites: what one says comes out of the line again, and whatever else is pasted is told what it is."""
 
-from __future__ import annotations
-
 import base64
 
 import pytest

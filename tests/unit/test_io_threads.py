@@ -1,7 +1,5 @@
 """Threads that do blocking I/O: what they take first, what a cancellation takes back, and how they end."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

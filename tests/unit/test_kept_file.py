@@ -1,8 +1,6 @@
 """Memory in a file that outlives its peer: taken up again, or begun anew with a reason; never another peer's, and never
 memory still in use."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

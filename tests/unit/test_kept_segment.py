@@ -1,8 +1,6 @@
 """A segment that outlives its peer: the next life begins with every object that was there and with nothing else, and
 memory that clients of earlier lives read, or may write to, is not reused."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Small reads that the kernel does without a thread: which these are, and what becomes of the others."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import logging

@@ -1,7 +1,5 @@
 """Digests of many keys: those of each alone, however often and with whatever else they are asked for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Events about keys: what a consumer makes of them is what is held, whatever is lost on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

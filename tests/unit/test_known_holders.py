@@ -1,7 +1,5 @@
 """Plans that a client makes by itself of what it was told before."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

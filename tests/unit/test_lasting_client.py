@@ -1,7 +1,5 @@
 """When a lasting client calls its peer, and what a scheduler is told meanwhile."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule

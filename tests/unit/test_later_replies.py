@@ -1,7 +1,5 @@
 """Replies to other peers that wait for a third one."""
 
-from __future__ import annotations
-
 import trio
 import trio.testing
 

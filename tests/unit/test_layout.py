@@ -1,7 +1,5 @@
 """Codecs of the segment's parts: round trips, damage detected, geometry that holds together."""
 
-from __future__ import annotations
-
 import pytest
 import xxhash
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The load that a peer announces."""
 
-from __future__ import annotations
-
 from p2pstore.status.measures import INTERVAL_SECONDS, LoadMeter
 
 

@@ -1,7 +1,5 @@
 """Messages of the local socket survive the wire, and what is no message is refused."""
 
-from __future__ import annotations
-
 import random
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints

@@ -1,7 +1,5 @@
 """A peer's work for local clients that put and get, without sockets."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Locations heard of: bounded, aged, dropped when a holder denies them; hot keys are told before others ask."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2pstore.errors import ProtocolError

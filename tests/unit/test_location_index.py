@@ -1,7 +1,5 @@
 """Many sets of locations in one table, against sets said as plainly as can be."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from random import Random

@@ -1,7 +1,5 @@
 """A peer's own log: numbers, ring, set hash; and copies of it while it changes."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

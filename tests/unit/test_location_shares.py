@@ -1,7 +1,5 @@
 """No member's locations crowd out those of the others."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import msgspec

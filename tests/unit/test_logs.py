@@ -1,7 +1,5 @@
 """The output of a log record: one line, as text or as JSON."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The cost of members and of past events: memory, garbage collections, and time a few times a second."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Claims of members about each other: precedence, refutation, suspicion and its end, forgetting, rumours."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

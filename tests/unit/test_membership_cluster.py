@@ -1,7 +1,5 @@
 """Membership among whole gossip machines in virtual time: cuts, stalls, restarts, long absences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

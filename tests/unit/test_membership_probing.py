@@ -1,7 +1,5 @@
 """Probes: their waits, those who help, what a failure says of whom, and who is probed when."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

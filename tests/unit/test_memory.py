@@ -1,7 +1,5 @@
 """Shared memory on the real kernel: sealed, mapped twice, refused where there is not enough; several of them as one."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import os

@@ -1,7 +1,5 @@
 """A segment's memory in a file: made, locked, removed, and refused where it would do harm."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

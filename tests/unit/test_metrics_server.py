@@ -1,7 +1,5 @@
 """The HTTP server beside a peer: what it says, and whom it does not wait for."""
 
-from __future__ import annotations
-
 import socket
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """Pools of registered memory: no piece is lent twice, and no more than the limit."""
 
-from __future__ import annotations
-
 import gc
 import random
 import threading

@@ -1,7 +1,5 @@
 """Arguments of `setup` of the Mooncake API, and the settings of the peer that it starts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs that import `mooncake.store` get this package, when asked for, and never by default."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Which objects are said to be read most, against a plain count of everything."""
 
-from __future__ import annotations
-
 from collections import Counter
 from random import Random
 

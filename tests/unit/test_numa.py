@@ -1,7 +1,5 @@
 """NUMA nodes: read from recorded trees, and bound to by the real kernel where it has nodes."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Last copies are offered to peers with room before they are evicted."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

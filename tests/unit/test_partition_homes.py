@@ -1,7 +1,5 @@
 """The homes of partitions, the same for all who know the same members; and when a peer keeps the whole directory."""
 
-from __future__ import annotations
-
 from random import Random
 
 import numpy

@@ -1,7 +1,5 @@
 """How a peer's wall clock stands among those of the others."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Which RDMA devices a peer tries, and what it says where there is none."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

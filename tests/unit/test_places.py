@@ -1,7 +1,5 @@
 """A peer's default name, and where it keeps its files."""
 
-from __future__ import annotations
-
 import re
 import socket
 import stat

@@ -1,7 +1,5 @@
 """Where a value goes that its own peer has no room for."""
 
-from __future__ import annotations
-
 from collections import Counter
 from random import Random
 from typing import Any

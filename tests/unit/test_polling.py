@@ -1,7 +1,5 @@
 """When a thread polls before it sleeps, in a time of the test's own."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 

@@ -1,7 +1,5 @@
 """The blocks that are likely to be read after a block, and how much of a chain of blocks each peer holds."""
 
-from __future__ import annotations
-
 from p2pstore.client.answers import PrefixRuns
 from p2pstore.client.presence_calls import AHEAD, MAX_CHAINS, MAX_MISSING, PrefixChains
 from p2pstore.local.local_messages import Copy

@@ -1,7 +1,5 @@
 """`known_keys` says of many keys at once what `known_copies` says of each."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """Clients' reads of a peer's table of locations, against the peer's answers; walks over the views that moved."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Publishing a batch as one: each value ends as it does alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

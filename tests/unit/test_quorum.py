@@ -1,7 +1,5 @@
 """Which side of a split may compact, and when a peer may have missed a compaction."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2pstore.gossip.floors.quorum import GONE_SECONDS, MARGIN_SECONDS, TIE_SECONDS, Quorum, Showing

@@ -1,7 +1,5 @@
 """Namespaces with a quota: objects in their own part of memory are evicted for no other namespace."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import get_args

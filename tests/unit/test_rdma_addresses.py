@@ -1,7 +1,5 @@
 """Addresses and ports of RDMA devices, as the system reports them."""
 
-from __future__ import annotations
-
 import ipaddress
 from pathlib import Path
 

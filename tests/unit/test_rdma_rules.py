@@ -1,7 +1,5 @@
 """Decisions of RDMA that need no device."""
 
-from __future__ import annotations
-
 import ipaddress
 
 import pytest

@@ -1,7 +1,5 @@
 """Hints of another peer's slots, within bounds."""
 
-from __future__ import annotations
-
 from p2pstore.memory.segment_layout import SLOT_BYTES, plan_geometry
 from p2pstore.transfer.rdma.rdma_reads import MOST_KEPT, SLOTS_TOGETHER, SeenSlots
 

@@ -1,7 +1,5 @@
 """`scripts/rdma_vm` without booting: options, what the VM is told, what is copied out, what is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The places of a read: each tried once, in order, until one delivers or nothing is left."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import pytest

@@ -1,7 +1,5 @@
 """Small reads answered in a thread: what it answers, what it leaves to the event loop, and when it ends."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

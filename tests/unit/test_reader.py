@@ -1,7 +1,5 @@
 """Readers that only map: exact bytes or nothing, while the owner moves everything under them."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

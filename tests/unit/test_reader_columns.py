@@ -1,7 +1,5 @@
 """Many objects looked up at once: what each alone comes to, whatever collides, goes or expires."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

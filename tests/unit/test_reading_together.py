@@ -1,7 +1,5 @@
 """Small reads of many tasks from one holder: which task reads for which, and the rest after a cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Ranking machines for a request: by what they have of its prefix, what they have to do, and what fetching costs."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

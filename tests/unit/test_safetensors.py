@@ -1,7 +1,5 @@
 """The safetensors reader: good tensors are found; broken ones affect only themselves and are named."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """The owner's side of a segment, against a dictionary: exact bytes or a miss, whatever happens."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

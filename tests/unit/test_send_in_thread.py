@@ -1,7 +1,5 @@
 """A connection lent to a thread that sends much: whole, with a deadline, and gone when it is cancelled or closed."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

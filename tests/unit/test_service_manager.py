@@ -1,7 +1,5 @@
 """Messages to a service manager, as sd_notify(3) has them; and none where there is no manager."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

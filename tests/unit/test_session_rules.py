@@ -1,8 +1,6 @@
 """The states of a data connection at its holder, which requests it takes, how many large answers are on their way, and
 values that arrive in parts."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 

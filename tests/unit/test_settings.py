@@ -1,7 +1,5 @@
 """Where settings come from: the order of the sources, and that every value knows its origin."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

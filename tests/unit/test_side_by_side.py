@@ -1,7 +1,5 @@
 """How many threads share what, and that none of them is left; the background nursery under cancellation."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

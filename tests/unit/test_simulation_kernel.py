@@ -1,7 +1,5 @@
 """The simulator's foundations: virtual time in order, and a network that fails as it is told to."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Which chunks are there, which reader brings the others, and that no two write to one place."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass, field
 from itertools import chain

@@ -1,7 +1,5 @@
 """Which operations count as slow, and where their time is said to have gone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which objects one GET_SMALL asks for."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The judges of a soak: each kind of broken promise is seen, and nothing beyond the promises is reported."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

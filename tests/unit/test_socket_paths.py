@@ -1,7 +1,5 @@
 """Paths of local sockets, with other users about: trusted owners, and access."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The requests of one reader to a holder, and the chunks of a value that are kept when the next holder is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

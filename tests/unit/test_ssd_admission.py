@@ -1,7 +1,5 @@
 """Admission to the SSD, the write budget, and shares of namespaces: a reserve gives way to no other, a cap is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

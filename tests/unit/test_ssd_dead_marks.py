@@ -1,7 +1,5 @@
 """Dead marks: a page of bits whose sectors are checked each for itself."""
 
-from __future__ import annotations
-
 from random import Random
 
 import numpy as np

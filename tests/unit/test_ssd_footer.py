@@ -1,7 +1,5 @@
 """Footers: rows of a segment's records, all or nothing; lz4 where it pays; payloads checked against their headers."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """Consequences of failures of the disk; percentiles, bandwidth and the rest of what the tier counts."""
 
-from __future__ import annotations
-
 import errno
 import math
 

@@ -1,7 +1,5 @@
 """The index of cold objects, against dictionaries."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

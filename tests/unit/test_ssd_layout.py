@@ -1,8 +1,6 @@
 """The pages of the log of cold objects: a page is read where it was written; other pages and other places are
 refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

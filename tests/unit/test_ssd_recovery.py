@@ -1,7 +1,5 @@
 """Logs of cold objects read back: after any end, and with any part of them damaged."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from random import Random
 

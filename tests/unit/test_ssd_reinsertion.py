@@ -1,7 +1,5 @@
 """Which records of a reclaimed segment are kept."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """A peer comes back to what its SSD has: the real tier, on a disk that crashes, and a core with the shell between."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast

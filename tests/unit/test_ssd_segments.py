@@ -1,7 +1,5 @@
 """The table of segments: where records go, which segment is reclaimed, against a model of what lies where."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

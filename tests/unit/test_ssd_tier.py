@@ -1,7 +1,5 @@
 """The SSD tier over a simulated disk: stored, loaded, discarded, reopened."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ Exact bytes or a miss; never an older version than the newest; discarded objects
 was stored durably survives; and what a start would find on the disk is what the tier says it has.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

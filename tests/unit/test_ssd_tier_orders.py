@@ -1,8 +1,6 @@
 """Orders of steps that the SSD tier must keep, so that nothing comes back: each by the failure that would show it. And
 objects of several parts, in a real file."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The state directory: locking, atomic files, torn tails, newer formats, full disks, and what others planted there."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

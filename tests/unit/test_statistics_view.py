@@ -1,7 +1,5 @@
 """Statistics as people see them: rates between two readings, and lines that fit a terminal."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The parts of the status page: members in their order, recent counts, checkpoints, the page itself."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """The problems that the status page names, and their words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Nothing holds the event loop for long: how much work one step has at most, counted, for the largest requests."""
 
-from __future__ import annotations
-
 import json
 import mmap
 from collections.abc import Awaitable, Callable, Iterator

@@ -1,7 +1,5 @@
 """Finding stretches in which nothing has to stay: what a search has proved is not looked at again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st

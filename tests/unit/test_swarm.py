@@ -1,7 +1,5 @@
 """The machine of one peer of a swarm, event by event."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Whatever happens to a peer of a swarm, in whatever order, its books are right, and it completes when it can."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

@@ -1,7 +1,5 @@
 """The parts of a swarm's machine: maps, choices, slots, deadlines, neighbours, messages."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from random import Random

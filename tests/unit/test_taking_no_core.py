@@ -1,7 +1,5 @@
 """Large objects are sent by a thread that leaves the cores to others."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Large pushes are taken in step by step: nothing else waits for them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from random import Random
 

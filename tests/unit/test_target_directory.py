@@ -1,7 +1,5 @@
 """Target directories: resuming, reusing, switching, keeping; failures before the first piece."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

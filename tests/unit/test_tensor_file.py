@@ -1,7 +1,5 @@
 """Tensors as a file in sealed memory, and that file as something that is published."""
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 from typing import Any

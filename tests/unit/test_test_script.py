@@ -1,7 +1,5 @@
 """`scripts/test` over programs that only note that they ran: its lanes, its exit status, its end by Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tickets: those that open a connection, and all kinds that must not."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Certificates that a peer's identity vouches for, and those that none does."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 import pytest

@@ -1,7 +1,5 @@
 """Which network cards are near which memory: recorded trees of sysfs, and configured matrices."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

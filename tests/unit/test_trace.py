@@ -1,7 +1,5 @@
 """The trace of a read, which `get --explain` shows, and its progress."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Replaying a trace in one cache: against an oracle, against a real segment, and the published trace's figures."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from collections.abc import Iterable

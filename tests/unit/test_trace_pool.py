@@ -1,7 +1,5 @@
 """Replaying a trace on a pool of simulated peers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from random import Random
 from typing import Any, get_args

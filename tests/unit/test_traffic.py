@@ -1,7 +1,5 @@
 """Counting what came from other peers and what clients did: totals, members, histograms and namespaces."""
 
-from __future__ import annotations
-
 import pytest
 
 from p2pstore.client import read_ledger as pull_ledger

@@ -1,7 +1,5 @@
 """A user's program, checked by mypy in strict mode against the installed package: the types it sees."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

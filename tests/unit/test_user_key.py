@@ -1,7 +1,5 @@
 """The key that keyless peers of one user share: made once, and private."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How full a segment stays while values of all sizes come and go."""
 
-from __future__ import annotations
-
 from statistics import mean
 
 import pytest

@@ -1,7 +1,5 @@
 """Values, destinations and tensors as bytes; and how a client decides what to reserve."""
 
-from __future__ import annotations
-
 import array
 import mmap
 import random

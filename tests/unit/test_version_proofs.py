@@ -1,7 +1,5 @@
 """Proofs of who wrote a version hold for it and nothing else; without one a holder adopts its copy after a while."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Final
 

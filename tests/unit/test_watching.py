@@ -1,7 +1,5 @@
 """A peer's statistics of its clients' reports."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """How many writes go on at a time, beside reads and without."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

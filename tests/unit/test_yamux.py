@@ -1,7 +1,5 @@
 """The yamux protocol: whole streams under any splitting, windows that hold, and frames that break the rules."""
 
-from __future__ import annotations
-
 import struct
 from random import Random
 

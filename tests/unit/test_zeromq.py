@@ -1,7 +1,5 @@
 """ZeroMQ's protocol with consumers that keep to it, and that do not. With libzmq: `test_event_stream.py`."""
 
-from __future__ import annotations
-
 import pytest
 from trio.testing import memory_stream_pair
 

@@ -1,7 +1,5 @@
 """A synthetic trace of conversations: turns that extend one another, behind a prompt that all share."""
 
-from __future__ import annotations
-
 import itertools
 from random import Random
 

@@ -40,6 +40,8 @@ LATENCY_DRIFT: Final = 0.1
 NOISE: Final = 0.05
 """Variance of the logarithm of one observation, until it is known: a quarter of the figure."""
 LEAST_NOISE: Final = 0.002
+MOST_NOISE: Final = 0.15
+"""A larger difference is a change."""
 NOISE_GAIN: Final = 0.1
 SURPRISE: Final = 9.0
 """Squared standard deviations, from which on an observation counts no more than that; whether it was a hiccup or a new
@@ -71,7 +73,7 @@ class Way:
             error = math.copysign(math.sqrt(SURPRISE * usual), error)
         elif math.isfinite(self.at):
             noise = self.noise + NOISE_GAIN * (error * error - usual)
-            self.noise = min(max(noise, LEAST_NOISE), PRIOR_VARIANCE)
+            self.noise = min(max(noise, LEAST_NOISE), MOST_NOISE)
         wanted = math.log(expected) + error
         first, second = self.latency, self.slowness
         for _ in range(ITERATIONS):
@@ -220,7 +222,7 @@ class Estimator:
     def estimate(
         self, digests: Sequence[bytes], found: Mapping[Member, Holding], now: float
     ) -> list[Source]:
-        """Where each of the keys that somebody holds would be read, and how long that takes. A batch reads one source
+        """Where each of the keys with a holder would be read, and how long that takes. A batch reads one source
         after the other."""
         sizes = self._sizes(digests, found, now)
         sources = []
