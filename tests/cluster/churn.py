@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Final
+
+import trio
+
 from p2pstore import PeerConfig
 from p2pstore.blocking import BlockingClient
 from p2pstore.peer import open_peer
-from pathlib import Path
 from tests.waiting import until
-from typing import Final
-import trio
 
 BATCH: Final = 250
 JOINING_AT_ONCE: Final = 4
 MEET_SECONDS: Final = 30.0
+
 
 def put_and_evict(client: BlockingClient, keys: Iterator[int], puts: int) -> None:
     """Put `puts` objects. In a full peer each put evicts another object: two operations of its log."""
@@ -20,10 +23,12 @@ def put_and_evict(client: BlockingClient, keys: Iterator[int], puts: int) -> Non
         for result in client.put_many([(f"churn-{next(keys)}", b"value") for _ in range(BATCH)]):
             result.unwrap()
 
+
 def join_and_leave(folder: Path, settings: PeerConfig, count: int) -> None:
     """`count` new peers, a few at a time, join with these settings, each with an identity of its own, and leave
     when they have met another peer."""
     trio.run(partial(_join_and_leave, folder, settings, count))
+
 
 async def _join_and_leave(folder: Path, settings: PeerConfig, count: int) -> None:
     numbers = iter(range(count))

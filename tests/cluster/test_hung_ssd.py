@@ -1,44 +1,43 @@
 """Peers whose SSD hangs: readers get the object elsewhere or an error soon, and the peer ends when it is told to."""
 
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
-from contextlib import asynccontextmanager
-from itertools import count
-from p2pstore import Unavailable
-from p2pstore import blocking
-from p2pstore.errors import ConfigError
-from p2pstore.objects import key_digest
-from p2pstore.peer import Peer
-from p2pstore.peer import open_peer
-from p2pstore.peer import ssd_opening as ssd_module
-from p2pstore.ssd_tier.disk import FileDisk
-from p2pstore.ssd_tier.disk import open_disk
-from pathlib import Path
-from random import Random
-from tests.cluster.peers import config
-from tests.unit.hanging_disk import Hang
-from tests.unit.hanging_disk import hanging_disks
-from tests.waiting import until
-import pytest
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import pytest
 import trio
+
+from p2pstore import Unavailable, blocking
+from p2pstore.errors import ConfigError
+from p2pstore.objects import key_digest
+from p2pstore.peer import Peer, open_peer
+from p2pstore.peer import ssd_opening as ssd_module
+from p2pstore.ssd_tier.disk import FileDisk, open_disk
+from tests.cluster.peers import config
+from tests.unit.hanging_disk import Hang, hanging_disks
+from tests.waiting import until
 
 VALUE = Random(1).randbytes(300_000)
 COLD = Random(2).randbytes(300_000)
+
 
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     with hanging_disks(monkeypatch) as made:
         yield made
 
+
 def peer(
     folder: Path, name: str, *others: Peer, **settings: object
 ) -> AbstractAsyncContextManager[Peer]:
     return open_peer(config(folder, name, *others, **{"drain_timeout": 2.0, **settings}))
+
 
 @asynccontextmanager
 async def peer_with_ssd(folder: Path, *others: Peer, **more: object) -> AsyncIterator[Peer]:
@@ -47,10 +46,12 @@ async def peer_with_ssd(folder: Path, *others: Peer, **more: object) -> AsyncIte
     async with peer(folder, "owner", *others, **settings) as running:
         yield running
 
+
 async def cool(owner: Peer, key: str) -> None:
     """Leave an object on the SSD alone."""
     await owner.put(key, COLD, durable=True)
     await push_out(owner, key)
+
 
 async def push_out(owner: Peer, key: str) -> None:
     """Evict objects from its memory: those read more than once outlive a few rounds of a hundred others."""
@@ -60,13 +61,16 @@ async def push_out(owner: Peer, key: str) -> None:
             await owner.put(f"filler-{next(fillers)}", COLD)
     assert owner.node.core.cold.find(key_digest(key, "default"), owner.node.now)
 
+
 def in_memory(owner: Peer, key: str) -> bool:
     return any(entry.key == key for entry in owner.node.core.segment.entries())
+
 
 def fetches_reserved(owner: Peer) -> int:
     """Rooms in memory that are kept for what is being read."""
     reservations = owner.node.core.segment.reservations
     return sum(isinstance(each.holder, tuple) and each.holder[0] == "fetch" for each in reservations)
+
 
 async def test_an_object_on_an_ssd_that_hangs_is_unavailable_soon_and_there_again_later(
     tmp_path: Path, hang: Hang
@@ -92,6 +96,7 @@ async def test_an_object_on_an_ssd_that_hangs_is_unavailable_soon_and_there_agai
         assert await reader.get("k") == COLD
         assert ssd["state"] == "ok"
 
+
 async def test_while_the_ssd_hangs_others_are_asked_and_memory_is_not_used_again(
     tmp_path: Path, hang: Hang
 ) -> None:
@@ -114,6 +119,7 @@ async def test_while_the_ssd_hangs_others_are_asked_and_memory_is_not_used_again
         hang.end()
         await until(lambda: not fetches_reserved(owner))
         assert await owner.get("k") == COLD
+
 
 @pytest.mark.parametrize("drain_timeout", [0.5, 60.0])
 async def test_a_peer_ends_though_reads_writes_and_syncs_hang(
@@ -138,6 +144,7 @@ async def test_a_peer_ends_though_reads_writes_and_syncs_hang(
             await owner.put("last words", VALUE)
     assert hang.hung
 
+
 async def test_a_peer_does_not_start_on_an_ssd_that_hangs(
     tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +153,7 @@ async def test_a_peer_does_not_start_on_an_ssd_that_hangs(
     with trio.fail_after(20.0), pytest.raises(ConfigError, match="does not answer"):
         async with peer_with_ssd(tmp_path):
             pass
+
 
 async def test_a_start_that_is_cancelled_while_the_path_hangs_leaves_nothing_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +184,7 @@ async def test_a_start_that_is_cancelled_while_the_path_hangs_leaves_nothing_ope
     async with peer(tmp_path, "owner", ssd=str(tmp_path / "ssd"), ssd_capacity="256MiB"):
         pass
 
+
 PROGRAM = """
 import signal, sys
 import pytest
@@ -186,6 +195,7 @@ with pytest.MonkeyPatch.context() as patch, hanging_disks(patch) as hang:
     sys.argv[0] = "mooncake-p2p"
     main()
 """
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_ends_though_its_ssd_hangs(tmp_path: Path, number: signal.Signals) -> None:

@@ -1,73 +1,56 @@
 """Readers' and writers' keys: a reader changes nothing, a writer its namespaces alone, whatever they say."""
 
-from contextlib import closing
-from msgspec.structs import replace
-from p2pstore import connect
-from p2pstore import errors
-from p2pstore.access.keyring import KeyRing
-from p2pstore.access.keyring import new_cluster_key
-from p2pstore.access.keyring import parse_cluster_keys
-from p2pstore.access.keyring import reader_keys
-from p2pstore.gossip.gossip_messages import Claim
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import Exchange
-from p2pstore.gossip.gossip_messages import Leave
-from p2pstore.gossip.gossip_messages import Ping
-from p2pstore.gossip.gossip_messages import PingRequest
-from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import ClusterRecordKind
-from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.gossip.records import sign_cluster_record
-from p2pstore.gossip.records import sign_peer_record
-from p2pstore.gossip.records import writer_of
-from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.objects import namespace_digest
-from p2pstore.peer.api import Peer
-from p2pstore.peer.api import open_peer
-from p2pstore.state.folder import readers_key_file
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import READER_KINDS
-from p2pstore.transfer.data_messages import REQUESTS
-from p2pstore.transfer.data_messages import Ticket
-from p2pstore.transfer.peer_messages import ClusterRecords
-from p2pstore.transfer.peer_messages import Flush
-from p2pstore.transfer.peer_messages import Remove
-from p2pstore.transfer.peer_messages import Removed
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.read_tickets import TicketClaims
-from p2pstore.transfer.read_tickets import ticket_secret
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from p2pstore.wire import Message
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
-from pathlib import Path
-from tests.cluster.machines import Machine
-from tests.cluster.machines import done
-from tests.cluster.machines import failed
-from tests.cluster.peers import cluster
-from tests.cluster.peers import config
-from tests.cluster.peers import write_private
-from tests.cluster.test_control_host import stranger_host
-from tests.cluster.test_put_elsewhere import store_request
-from tests.cluster.test_strangers import open_data
-from tests.cluster.test_strangers import ticket
-from tests.present import present
-from tests.waiting import until
 import os
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 import trio
+from msgspec.structs import replace
+
+from p2pstore import connect, errors
+from p2pstore.access.keyring import KeyRing, new_cluster_key, parse_cluster_keys, reader_keys
+from p2pstore.gossip.gossip_messages import (
+    Claim,
+    ControlKind,
+    Delta,
+    Exchange,
+    Leave,
+    Ping,
+    PingRequest,
+    Status,
+)
+from p2pstore.gossip.links.control_link import LinkError
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.records import (
+    SCOPE_NAMESPACE,
+    ClusterRecord,
+    ClusterRecordKind,
+    SignedRecord,
+    format_peer_id,
+    sign_cluster_record,
+    sign_peer_record,
+    writer_of,
+)
+from p2pstore.objects import clock_from_unix_seconds, namespace_digest
+from p2pstore.peer.api import Peer, open_peer
+from p2pstore.state.folder import readers_key_file
+from p2pstore.transfer.data_messages import READER_KINDS, REQUESTS, DataKind, Ticket
+from p2pstore.transfer.peer_messages import ClusterRecords, Flush, Remove, Removed
+from p2pstore.transfer.read_tickets import GrantedTicket, Scope, TicketClaims, ticket_secret
+from p2pstore.wire import Code, Empty, Message, decode_body, encode_body
+from tests.cluster.machines import Machine, done, failed
+from tests.cluster.peers import cluster, config, write_private
+from tests.cluster.test_control_host import stranger_host
+from tests.cluster.test_put_elsewhere import store_request
+from tests.cluster.test_strangers import open_data, ticket
+from tests.present import present
+from tests.waiting import until
 
 SECONDS = 20.0
 VALUE = memoryview(b"value")
 ANYTHING = Scope.READ | Scope.PEER | Scope.WRITE
+
 
 def keys(folder: Path) -> tuple[str, str]:
     """Key files of the members and of the readers."""
@@ -78,12 +61,15 @@ def keys(folder: Path) -> tuple[str, str]:
         folder / "reader.key", text
     )
 
+
 def writer_file(folder: Path, member_file: str, *namespaces: str) -> str:
     """The key file of a writer of these namespaces."""
     return write_private(folder / "writer.key", readers_key_file(member_file, namespaces))
 
+
 def ring_in(path: str) -> KeyRing:
     return parse_cluster_keys(Path(path).read_text(), path)
+
 
 async def test_a_reader_finds_and_reads_what_members_put(tmp_path: Path) -> None:
     member, reader = keys(tmp_path)
@@ -104,6 +90,7 @@ async def test_a_reader_finds_and_reads_what_members_put(tmp_path: Path) -> None
                 assert len(peer.node.core.live_peers()) == 1, "members do not list readers"
         assert await b.get("after") == b"2" * 3_000_000
 
+
 async def test_a_reader_that_held_a_member_dead_finds_out(tmp_path: Path) -> None:
     """No member hears what a reader holds of it, so none refutes it."""
     member, reader = keys(tmp_path)
@@ -121,6 +108,7 @@ async def test_a_reader_that_held_a_member_dead_finds_out(tmp_path: Path) -> Non
         await until(lambda: len(r.node.core.live_peers()) == 2)
         assert await r.get("k", wait=5) == b"value"
         assert b.node.core.gossip.incarnation == state.incarnation, "it need not refute"
+
 
 async def test_a_reader_uses_up_no_rumours(tmp_path: Path) -> None:
     """A rumour rides on some messages only: were it told to readers, one who asks a lot would keep it from members."""
@@ -142,6 +130,7 @@ async def test_a_reader_uses_up_no_rumours(tmp_path: Path) -> None:
                 await hostile.ask(membership.me, [a.control], kind, request, SECONDS)
         assert membership.has_rumors
 
+
 async def test_a_reader_refuses_to_change_anything(tmp_path: Path) -> None:
     member, reader = keys(tmp_path)
     async with (
@@ -160,10 +149,12 @@ async def test_a_reader_refuses_to_change_anything(tmp_path: Path) -> None:
                 await change()
         assert await a.get("k") == b"value"
 
+
 def forged_record(identity: Identity, victim: Peer) -> SignedRecord:
     """A record with which a reader would be a member."""
     own = present(victim.node.core.gossip.membership.own.record)
     return sign_peer_record(replace(own, peer_id=identity.peer_id, name="hostile"), identity)
+
 
 def forged_flush(identity: Identity, victim: Peer) -> Delta:
     """A flush of the default namespace, well signed, by the reader."""
@@ -178,6 +169,7 @@ def forged_flush(identity: Identity, victim: Peer) -> Delta:
         scope=SCOPE_NAMESPACE,
     )
     return Delta([], [], [sign_cluster_record(record, identity)], [])
+
 
 async def test_nothing_that_a_reader_says_by_gossip_is_taken_in(tmp_path: Path) -> None:
     member, reader = keys(tmp_path)
@@ -217,6 +209,7 @@ async def test_nothing_that_a_reader_says_by_gossip_is_taken_in(tmp_path: Path) 
             assert await peer.get("k") == b"value"
             assert peer.node.core.gossip.cluster_records.floors.horizon == {}
 
+
 async def test_a_readers_ticket_changes_nothing(tmp_path: Path) -> None:
     """Whatever scope the ticket claims: the reader issues it itself."""
     member, reader = keys(tmp_path)
@@ -237,6 +230,7 @@ async def test_a_readers_ticket_changes_nothing(tmp_path: Path) -> None:
         assert not changing & READER_KINDS
         assert set(REQUESTS) >= READER_KINDS
 
+
 async def test_a_reader_believes_members_only_and_admits_nobody(tmp_path: Path) -> None:
     """All readers hold the readers' key: one of them must not be able to pose as a member to another."""
     member, reader = keys(tmp_path)
@@ -255,6 +249,7 @@ async def test_a_reader_believes_members_only_and_admits_nobody(tmp_path: Path) 
         with pytest.raises(LinkError, match="is a reader, which admits nobody"):
             readers_id = honest.settings.identity.peer_id
             await of_member.ask(readers_id, address, ControlKind.PING, Ping(1, []), SECONDS)
+
 
 async def test_a_writer_puts_removes_and_flushes_in_its_namespaces(tmp_path: Path) -> None:
     member, _ = keys(tmp_path)
@@ -284,6 +279,7 @@ async def test_a_writer_puts_removes_and_flushes_in_its_namespaces(tmp_path: Pat
                 assert len(peer.node.core.live_peers()) == 1, "members do not list writers"
         assert await a.get("theirs") == b"value"
 
+
 async def test_what_a_writer_may_not_its_peer_says(tmp_path: Path) -> None:
     member, _ = keys(tmp_path)
     writer = writer_file(tmp_path, member, "mine")
@@ -311,6 +307,7 @@ async def test_what_a_writer_may_not_its_peer_says(tmp_path: Path) -> None:
         assert await a.get("k") == b"value"
         assert len((await a.list_keys()).keys) == 1
 
+
 async def test_a_writer_whose_namespaces_change_needs_no_restart(tmp_path: Path) -> None:
     member, _ = keys(tmp_path)
     writer = writer_file(tmp_path, member, "one")
@@ -327,6 +324,7 @@ async def test_a_writer_whose_namespaces_change_needs_no_restart(tmp_path: Path)
         write_private(Path(writer), new_cluster_key())
         with pytest.raises(errors.ConfigError, match="another role"):
             await w.node.credentials.reload()
+
 
 async def test_a_writers_order_goes_to_another_member_when_one_fails(tmp_path: Path) -> None:
     member, _ = keys(tmp_path)
@@ -347,6 +345,7 @@ async def test_a_writers_order_goes_to_another_member_when_one_fails(tmp_path: P
                 await w.remove("k")
         finally:
             a.node.core.closing = b.node.core.closing = False
+
 
 async def test_a_writers_ticket_changes_its_namespace_alone(tmp_path: Path) -> None:
     """Hand-made requests, of all kinds, by a holder of a writer's key, with any scope that it claims."""
@@ -392,6 +391,7 @@ async def test_a_writers_ticket_changes_its_namespace_alone(tmp_path: Path) -> N
                 await open_data(a, GrantedTicket(Ticket(claims, signature), secret))
         assert await a.get("k") == b"value"
 
+
 async def test_a_writer_is_a_reader_to_gossip(tmp_path: Path) -> None:
     """Its file has the readers' key: what it says by gossip is not taken in, and it proves no membership."""
     member, _ = keys(tmp_path)
@@ -406,6 +406,7 @@ async def test_a_writer_is_a_reader_to_gossip(tmp_path: Path) -> None:
         await hostile.ask(me, [a.control], ControlKind.DELTA, forged_flush(identity, a), SECONDS)
         assert await a.get("k") == b"value"
         assert not a.node.core.gossip.membership.get(identity.peer_id)
+
 
 def test_keygen_makes_a_writers_file(machine: Machine) -> None:
     member, writer = machine.folder / "cluster.key", machine.folder / "writer.key"
@@ -432,6 +433,7 @@ def test_keygen_makes_a_writers_file(machine: Machine) -> None:
     assert "belong together" in failed(machine.run(*order, spare), 2)
     assert "1 to 255 bytes" in failed(machine.run(*order, "--namespace", "", spare), 2)
     assert "no key of members" in failed(machine.run("keygen", "--add", str(writer)), 2)
+
 
 def test_keygen_makes_a_readers_file(machine: Machine) -> None:
     member, reader = machine.folder / "cluster.key", machine.folder / "reader.key"

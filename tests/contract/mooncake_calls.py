@@ -5,18 +5,19 @@ imports nothing else but numpy, and torch where there is one. `scripts/compare_w
 tests/contract compares ours with those recorded in tests/contract/mooncake_outcomes.json.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 import ctypes
 import gc
 import importlib
 import json
-import numpy as np
 import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 Case = Callable[["Calls", Any], Any]
 CASES: dict[str, Case] = {}
@@ -46,10 +47,12 @@ DIFFERENT: dict[tuple[str, int], tuple[Any, str]] = {
 SEGMENT_BYTES = 256 * 1024 * 1024
 BUFFER_BYTES = 128 * 1024 * 1024
 
+
 def case(function: Case) -> Case:
     """Have this function's results compared. Each uses keys of its own, which begin with its name."""
     CASES[function.__name__] = function
     return function
+
 
 class Calls:
     """What a case works with: a store that is set up, and the module that it comes from."""
@@ -78,12 +81,14 @@ class Calls:
             setattr(config, name, value)
         return config
 
+
 def outcome(action: Callable[[], Any]) -> Any:
     """What the action returned, as JSON has it; or the kind of error."""
     try:
         return plain(action())
     except Exception as error:
         return f"raises {type(error).__name__}"
+
 
 def plain(value: Any) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
@@ -97,7 +102,9 @@ def plain(value: Any) -> Any:
         return value
     return f"a {type(value).__name__}"
 
+
 # --- objects ---------------------------------------------------------------------------------
+
 
 @case
 def put_get(c: Calls, s: Any) -> Any:
@@ -115,6 +122,7 @@ def put_get(c: Calls, s: Any) -> Any:
         s.batch_is_exist([]),
     ]
 
+
 @case
 def put_other_buffers(c: Calls, s: Any) -> Any:
     return [
@@ -126,6 +134,7 @@ def put_other_buffers(c: Calls, s: Any) -> Any:
         outcome(lambda: s.put("put_other_buffers 6", np.arange(10, dtype=np.uint8)[::2])),
         *(s.get(f"put_other_buffers {number}") for number in (1, 2, 3, 6)),
     ]
+
 
 @case
 def put_nothing(c: Calls, s: Any) -> Any:
@@ -146,19 +155,23 @@ def put_nothing(c: Calls, s: Any) -> Any:
         s.batch_put_from(["put_nothing b"], [address], [0]),
     ]
 
+
 @case
 def no_key(c: Calls, s: Any) -> Any:
     return [s.put("", b"value"), s.get(""), s.is_exist(""), s.get_size(""), s.remove("")]
+
 
 @case
 def long_key(c: Calls, s: Any) -> Any:
     key = "long_key " + "k" * 900
     return [s.put(key, b"value"), s.get(key), s.remove(key, True)]
 
+
 @case
 def odd_keys(c: Calls, s: Any) -> Any:
     keys = ["odd_keys/@:%\x01", "odd_keys é中", "odd_keys \\ .. /"]
     return [s.put_batch(keys, [b"1", b"2", b"3"]), s.get_batch(keys), s.batch_is_exist(keys)]
+
 
 @case
 def parts(c: Calls, s: Any) -> Any:
@@ -172,6 +185,7 @@ def parts(c: Calls, s: Any) -> Any:
         outcome(lambda: s.put_parts("parts 2", b"a", "text")),
         outcome(lambda: s.put_parts("parts 3", b"a", config=c.config())),
     ]
+
 
 @case
 def batches(c: Calls, s: Any) -> Any:
@@ -189,10 +203,12 @@ def batches(c: Calls, s: Any) -> Any:
         outcome(lambda: s.upsert_batch([], [])),
     ]
 
+
 @case
 def same_key_twice_in_a_batch(c: Calls, s: Any) -> Any:
     key = "same_key_twice_in_a_batch"
     return [s.put_batch([key, key], [b"one", b"two"]), len(s.get(key)), s.get_batch([key, key])]
+
 
 @case
 def upsert(c: Calls, s: Any) -> Any:
@@ -207,6 +223,7 @@ def upsert(c: Calls, s: Any) -> Any:
         s.batch_upsert_from(["upsert", "upsert 2"], [address, address], [4, 6]),
         s.get_batch(["upsert", "upsert 2"]),
     ]
+
 
 @case
 def buffers(c: Calls, s: Any) -> Any:
@@ -232,7 +249,9 @@ def buffers(c: Calls, s: Any) -> Any:
     gc.collect()
     return result
 
+
 # --- memory of the caller --------------------------------------------------------------------
+
 
 @case
 def registering(c: Calls, s: Any) -> Any:
@@ -250,6 +269,7 @@ def registering(c: Calls, s: Any) -> Any:
         outcome(lambda: s.register_buffer(-1, 10)),
         array.sum().item(),
     ]
+
 
 @case
 def from_and_into(c: Calls, s: Any) -> Any:
@@ -269,6 +289,7 @@ def from_and_into(c: Calls, s: Any) -> Any:
         s.get("from_and_into part"),
     ]
 
+
 @case
 def unregistered_memory(c: Calls, s: Any) -> Any:
     source, _ = c.memory(b"not registered", registered=False)
@@ -282,6 +303,7 @@ def unregistered_memory(c: Calls, s: Any) -> Any:
         s.batch_put_from(["unregistered_memory 3"], [source], [14]),
         s.batch_get_into(["unregistered_memory 2"], [room], [14]),
     ]
+
 
 @case
 def batches_from_and_into(c: Calls, s: Any) -> Any:
@@ -305,6 +327,7 @@ def batches_from_and_into(c: Calls, s: Any) -> Any:
         s.batch_put_from([keys[0], "batches_from_and_into 4"], [source, source], [5, 6], c.config()),
         s.get_size("batches_from_and_into 4"),
     ]
+
 
 @case
 def several_buffers_an_object(c: Calls, s: Any) -> Any:
@@ -337,6 +360,7 @@ def several_buffers_an_object(c: Calls, s: Any) -> Any:
         s.get("several z"),
     ]
 
+
 @case
 def with_metadata(c: Calls, s: Any) -> Any:
     source, _ = c.memory(b"value of it")
@@ -350,6 +374,7 @@ def with_metadata(c: Calls, s: Any) -> Any:
         s.put_from_with_metadata("with_metadata 3", source, about, 11, 0),
         s.get_batch(["with_metadata 2", "with_metadata 3"]),
     ]
+
 
 @case
 def ranges(c: Calls, s: Any) -> Any:
@@ -380,6 +405,7 @@ def ranges(c: Calls, s: Any) -> Any:
         s.get_into_ranges([room], [["ranges"]], [[[0]]], [[[0]]], [[[0]]]),
     ]
 
+
 @case
 def large(c: Calls, s: Any) -> Any:
     size = 40 * 1024 * 1024 + 12345
@@ -395,6 +421,7 @@ def large(c: Calls, s: Any) -> Any:
         s.remove("large", True),
     ]
 
+
 @case
 def too_large(c: Calls, s: Any) -> Any:
     size = SEGMENT_BYTES + 64 * 1024 * 1024
@@ -404,7 +431,9 @@ def too_large(c: Calls, s: Any) -> Any:
     s.unregister_buffer(source)
     return result
 
+
 # --- removing --------------------------------------------------------------------------------
+
 
 @case
 def remove(c: Calls, s: Any) -> Any:
@@ -424,11 +453,13 @@ def remove(c: Calls, s: Any) -> Any:
         s.get("remove 0"),
     ]
 
+
 @case
 def remove_after_reading(c: Calls, s: Any) -> Any:
     s.put("remove_after_reading", b"value")
     s.get("remove_after_reading")
     return [s.remove("remove_after_reading"), s.remove("remove_after_reading", True)]
+
 
 @case
 def remove_by_regex(c: Calls, s: Any) -> Any:
@@ -442,7 +473,9 @@ def remove_by_regex(c: Calls, s: Any) -> Any:
         s.remove_by_regex(r"^remove_by_\w+ \u0063$"),
     ]
 
+
 # --- how and where ---------------------------------------------------------------------------
+
 
 @case
 def configs(c: Calls, s: Any) -> Any:
@@ -494,6 +527,7 @@ def configs(c: Calls, s: Any) -> Any:
         outcome(lambda: s.put_parts("configs p", b"value", config=c.config(replica_num=2))),
     ]
 
+
 @case
 def enums(c: Calls, s: Any) -> Any:
     m = c.module
@@ -503,6 +537,7 @@ def enums(c: Calls, s: Any) -> Any:
             for name in ("SoftPinAction", "ObjectDataType", "ReplicaStatus", "TaskType", "TaskStatus")
         }
     ]
+
 
 @case
 def replicas(c: Calls, s: Any) -> Any:
@@ -525,6 +560,7 @@ def replicas(c: Calls, s: Any) -> Any:
         s.batch_get_replica_desc([]),
     ]
 
+
 @case
 def clear_replicas(c: Calls, s: Any) -> Any:
     keys = ["clear_replicas 1", "clear_replicas 2"]
@@ -537,6 +573,7 @@ def clear_replicas(c: Calls, s: Any) -> Any:
         s.batch_replica_clear(keys, "nobody:1"),
         s.batch_is_exist(keys),
     ]
+
 
 @case
 def tasks(c: Calls, s: Any) -> Any:
@@ -552,6 +589,7 @@ def tasks(c: Calls, s: Any) -> Any:
         s.create_move_task("tasks nobody", own, own)[1],
         outcome(lambda: s.query_task((1, 2))),
     ]
+
 
 @case
 def sessions(c: Calls, s: Any) -> Any:
@@ -585,6 +623,7 @@ def sessions(c: Calls, s: Any) -> Any:
         s.get_size("sessions"),
     ]
 
+
 @case
 def segments(c: Calls, s: Any) -> Any:
     mounted = s.allocate_and_mount_segment(16 * 1024 * 1024)
@@ -604,6 +643,7 @@ def segments(c: Calls, s: Any) -> Any:
         outcome(lambda: s.unmount_local_disk_segment()),
         s.get_offload_rpc_read_count(),
     ]
+
 
 @case
 def buffer_pools(c: Calls, s: Any) -> Any:
@@ -649,10 +689,13 @@ def buffer_pools(c: Calls, s: Any) -> Any:
     ended += [pool.close(), pool.close(), refusal(lambda: pool.acquire(1))]
     return [*refused, *found, *ended]
 
+
 # --- tensors ---------------------------------------------------------------------------------
+
 
 def _torch() -> Any:
     return importlib.import_module("torch")
+
 
 def kinds() -> list[Any]:
     """The kinds of numbers that tensors of both may have."""
@@ -661,6 +704,7 @@ def kinds() -> list[Any]:
         *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8),
         *(torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2),
     ]
+
 
 def same(left: Any, right: Any) -> bool:
     """Whether two tensors have the same type, shape and bytes."""
@@ -671,8 +715,10 @@ def same(left: Any, right: Any) -> bool:
         and _torch().equal(left, right)
     )
 
+
 def shape(tensor: Any) -> Any:
     return None if tensor is None else list(tensor.shape)
+
 
 @case
 def tensors(c: Calls, s: Any) -> Any:
@@ -716,6 +762,7 @@ def tensors(c: Calls, s: Any) -> Any:
         outcome(lambda: s.get_tensor("tensors bytes 2")),
     ]
 
+
 @case
 def tensors_published(c: Calls, s: Any) -> Any:
     torch = _torch()
@@ -737,6 +784,7 @@ def tensors_published(c: Calls, s: Any) -> Any:
         outcome(lambda: s.batch_get_tensor([])),
         outcome(lambda: s.pub_tensor("tensors_published 5", tensor, c.config(soft_pin_ttl_ms=5))),
     ]
+
 
 @case
 def tensors_in_memory(c: Calls, s: Any) -> Any:
@@ -775,6 +823,7 @@ def tensors_in_memory(c: Calls, s: Any) -> Any:
     del got
     return result
 
+
 @case
 def tensor_headers(c: Calls, s: Any) -> Any:
     torch = _torch()
@@ -785,6 +834,7 @@ def tensor_headers(c: Calls, s: Any) -> Any:
         s.get_into(f"tensor_headers {number}", room, 4096)
         headers.append([int(each) for each in target[:304].view(np.int32)])
     return headers
+
 
 @case
 def tensors_in_parallel(c: Calls, s: Any) -> Any:
@@ -826,6 +876,7 @@ def tensors_in_parallel(c: Calls, s: Any) -> Any:
         outcome(lambda: s.get_tensor_with_tp(f"{key} whole", 1, 2, 0)),
     ]
 
+
 def axis(c: Calls, kind: str, rank: int, size: int, split: Any = None, number: Any = None) -> Any:
     made = c.module.ParallelAxis()
     made.kind, made.rank, made.size, made.split_dim = kind, rank, size, split
@@ -835,18 +886,22 @@ def axis(c: Calls, kind: str, rank: int, size: int, split: Any = None, number: A
         made.stage_id = number
     return made
 
+
 def spread(c: Calls, *axes: Any) -> Any:
     made = c.module.TensorParallelism()
     made.axes = list(axes)
     return made
 
+
 def cut(c: Calls, rank: int, size: int, split: int) -> Any:
     return spread(c, axis(c, "tp", rank, size, split))
+
 
 def target(c: Calls, mode: str, parallelism: Any = None) -> Any:
     made = c.module.ReadTarget()
     made.mode, made.parallelism = mode, parallelism
     return made
+
 
 class Partition:
     """What Mooncake takes for a writer's partition: anything with these."""
@@ -854,10 +909,12 @@ class Partition:
     def __init__(self, rank: int, size: int, split_dim: int) -> None:
         self.rank, self.size, self.split_dim = rank, size, split_dim
 
+
 def read(c: Calls, key: str, *wanted: Any) -> Any:
     """Shape and first element of what is read, for each target."""
     got = [c.store.get_tensor_with_parallelism(key, each) for each in wanted]
     return [None if each is None else [*each.shape, each.flatten()[0].item()] for each in got]
+
 
 @case
 def tensors_spread(c: Calls, s: Any) -> Any:
@@ -906,6 +963,7 @@ def tensors_spread(c: Calls, s: Any) -> Any:
         read(c, f"{key} 5", None),
     ]
 
+
 @case
 def tensors_spread_wrongly(c: Calls, s: Any) -> Any:
     torch = _torch()
@@ -931,6 +989,7 @@ def tensors_spread_wrongly(c: Calls, s: Any) -> Any:
         s.put_tensor_with_parallelism("tensors_spread_wrongly", tensor, cut(c, 0, 2, 0), config),
         s.is_exist("tensors_spread_wrongly_tp_0"),
     ]
+
 
 @case
 def tensors_spread_along_several_axes(c: Calls, s: Any) -> Any:
@@ -958,6 +1017,7 @@ def tensors_spread_along_several_axes(c: Calls, s: Any) -> Any:
         read(c, f"{key} d", target(c, "shard", spread(c, axis(c, "dp", 1, 2)))),
         read(c, f"{key} d", target(c, "full", spread(c, axis(c, "dp", 0, 2))), target(c, "full")),
     ]
+
 
 @case
 def tensors_of_writers(c: Calls, s: Any) -> Any:
@@ -987,6 +1047,7 @@ def tensors_of_writers(c: Calls, s: Any) -> Any:
         s.put_tensor(key, tensor + 100),
         read(c, key, target(c, "full"), None, target(c, "shard", cut(c, 0, 1, 0))),
     ]
+
 
 @case
 def tensors_spread_in_batches(c: Calls, s: Any) -> Any:
@@ -1060,6 +1121,7 @@ def tensors_spread_in_batches(c: Calls, s: Any) -> Any:
         shapes(s.batch_get_tensor_with_parallelism_into([f"{key} plain"], [room], [1000, 10])),
     ]
 
+
 @case
 def safetensors(c: Calls, s: Any) -> Any:
     torch = _torch()
@@ -1088,7 +1150,9 @@ def safetensors(c: Calls, s: Any) -> Any:
             outcome(lambda: s.load_tensor_from_safetensor("safetensors", path + "3")),
         ]
 
+
 # --- beginning and end -----------------------------------------------------------------------
+
 
 @case
 def several_stores(c: Calls, s: Any) -> Any:
@@ -1104,13 +1168,16 @@ def several_stores(c: Calls, s: Any) -> Any:
         other.health_check(),
     ]
 
+
 @case
 def health(c: Calls, s: Any) -> Any:
     return [s.health_check(), c.module.MooncakeDistributedStore().health_check()]
 
+
 @case
 def hostnames(c: Calls, s: Any) -> Any:
     return bool(re.fullmatch(r"[\w.\-]+:\d+", s.get_hostname()))
+
 
 @case
 def closed(c: Calls, s: Any) -> Any:
@@ -1129,12 +1196,14 @@ def closed(c: Calls, s: Any) -> Any:
         store.close(),
     ]
 
+
 @case
 def zz_remove_all(c: Calls, s: Any) -> Any:
     """Last: nothing of the others is left."""
     s.remove_all(True)
     s.put_batch(["zz 1", "zz 2", "zz 3"], [b"1", b"2", b"3"])
     return [s.remove_all(True), s.remove_all(), s.batch_is_exist(["zz 1", "zz 2"])]
+
 
 def run(module: Any, setup: Callable[[Any], int], names: list[str] | None = None) -> dict[str, Any]:
     """The outcome of every case (or the named ones), with one store."""
@@ -1148,6 +1217,7 @@ def run(module: Any, setup: Callable[[Any], int], names: list[str] | None = None
         }
     finally:
         store.close()
+
 
 def compare(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """Every difference, with its reason where there is one; a line each."""
@@ -1163,6 +1233,7 @@ def compare(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
                 reason = why if why and other == value else "NOT EXPECTED"
                 lines.append(f"{name} {number}: theirs {one!r:.60}, ours {other!r:.60}: {reason}")
     return lines
+
 
 def main() -> None:
     """`mooncake_calls.py MODULE MASTER FILE [CASE...]`: run them, and write their outcomes as JSON.
@@ -1181,6 +1252,7 @@ def main() -> None:
 
     outcomes = run(module, setup, sys.argv[4:])
     Path(sys.argv[3]).write_text(json.dumps(outcomes, indent=1, ensure_ascii=True) + "\n")
+
 
 if __name__ == "__main__":
     main()

@@ -1,31 +1,28 @@
 """Data connections when the keys change under them: requests under way are finished, and then they end."""
 
+import os
 from collections.abc import AsyncIterator
+
+import pytest
+import trio
+
 from p2pstore.access.keyring import KeyRing
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Ping
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import Replicated
+from p2pstore.transfer.data_messages import DataKind, Ping
+from p2pstore.transfer.peer_messages import Replicate, Replicated
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from tests.contract import test_transport as transport
-from tests.contract.test_transport import OWNER
-from tests.contract.test_transport import RING
-from tests.contract.test_transport import TcpHarness
-from tests.contract.test_transport import grant
-from tests.contract.test_transport import segment_of
+from tests.contract.test_transport import OWNER, RING, TcpHarness, grant, segment_of
 from tests.waiting import until
-import os
-import pytest
-import trio
 
 NEW_KEY = b"N" * 32
+
 
 @pytest.fixture
 async def tcp() -> AsyncIterator[TcpHarness]:
@@ -37,15 +34,18 @@ async def tcp() -> AsyncIterator[TcpHarness]:
     finally:
         RING.replace(keys)
 
+
 async def connected(tcp: TcpHarness) -> DataConnection:
     host, port = tcp.address.split(":")
     stream = await TrioDriver().connect_tcp(host, int(port), 5.0)
     return await DataConnection.open(stream, grant(scope=Scope.READ | Scope.PEER))
 
+
 async def ended(connection: DataConnection, seconds: float) -> None:
     with trio.fail_after(seconds):
         assert await connection.stream.receive_into(memoryview(bytearray(1))) == 0
     connection.close()
+
 
 async def test_a_key_that_is_still_accepted_ends_nothing(tcp: TcpHarness) -> None:
     connection = await connected(tcp)
@@ -58,12 +58,14 @@ async def test_a_key_that_is_still_accepted_ends_nothing(tcp: TcpHarness) -> Non
     await connection.request(DataKind.PING, Ping())
     connection.close()
 
+
 async def test_idle_connections_of_a_removed_key_end_at_once(tcp: TcpHarness) -> None:
     connections = [await connected(tcp) for _ in range(3)]
     RING.replace([NEW_KEY])
     tcp.server.recheck()
     for connection in connections:
         await ended(connection, 2)
+
 
 async def test_what_is_under_way_is_answered_first(tcp: TcpHarness) -> None:
     connection, idle = await connected(tcp), await connected(tcp)
@@ -81,6 +83,7 @@ async def test_what_is_under_way_is_answered_first(tcp: TcpHarness) -> None:
         tcp.backend.release.set()
     assert answers == [Replicated(5, 6)]
     await ended(connection, 2)
+
 
 async def test_nothing_is_under_way_for_ever(tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that goes on asking, or waits for a slow answer, is cut off."""
@@ -105,6 +108,7 @@ async def test_nothing_is_under_way_for_ever(tcp: TcpHarness, monkeypatch: pytes
     busy.close()
     waiting.close()
     assert not tcp.backend.waiting
+
 
 async def test_new_tickets_and_connections_are_made_with_the_new_key(tcp: TcpHarness) -> None:
     """A pool that is told of the change leaves nothing that depends on the old key."""
