@@ -326,7 +326,7 @@ def _live() -> list[Path]:
 
 
 def _names_in(folder: str) -> Source:
-    return lambda options, word: (each.name for each in Path(folder).iterdir())
+    return lambda options, word: (each.name for each in Path(folder).glob("*"))
 
 
 def _groups(options: Options, word: str) -> Iterable[str]:
