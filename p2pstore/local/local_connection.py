@@ -376,17 +376,16 @@ class LocalConnection:
         if not data:
             self._end(PEER_GONE)
             return
-        self.silence.heard(time.monotonic())
         frame = self._frames.sole_frame(data)
-        if frame is not None:
-            if frame[0].request_id == receiver.number:
-                receiver.frame = frame
-            else:
+        if frame is None:
+            self._frames.feed(data)
+            while (frame := self._frames.next_frame()) is not None:
                 self._waiters.deliver(frame)
-            return
-        self._frames.feed(data)
-        while (frame := self._frames.next_frame()) is not None:
+        elif frame[0].request_id == receiver.number:
+            receiver.frame = frame
+        else:
             self._waiters.deliver(frame)
+        self.silence.heard(time.monotonic())  # last: an interrupt before would lose what has come
 
     def _end(self, reason: str) -> StoreClosed:
         """Close; every request that waits fails with the reason."""
