@@ -292,6 +292,18 @@ def test_one_holder_lost_it_and_one_is_silent() -> None:
     assert isinstance(operation.result, Unavailable)
 
 
+def test_a_holder_that_cannot_give_it_now_is_quoted() -> None:
+    world = Harness(others=2)
+    world.hold(world.others[0], "k", b"value")
+    operation = fetch(world)
+    failure = PullFailure(world.others[0].member, int(Code.BUSY), "its memory is full of pins")
+    pull = world.pull_wanted()
+    world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
+    answer_lookups(world)
+    assert isinstance(operation.result, Unavailable)
+    assert "its memory is full of pins" in str(operation.result)
+
+
 def test_copies_of_the_dead_are_unavailable() -> None:
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"value")

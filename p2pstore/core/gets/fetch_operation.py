@@ -142,9 +142,10 @@ class FetchOperation(Operation):
                 continue
             self._failed.add(failure.member)
             self._all_said_gone &= failure.code == Code.NO_SUCH_KEY
-            if failure.member == self.core.member:  # its SSD, which says nothing of its memory
+            own_ssd = failure.member == self.core.member  # says nothing of its memory
+            if own_ssd or failure.code == Code.BUSY:
                 self._why = failure.text
-            else:
+            if not own_ssd:
                 self.core.holders.failed(self.digest, failure, now)
         entry = self.core.objects.find(self.digest, now)
         if outcome.delivered and entry is not None:
