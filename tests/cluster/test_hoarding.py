@@ -121,7 +121,8 @@ class Victim:
 
     def join(self, name: str) -> Process:
         """One that must be let in."""
-        process = self.machine.join(name, *OPEN, "--bootstrap", self.control)
+        patience = f"--join-timeout={SECONDS:g}"
+        process = self.machine.join(name, *OPEN, patience, "--bootstrap", self.control)
         assert process.ready["joined"]
         return process
 

@@ -154,7 +154,7 @@ def test_ten_thousand_connections(machine: Machine) -> None:
             while not done(0.02):
                 serves()
             assert served > before
-            newcomer = machine.join(f"new{wave}", *bootstrap)
+            newcomer = machine.join(f"new{wave}", *bootstrap, f"--join-timeout={PATIENCE_SECONDS:g}")
             assert newcomer.ready["joined"]
             with patient(newcomer) as client:
                 assert client.get("anchor", wait=PATIENCE_SECONDS) == bytes(10_000)
