@@ -207,7 +207,7 @@ class Fetcher:
         return outcome
 
     def ended(self, error: Exception) -> None:
-        """A read of one object failed for good: that may be a miss, for the statistics."""
+        """Count a miss of the statistics where a read of one object failed because the object is not there."""
         if isinstance(error, NoSuchKey | Unavailable):
             self._link.ledger.missed()
 

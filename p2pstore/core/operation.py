@@ -69,7 +69,7 @@ class Operation:
         """Make a step: `wake_at` has come."""
 
     def heard_of(self, digest: bytes, now: float) -> None:
-        """There is news of a key that this operation awaits: see `PeerCore.await_keys`."""
+        """There is news of a key that this operation awaits: see `Operations.await_keys`."""
 
     def cancel(self, now: float) -> None:
         """No caller waits any more; give back reservations and references."""
@@ -207,7 +207,7 @@ class CheckReturned:
 
 @dataclass(frozen=True, slots=True)
 class CheckObject:
-    """Make the checksums of an object in memory, its bytes held until `core.checks.ended` brings them."""
+    """Make the checksums of an object in memory, its bytes held until `Checks.ended` brings them."""
 
     entry: ObjectEntry
 

@@ -120,7 +120,7 @@ class PeerCore:
         return now + self.unix_offset_seconds
 
     def believed_unix(self, now: float) -> float:
-        """Wall-clock time by which stamps of others are judged: see `Gossip.believed_unix`."""
+        """Wall-clock time by which stamps of others are judged: see `ClusterTime.believed_unix`."""
         return self.gossip.time.believed_unix(now)
 
     def is_in_time(self, clock: int, now: float) -> bool:

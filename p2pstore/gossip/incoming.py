@@ -1,4 +1,4 @@
-"""What other peers say, in requests and in answers: it is taken in here, and answered. Pure."""
+"""Handlers of gossip requests and replies, by kind. Pure."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Incoming:
             self._state.exchanges.want(peer_id)
 
     def limit_step(self, now: float) -> None:
-        """Leave the choice of homes to a later step where this one has made many digest rows anew."""
+        """Defer the choice of homes to a later step where this step has made `MANY_ROWS` digest rows anew."""
         if self._state.knowledge.table.take_rows_made() >= MANY_ROWS:
             self._state.partitions.defer(now)
 

@@ -66,7 +66,7 @@ __all__ = [
 
 
 def too_much_asked() -> Failure:
-    """The answer to a peer that asks more often than `message_budget` allows."""
+    """The answer to a peer that asks more often than its `MessageBudget` allows."""
     return Failure(int(Code.BUSY), "that peer asks too much; let it ask less often")
 
 

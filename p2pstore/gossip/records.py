@@ -244,7 +244,7 @@ class PeerRecord(Message, frozen=True):
     `control` and `data` are `host:port` addresses (`[v6]:port`), `socket` the local socket's path on
     the host that `host_id` names. Sizes in bytes, `load_permille` of one core. `floors_horizon` is a
     hash of the floors' horizon that the peer has taken in (`floor_stamps`), 0 while there is none.
-    `directory` is a `directory_mode.KeptDirectory`. `checkpoints` are those that the peer takes part in.
+    `directory` is a `KeptDirectory`. `checkpoints` are those that the peer takes part in.
     `floors_end`, `floors_hash`, `floors_seen`: see `floor_sync`; an end of 0 comes from an older peer, which does not
     know floors of several keys. `memory_coldest`: when the object that would be evicted first was used last, in Unix
     seconds, as its policy has it; 0: not told.

@@ -249,8 +249,8 @@ class PeerSsd:
         self._node.process()
 
     async def _stored(self, entry: ObjectEntry, *, durable: bool) -> bool:
-        """`_store` of what was acquired, and let go of it. The disk may hang, so that goes on in the background: who
-        waits can be called off, and raises `Unavailable` when nothing moves."""
+        """Run `_store` in a task of its own, as a hung disk cannot be cancelled, and release the caller's reference at
+        its end. Raises `Unavailable` after `ALONE_SECONDS` without progress."""
         ended = trio.Event()
         outcome: list[bool | Exception] = []
 

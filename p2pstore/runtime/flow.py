@@ -43,7 +43,8 @@ MAX_HOLDERS: Final = 1024
 
 
 class Haste(NamedTuple):
-    """How soon one holder is to deliver."""
+    """Limits of one holder in a read: seconds to each answer, and the minimum rate. Tight where others have the
+    object."""
 
     answer_seconds: float = math.inf
     """For each wait for bytes, no longer than the connection's own limit. Finite where others have the object."""

@@ -57,7 +57,7 @@ class Codec(IntEnum):
 
     RAW = 0
     LZ4 = 1
-    """Each chunk for itself (`lz4.block`); one that lz4 would not shrink lies there as it is."""
+    """Each chunk for itself (lz4's block format); one that lz4 would not shrink lies there as it is."""
 
 
 class RecordPlace(msgspec.Struct, frozen=True, gc=False):

@@ -131,7 +131,7 @@ _PLACES: Final = (
         *("Members' connections refused because all places were in use.", "refused"),
     ),
 )
-"""By kind: the path of each value below `places.control` and `places.data`."""
+"""By kind: the path of each value below `places`, of control and of data connections."""
 _CLIENTS: Final = (
     ("client_puts", "Puts of this machine's clients."),
     ("client_put_bytes", "Bytes that they put."),

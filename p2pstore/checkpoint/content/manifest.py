@@ -3,7 +3,7 @@
 A manifest is a msgpack array with a format number. Its version is the first 16 bytes of the BLAKE3 of its bytes: the
 same files under the same name are the same version, from any publisher, at any time. The publisher signs the whole
 BLAKE3 (32 bytes) with its ed25519 key. Each piece, which arrives and is verified as a unit, has a BLAKE3 of 32 bytes. A
-file with pieces of its own has the BLAKE3 of their hashes, a smaller one that of its bytes (the output of `b3sum`): so
+file with pieces of its own has the BLAKE3 of their hashes, a smaller one that of its bytes (the output of b3sum): so
 each byte is hashed once, and several cores hash one file. (Manifests of older versions, without `file_hashes`, have the
 BLAKE3 of each file's bytes.)
 

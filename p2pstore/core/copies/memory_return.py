@@ -1,4 +1,4 @@
-"""What a peer has of an earlier life, in memory and on its SSD: sorted, checked, and shown again, some at a time."""
+"""Objects of an earlier life, in memory and on the SSD: held back, checked, and published again in steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer has asked others, and how many messages it may still send and answer now. Pure.
+"""Open requests of gossip, and the budget of messages. Pure.
 
 A message costs some half millisecond of CPU at each end, so gossip is bounded by their number, whatever the size and
 load of the cluster. Probes and answers never wait: what they take is missing for exchanges and eager messages. Messages

@@ -346,7 +346,8 @@ Life = tuple[PeerId, int]
 
 
 class WrongRuns:
-    """See the module's docstring."""
+    """Peers that passed on a run of a log that its owner did not sign. Nothing is taken from them until they
+    restart."""
 
     def __init__(self) -> None:
         self._senders: OrderedDict[PeerId, int] = OrderedDict()

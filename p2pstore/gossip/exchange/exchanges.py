@@ -9,7 +9,7 @@ asks no other, and answers others without a digest. Else several would send the 
 
 Digests are in full until the other side has named a hash of its members; from then on numbers alone are sent as
 long as the last peer that was asked knew the same members (`digests`). Where cluster records differ, another
-exchange with the same peer follows, and compares cells (`cluster_comparison`).
+exchange with the same peer follows, and compares cells (`cluster_records`).
 """
 
 from __future__ import annotations

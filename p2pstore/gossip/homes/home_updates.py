@@ -191,7 +191,8 @@ _PARTITION_BITS: Final = 10
 
 
 class PartitionSets:
-    """See the module's docstring. `log` has carried out an operation when `note` is told of it."""
+    """This peer's own log, split by partition: number and set of each. `log` has carried out an operation when `note`
+    is told of it."""
 
     def __init__(self, log: OwnLog) -> None:
         self._log = log

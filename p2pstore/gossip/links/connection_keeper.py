@@ -1,7 +1,4 @@
-"""Keeps a host's connections with neighbours, and closes those without a use. Shell around `connection_limits`.
-
-One authenticated connection and what it is used for.
-"""
+"""A host's connections: those with neighbours stay open, those without a use are closed. Shell around `crowding`."""
 
 from __future__ import annotations
 

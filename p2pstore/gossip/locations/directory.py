@@ -1,4 +1,4 @@
-"""What the other members hold: one view per owner, each a reader's copy of that owner's log. Pure.
+"""The directory: one view per owner, this peer's copy of that owner's log. Pure.
 
 A view moves by contiguous runs of operations that its owner signed (`log`), or is replaced whole by a snapshot
 from the owner itself. A snapshot is put into a slot of its own, in pieces, which `work` goes on with; nothing of it is

@@ -3,11 +3,6 @@
 A view stands at (incarnation, sequence) and holds exactly the set that its owner's log had there. The records of all
 views are in one `LocationIndex`, a slot per view. The owner's signed head names the hash of the set at some sequence; a
 view that passes there with another hash is dropped until its owner gives a snapshot.
-
-Which keys that matter here others have said something about.
-
-Two live sets are watched: the keys that are held here, and those that are awaited. A whole slot of the
-index can be gone through as well, in steps.
 """
 
 from __future__ import annotations
@@ -319,7 +314,7 @@ class ViewTable:
 
 
 class LocationShares:
-    """See the module's docstring."""
+    """Members whose locations are refused, because they announce more than `MAX_OWN_RECORDS`."""
 
     def __init__(self) -> None:
         self._refused: set[Member] = set()
@@ -379,7 +374,8 @@ MAX_AHEAD: Final = 8 * STEP_RECORDS
 
 
 class WatchedKeys:
-    """See the module's docstring."""
+    """Keys of which gossip brought news, of two live sets: the keys that are held here, and those that are awaited. A
+    whole slot of the index can be gone through as well, in steps."""
 
     def __init__(self, index: LocationIndex) -> None:
         self._index = index

@@ -239,7 +239,7 @@ class _Ping(NamedTuple):
 
 
 class Newcomers:
-    """See the module's docstring."""
+    """Peers that a member told of. Each is pinged before it counts as a member, so that invented peers never do."""
 
     def __init__(self) -> None:
         self._budgets: OrderedDict[PeerId, MessageBudget] = OrderedDict()

@@ -37,7 +37,7 @@ UNMET_FOR_EACH_MET: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """Timing and bounds; the defaults are memberlist's for a local network (see `presets` for others)."""
+    """Timing and bounds; the defaults are memberlist's for a local network."""
 
     probe_interval_seconds: float = 1.0
     probe_timeout_seconds: float = 0.5

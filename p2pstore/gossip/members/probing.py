@@ -2,7 +2,7 @@
 
 A probe is a ping to one member. A member that has not answered within the probe timeout is pinged by three others too,
 on this peer's behalf (`relay` is their side), and has failed at the end of the probe interval; both are
-longer while this peer is not well itself (`local_health`). A helper that could not reach the member says so:
+longer while this peer is not well itself (`LocalHealth`). A helper that could not reach the member says so:
 that the helper answered tells this peer that it is well. All is judged in `tick`, after what had arrived was
 fed in, and a probe that was under way while this process stood still proves nothing.
 

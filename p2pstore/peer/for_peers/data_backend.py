@@ -58,7 +58,7 @@ BRING_SECONDS: Final = 4.0
 
 
 class PeerDataBackend:
-    """Satisfies `p2pstore.transfer.serving.data_server.DataBackend`."""
+    """Satisfies `serving_backends.DataBackend`."""
 
     def __init__(self, node: Node, swarms: RunningSwarms, erasing: Erasing) -> None:
         self._node = node
