@@ -91,7 +91,7 @@ def check_checkpoint_name(name: str) -> None:
 
 
 def key_digest(key: str, namespace: str = DEFAULT_NAMESPACE) -> bytes:
-    """BLAKE2b-128 of namespace and key: what peers, slots and locations call the object."""
+    """BLAKE2b-128 of namespace and key: the object's name between peers, in slots and in locations."""
     space = encode_namespace(namespace)
     return hashlib.blake2b(
         bytes((len(space),)) + space + encode_key(key), digest_size=DIGEST_BYTES, person=_KEY_PERSON
@@ -272,7 +272,7 @@ def chunk_sums(value: bytes | bytearray | memoryview) -> bytes:
 
 
 def root_checksum(length: int, sums: bytes) -> int:
-    """xxh3-64 over the length and all chunk sums: what identifies a value's bytes."""
+    """xxh3-64 over the length and all chunk sums: it identifies a value's bytes."""
     return xxhash.xxh3_64_intdigest(struct.pack("<Q", length) + sums)
 
 

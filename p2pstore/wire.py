@@ -152,7 +152,7 @@ class Empty(Message, frozen=True):
 
 
 class FrameHeader(msgspec.Struct, frozen=True, gc=False):
-    """What stands before a body. (A dataclass would take five times as long to make.)"""
+    """The head before a body. (A dataclass would take five times as long to make.)"""
 
     kind: int
     flags: int

@@ -35,7 +35,7 @@ ASKED_AT_ONCE: Final = 8
 MAX_HOLDERS_ASKED: Final = 3
 """For one key: a digest of another namespace has no key anywhere."""
 SILENT_SECONDS: Final = 1.0
-"""A holder that did not answer is not asked again for so long."""
+"""Pause before a holder that did not answer is asked again."""
 MEDIA: Final = ("cpu", "disk")
 """By bit: in memory, on the SSD."""
 MEDIA_OF_TIER: Final = (1, 2, 3, 0)

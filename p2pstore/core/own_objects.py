@@ -221,7 +221,7 @@ class OwnObjects:
 
 
 def location_of(entry: ObjectEntry) -> LocationRecord:
-    """What the peer announces of an object it holds."""
+    """The location record of an object in memory."""
     return LocationRecord(
         entry.digest,
         entry.version,
@@ -250,7 +250,7 @@ def packed_locations(entries: Sequence[ObjectEntry]) -> list[bytes]:
 
 
 def location_on_ssd(entry: ColdEntry) -> LocationRecord:
-    """What the peer announces of an object that is on its SSD alone."""
+    """The location record of an object that is on the SSD alone."""
     return LocationRecord(
         entry.digest,
         entry.version,

@@ -57,7 +57,7 @@ _TIMED: Final = (
 
 
 class PeerCore:
-    """What one peer decides. See the module's docstring for how it is driven."""
+    """All decisions of one peer. The module's docstring tells how it is driven."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class PeerCore:
         return self.gossip.time.believed_unix(now)
 
     def is_in_time(self, clock: int, now: float) -> bool:
-        """Whether a stamp of somebody else's is at most 10 s in the future."""
+        """Whether another peer's stamp is at most 10 s in the future."""
         accepts = self.clock.accepts
         return accepts(clock, self.unix(now)) or accepts(clock, self.believed_unix(now))
 

@@ -100,7 +100,7 @@ class Incoming:
                 check_claims(reply.claims)
             except ProtocolError:
                 answers = self._state.probing.answered(token, asked, None)
-                if answers:  # who waits for the answer is told that there is none
+                if answers:  # the waiting task is told that there is no answer
                     return [*answers]
                 raise
             self._state.time.clocks.answered(pinged, reply.unix_ms, asked.sent_at, now)
@@ -201,7 +201,7 @@ class Incoming:
             self._state.partitions.defer(now)
 
     def _self_claim(self, peer_id: PeerId, incarnation: int) -> Claim:
-        """What a peer's own acknowledgement says: it is alive, at this incarnation."""
+        """The claim in a peer's own acknowledgement: it is alive, at this incarnation."""
         state = self._membership.get(peer_id)
         bounded = incarnation if 0 <= incarnation < MAX_INCARNATION else 0
         return Claim(

@@ -161,7 +161,7 @@ def iterate_locations(packed: bytes | memoryview) -> Iterator[LocationRecord]:
 
 
 def location_hash(packed: bytes) -> int:
-    """What one held record adds (by XOR) to its log's set hash; the removed flag does not occur."""
+    """One held record's part (by XOR) of its log's set hash; the removed flag does not occur."""
     return xxhash.xxh3_64_intdigest(packed)
 
 
@@ -239,7 +239,7 @@ MAX_WHY_BYTES: Final = 120
 
 
 class PeerRecord(Message, frozen=True):
-    """Who a peer is and what it offers. `sequence` grows with every change within an incarnation.
+    """Identity, addresses and offers of a peer. `sequence` grows with every change within an incarnation.
 
     `control` and `data` are `host:port` addresses (`[v6]:port`), `socket` the local socket's path on
     the host that `host_id` names. Sizes in bytes, `load_permille` of one core. `floors_horizon` is a
@@ -318,7 +318,7 @@ class ClusterRecord(Message, frozen=True):
 
 
 class FloorBody(Message, frozen=True):
-    """What a floor of keys says besides: their namespace's digest, and with `SCOPE_KEYS` up to 64 digests."""
+    """The body of a floor of keys: their namespace's digest, and with `SCOPE_KEYS` up to 64 digests."""
 
     namespace: bytes = b""
     keys: bytes = b""

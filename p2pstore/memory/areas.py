@@ -61,7 +61,7 @@ Places = tuple[Place, ...]
 
 @dataclass(slots=True)
 class QuotaUse:
-    """What a namespace has of its quota; bytes of whole extents."""
+    """Use of one namespace's quota, in bytes of whole extents."""
 
     quota_bytes: int
     used_bytes: int = 0

@@ -1,4 +1,4 @@
-"""What a segment's owner knows of each object and each reservation. Pure."""
+"""Records of a segment's owner, one for each object and each reservation. Pure."""
 
 from __future__ import annotations
 

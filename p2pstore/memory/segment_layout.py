@@ -306,8 +306,8 @@ class SlotRows:
         return SlotRows(self._rows[wanted])
 
     def column(self, name: str) -> list[int]:
-        """What they say of each value, unchecked: its `length` in bytes, its `root`, or where it begins, as `offset` in
-        bytes from the segment's start."""
+        """One field of all values, unchecked: `length` in bytes, `root`, or `offset` in bytes from the segment's
+        start."""
         listed: list[int] = self._rows[name].tolist()
         return listed
 
@@ -381,7 +381,7 @@ _PINS: Final = tuple(Pin)
 
 
 class TrailerBody(Message, frozen=True):
-    """What belongs to an object besides its bytes. `sums` are packed little-endian u64, one per chunk.
+    """The facts of an object behind its bytes. `sums` are packed little-endian u64, one per chunk.
 
     `expires_unix_ms` is 0 for an object without a time to live. `replicas` is the number of copies
     asked for when it was put. `dtype` is empty unless the value is a tensor. `proof`, of a copy: who wrote it
@@ -442,7 +442,7 @@ def trailer_offset(length: int) -> int:
 
 
 def extent_bytes(length: int, trailer_length: int) -> int:
-    """What an object occupies: payload, padding and trailer in whole granules."""
+    """Length of an object's extent: payload, padding and trailer in whole granules."""
     return (((length + 7) & ~7) + trailer_length + GRANULE_BYTES - 1) & -GRANULE_BYTES
 
 

@@ -54,7 +54,7 @@ MAX_REPLAYS: Final = 16
 REPLAY_SECONDS: Final = 60.0
 OPEN_SECONDS: Final = 5.0
 STUCK_SECONDS: Final = 10.0
-"""A consumer is disconnected when it reads nothing for so long."""
+"""A consumer that reads nothing for this time is disconnected."""
 ENDS: Final = (ProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError)
 """A connection ends by them, and nothing else."""
 

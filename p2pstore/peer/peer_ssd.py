@@ -207,8 +207,8 @@ class PeerSsd:
                 )
 
     async def _only_in_memory(self) -> list[list[ObjectEntry]]:
-        """What is neither on the SSD nor a soft copy, in runs, each in the order in which it is to be written: all of
-        a million in order would hold the event loop for a second."""
+        """Firm objects that are not on the SSD, in runs, each in the order of writing: a sort of a million objects
+        would hold the event loop for a second."""
         segment, runs = self._core.segment, []
         for first in range(0, segment.geometry.slots, SLOTS_PER_STEP):
             some = segment.objects.in_slots(first, SLOTS_PER_STEP)

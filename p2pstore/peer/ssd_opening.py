@@ -171,7 +171,7 @@ def segment_bytes_for(capacity_bytes: int) -> int:
 
 
 def default_capacity(path: str) -> int | None:
-    """What is taken when nobody says how much: of a directory what was taken before, else half of what is free; None
+    """The capacity where no setting names one: of a directory the capacity before, else half of its free space; None
     for a whole device. Raises `ConfigError` when that is too little."""
     place = Path(path)
     if not place.is_dir():

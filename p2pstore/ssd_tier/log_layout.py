@@ -242,7 +242,7 @@ class Superblock:
     segments: int
     segment_bytes: int = SEGMENT_BYTES
     cluster_mark: int = 0
-    """Whose objects these are (`cluster_mark`); 0 in logs of versions that did not say."""
+    """The cluster of these objects (`cluster_mark`); 0 in logs of older versions."""
 
     @property
     def total_bytes(self) -> int:

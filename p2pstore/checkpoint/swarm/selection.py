@@ -131,7 +131,7 @@ class SwarmState:
 
 
 class Links(Protocol):
-    """What the parts of a swarm member need of its links."""
+    """The links of a swarm member, as its parts see them."""
 
     def share_host(self, now: float) -> None:
         """Divide the pieces anew among the peers of this host that are at work."""

@@ -124,8 +124,8 @@ class ColdReturn:
 
 
 class EarlierLife:
-    """What this peer has of an earlier life, which is held back until all floors made meanwhile are known here; and
-    up to which clock copies are distrusted, as floors that are gone may have forbidden them."""
+    """Objects of an earlier life, held back until all floors made meanwhile are known here; and the clock up to which
+    copies are distrusted, as floors that are gone may have forbidden them."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -228,7 +228,7 @@ class EarlierLife:
         return dict(self._seen_before_sweep)
 
     def cold_settled(self) -> None:
-        """What `ColdSorted` said was discarded is gone for good."""
+        """The discarded objects of `ColdSorted` are gone for good."""
         self._unsettled -= 1
         if not self._unsettled:
             self._seen_before_cold = None

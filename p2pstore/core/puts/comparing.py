@@ -78,7 +78,7 @@ class CompareOperation(Operation):
         self._go_on(GO_ON_PER_STEP, now)
 
     def cancel(self, now: float) -> None:
-        """What is not answered will not be."""
+        """Fail the questions that are still open."""
         self._go_on(len(self._waiting), now)
 
     def _go_on(self, count: int, now: float) -> None:

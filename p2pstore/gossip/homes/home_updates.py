@@ -201,7 +201,7 @@ class PartitionSets:
         self._slots: dict[int, int] = {}
         """Of the partitions whose sets are made."""
         self._sorted = b""
-        """What the log held when the first set was needed, by partition."""
+        """Records of the log when the first set was needed, by partition."""
         self._begins: list[int] = []
         """Where each partition begins there, in records; and the end."""
 

@@ -82,7 +82,7 @@ def _ignore(_address: str, _reason: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class HostSettings:
-    """What a control host is, and what it calls: `handler` for members, `readers` for those that may only read (None:
+    """Settings and callbacks of a control host: `handler` for members, `readers` for those that may only read (None:
     refused), `on_lost(peer_id)` when a member's last connection ended unintended, `on_refused(address, reason)` for
     what was dropped of a stranger. `allowed` is the allow list; `budget` bounds what is held for others."""
 
@@ -171,7 +171,8 @@ class ControlHost:
         await trio.lowlevel.checkpoint()
 
     def recheck(self) -> None:
-        """Ring or allow list were replaced: end connections not admitted now. What is wanted connects anew."""
+        """Ring or allow list were replaced: end connections not admitted now. Connections that are wanted are opened
+        anew."""
         for connection in self.connections.each():
             self._recheck(connection)
 

@@ -203,11 +203,11 @@ class ViewTable:
 
     @property
     def unsettled(self) -> Set[Member]:
-        """Whose views are not where their signed heads are, or are `diverged`. Changes with the directory."""
+        """Members whose views are not where their signed heads are, or are `diverged`. Changes with the directory."""
         return self._unsettled
 
     def take_moved(self) -> set[Member]:
-        """Whose views moved, were replaced or forgotten, or got a head since the last call."""
+        """Members whose views moved, were replaced or forgotten, or got a head since the last call."""
         moved, self._moved = self._moved, set()
         return moved
 
@@ -351,8 +351,8 @@ class LocationShares:
 def who_makes_room(
     counts: Mapping[Member, int], member: Member, wanted: int, missing: int
 ) -> list[Member]:
-    """Whose locations to drop, the most first, so that a member may have `wanted` of them where `missing` do not
-    fit: others who have more than that. None when that does not give room enough."""
+    """Members whose locations are to be dropped, the most first, so that one may have `wanted` of them where `missing`
+    do not fit: others who have more than that. None when that does not give room enough."""
     dropped: list[Member] = []
     if missing > 0:
         larger = [

@@ -57,7 +57,7 @@ class MembershipConfig:
 
 
 parsed = lru_cache(maxsize=PARSED_RECORDS)(read_peer_record)
-"""What a verified record says."""
+"""The content of a verified record."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class MemberState:
     heard_at: float = -math.inf
     """When something last came from the peer itself; minus infinity before the first time."""
     introduced_by: Member = 0
-    """Who told of it; 0 once it has been met."""
+    """The member that told of it; 0 once it has been met."""
     signed: SignedRecord | None = None
     """The member's latest record. What it says that is wanted of all members at once stands here, too:"""
     record_incarnation: int = 0

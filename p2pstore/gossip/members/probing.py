@@ -108,7 +108,7 @@ class Probing:
     def follow(self, change: MemberChange) -> None:
         """A member's status changed."""
         if change.old is None:
-            # Who joins is probed within the current round, at a random place.
+            # A new member is probed within the current round, at a random place.
             self._round.insert(self._rng.randint(0, len(self._round)), change.peer_id)
         if change.new == Status.SUSPECT and change.by is not None:
             self._suspected.append(change.peer_id)
@@ -240,7 +240,7 @@ class Probing:
     # --- whom --------------------------------------------------------------------------------
 
     def next_target(self, neighbours: Collection[PeerId]) -> PeerId | None:
-        """Whom to probe next: every neighbour once a round, in random order, and at times any member."""
+        """The next member to probe: every neighbour once a round, in random order, and at times any member."""
         others = self._membership.others()
         if not others:
             return None
@@ -267,7 +267,7 @@ class Probing:
     # --- inside ------------------------------------------------------------------------------
 
     def _helpers(self, probe: _Probe, neighbours: Collection[PeerId]) -> list[PeerId]:
-        """Whom to ask for help: neighbours, to whom there are connections, if they suffice."""
+        """Members to ask for help: neighbours, as they have connections, if they suffice."""
         count = self._config.indirect_probes
         fit = [peer_id for peer_id in neighbours if self._may_help(peer_id)]
         if len(fit) < count:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry
 
 BRING_SECONDS: Final = 4.0
-"""For objects that are asked for before they are in memory. Who asks gives up after 5 s without progress."""
+"""For objects that are asked for before they are in memory. The asking peer gives up after 5 s without progress."""
 
 
 class PeerDataBackend:
