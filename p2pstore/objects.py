@@ -113,7 +113,7 @@ def key_hasher(namespace: str) -> Callable[[str], bytes]:
 
 def batch_key_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
     """`key_digest` of many keys of one namespace, at some 0.35 us each. Those of small batches are kept for a while:
-    whoever asks which keys exist gets those next."""
+    a caller that asks which keys exist gets those next."""
     space = encode_namespace(namespace)
     begun = hashlib.blake2b(bytes((len(space),)) + space, digest_size=DIGEST_BYTES, person=_KEY_PERSON)
     kept: dict[str, bytes] = {}

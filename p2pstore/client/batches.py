@@ -112,7 +112,7 @@ class _Batch:
             try:
                 await self._pull_as_planned()
                 await self._fetch_the_rest()
-            except DeadlineExceeded as error:  # what was read so far stays of use
+            except DeadlineExceeded as error:  # the items read so far stay of use
                 for number in list(self._wanted):
                     self._settle(number, plain_error(error))
         return self.outcomes

@@ -200,7 +200,7 @@ class WriteObject:
 @dataclass(frozen=True, slots=True)
 class CheckReturned:
     """Compare the bytes of objects in memory, which an earlier life put there, with their sums;
-    `core.earlier_life.returned_checked` brings the outcome. They may go meanwhile; what is read then means nothing."""
+    `core.earlier_life.returned_checked` brings the outcome. They may go meanwhile; such an outcome is ignored."""
 
     entries: tuple[ObjectEntry, ...]
 

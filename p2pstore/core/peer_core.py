@@ -196,7 +196,7 @@ class PeerCore:
 
     @property
     def keys_per_step(self) -> int:
-        """How many keys to look up, with their home peers, at a time: what takes 2 to 4 ms."""
+        """Keys to look up, with their home peers, at a time: 2 to 4 ms of work."""
         return max(1, min(LOOKED_UP_PER_STEP, WORK_PER_STEP // (8 + len(self.gossip.membership.live()))))
 
     def live_peers(self) -> list[PeerId]:
@@ -232,7 +232,7 @@ class PeerCore:
         many keys some are left for the next call, which `next_tick` asks for.
 
         Two concurrent first puts both succeed; the lower version goes when the higher one is heard of from its
-        holder. What others say of a holder gives up nothing.
+        holder. Other peers' statements of a holder give up nothing.
         """
         touched = self.gossip.directory.take_touched(self.keys_per_step)
         self.operations.tell_waiting(touched, now)

@@ -221,7 +221,7 @@ class Participation(Message, frozen=True):
     empty; `version` the first 8 bytes of a version, empty for a follower that knows of none yet. `state` is a
     `TakesPart`; one that is not known means that it takes no part in moving pieces. `current` are the first 8 bytes of
     the version that a follower has switched to. `why` says why it failed. `needs_permille`: how much of the version it
-    has, or wants to have, in the end; what is done is of that."""
+    has, or wants to have, in the end; the done part is of that."""
 
     name: bytes
     version: bytes

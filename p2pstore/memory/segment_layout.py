@@ -255,8 +255,8 @@ def digests_in_slots(packed: bytes) -> list[bytes]:
 
 
 def is_only_chunk(packed: bytes, digest: bytes, payload_bytes: int, payload_sum: int) -> bool:
-    """Whether a slot, in a private copy, is that of the live object under `digest` which has so many bytes, at most
-    one chunk, with this xxh3-64. Its root is made of the length and the only sum: the trailer has nothing to add."""
+    """Whether a slot, in a private copy, is that of the live object under `digest` with `payload_bytes` bytes, at
+    most one chunk, of this xxh3-64. Its root is made of the length and the only sum: the trailer has nothing to add."""
     if len(packed) != SLOT_BYTES:
         return False
     fmt, state, _, _, _, found, _, _, length, root, checksum = _SLOT.unpack(packed)

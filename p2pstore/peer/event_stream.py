@@ -165,7 +165,7 @@ class EventStream:
         scope.cancel()
 
     async def _serve_replays(self, connection: ZeroMQConnection) -> None:
-        """Replay what is asked for. What is no request ends the connection."""
+        """Replay the requested events. An invalid request ends the connection."""
         while True:
             empty, *rest = await connection.receive()
             if empty or len(rest) != 1 or len(rest[0]) != SEQUENCE.size:

@@ -176,7 +176,7 @@ def default_capacity(path: str) -> int | None:
     place = Path(path)
     if not place.is_dir():
         return None
-    with contextlib.suppress(OSError):  # what is wrong there is said when it is opened
+    with contextlib.suppress(OSError):  # opening it raises the error
         if taken := (place / FILE_NAME).stat().st_size:
             return taken
     half = shutil.disk_usage(place).free // 2

@@ -67,8 +67,8 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Labelled) -
 def histograms(
     name: str, text: str, label: str, values: Mapping[str, Histogram], buckets: Sequence[int]
 ) -> Metric:
-    """A histogram for each value of a label; without a label, the one of "". `buckets` are exponents of two. What is
-    told in seconds is counted in microseconds."""
+    """A histogram for each value of a label; without a label, the one of "". `buckets` are exponents of two. Values
+    told in seconds are counted in microseconds."""
     family = HistogramMetricFamily(PREFIX + name, text, labels=[label] if label else [])
     unit = MICROSECONDS if name.endswith("_seconds") else 1
     ends = [str(round((1 << exponent) * unit, 6)) for exponent in buckets]

@@ -25,8 +25,8 @@ MOST_PARAMETERS: Final = 7
 MOST_WIDE_FUNCTIONS: Final = 5
 """Public signatures with more parameters: the API's own, and Mooncake's."""
 MOST_NAMES_TWICE: Final = 4
-MOST_VAGUE_WORDS: Final = 28
-MOST_HEADLESS_SENTENCES: Final = 50
+MOST_VAGUE_WORDS: Final = 3
+MOST_HEADLESS_SENTENCES: Final = 1
 
 
 @cache

@@ -39,7 +39,7 @@ Then = Callable[[Reply, float], None]
 
 
 class CompareOperation(Operation):
-    """Ask one holder for slots and trailers. What is asked for until the first tick goes in one question."""
+    """Ask one holder for slots and trailers. Requests until the first tick go in one question."""
 
     def __init__(self, core: PeerCore, peer_id: PeerId) -> None:
         super().__init__(core)

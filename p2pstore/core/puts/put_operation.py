@@ -181,7 +181,7 @@ class PutOperation(Operation):
         elif found.likeness is Likeness.BYTES:
             self._bring(found.copy, now)
         else:
-            soft = not self.facts.pin  # what is pinned here is kept here
+            soft = not self.facts.pin  # an object pinned here is kept here
             expires = found.expires_unix_ms  # the same object ends at the same time everywhere
             self._commit(found.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires)
 

@@ -241,7 +241,7 @@ class PeerStoreBackend:
         try:
             incoming = await take_turns(self._incoming.open(request, claims.issuer, self._node.now))
         finally:
-            self._node.process()  # what was evicted is withdrawn
+            self._node.process()  # withdraws evicted objects
         return OpenedStore(self._incoming.payload(incoming), request.sums, (incoming, digest))
 
     async def finish_store(self, opened: OpenedStore) -> Stored:
