@@ -373,7 +373,7 @@ class Assembly:
         nursery.start_soon(data_server.serve, listeners)
         if config.metrics is not None:
             await self._serve_status(node, config.metrics, nursery)
-        if config.kv_events is not None or config.kv_events_replay is not None:
+        if config.kv_events is not None:
             await self._publish_events(node, nursery)
         local_server = partial(
             serve_local,
