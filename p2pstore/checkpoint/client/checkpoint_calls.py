@@ -32,6 +32,7 @@ from p2pstore.errors import CheckpointRefused, DeadlineExceeded, NoSuchKey
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.results import CheckpointProgress, FetchedCheckpoint, PublishedCheckpoint
+from p2pstore.runtime.blocking_streams import Facade, in_blocking_form
 from p2pstore.wire import Message
 
 if TYPE_CHECKING:
@@ -376,3 +377,18 @@ def _piece_bytes(piece_bytes: int) -> int:
         except CheckpointRefused as error:
             raise ValueError(str(error)) from None
     return number
+
+
+class BlockingCheckpoints(Facade):
+    """The checkpoints of one blocking client. The methods are those of `Checkpoints`, plain."""
+
+    publish = in_blocking_form(Checkpoints.publish)
+    fetch = in_blocking_form(Checkpoints.fetch)
+    follow = in_blocking_form(Checkpoints.follow)
+    update = in_blocking_form(Checkpoints.update)
+    names = in_blocking_form(Checkpoints.names)
+    status = in_blocking_form(Checkpoints.status)
+    wait_followers = in_blocking_form(Checkpoints.wait_followers)
+    remove = in_blocking_form(Checkpoints.remove)
+    forget = in_blocking_form(Checkpoints.forget)
+    fetch_tensors = in_blocking_form(Checkpoints.fetch_tensors)
