@@ -368,7 +368,7 @@ class Assembly:
             node, self.memory, self.location_memory, office, checkpoints=requests, erasing=erasing
         )
         self.stack.callback(backend.close)
-        backends = PeerDataBackend(node, checkpoints.parts.swarms, erasing)
+        backends = PeerDataBackend(node, checkpoints.parts, erasing)
         data_server = self._make_data_server(node, office, backends)
         nursery.start_soon(data_server.serve, listeners)
         if config.metrics is not None:

@@ -166,7 +166,7 @@ class Fetching:
     async def _stop_forgotten(self, directory: HeldDirectory) -> None:
         """End the parts in versions that were removed from the directory because newer ones came."""
         there = await trio.to_thread.run_sync(kept_versions, directory.path)
-        for part in self._parts.all():
+        for part in list(self._parts.parts.values()):
             if part.jobs or part.run.version in there or not part.run.machine.complete:
                 continue
             if isinstance(part.run.store, Holding) and part.run.store.fetched_to(directory):
@@ -288,7 +288,7 @@ class Finder:
         digits = order.version.lower()
         if not digits:
             return head, head.version
-        known = [head.version, head.body.previous, *(each.run.version for each in self._parts.all())]
+        known = [head.version, head.body.previous, *self._parts.parts]
         found = {each for each in known if each and format_version(each).startswith(digits)}
         if len(digits) == 2 * len(head.version):
             found.add(bytes.fromhex(digits))
