@@ -11,11 +11,12 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 import xxhash
 
 from p2pstore.errors import CheckpointRefused, ConfigError, ObjectTooLarge
+from p2pstore.location_table import LOCATION_BYTES as LOCATION_BYTES
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -374,3 +375,20 @@ def format_bytes(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{int(count)} B"
+
+
+class Signer(Protocol):
+    """Signs with this peer's identity."""
+
+    @property
+    def peer_id(self) -> bytes: ...
+
+    def sign(self, message: bytes) -> bytes:
+        """A 64-byte signature."""
+        ...
+
+
+class Verifier(Protocol):
+    """Checks signatures of other peers."""
+
+    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...

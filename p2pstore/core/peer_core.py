@@ -33,10 +33,10 @@ from p2pstore.core.puts.lifetimes import Expiries
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.records import Member, PeerId, Signer, Verifier, member_of, writer_of
+from p2pstore.gossip.records import Member, PeerId, member_of, writer_of
 from p2pstore.home_messages import Pushed
 from p2pstore.memory.segment import Segment
-from p2pstore.objects import HybridClock, Version, key_hasher, namespace_digest
+from p2pstore.objects import HybridClock, Signer, Verifier, Version, key_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.wire import Message
 

@@ -15,14 +15,8 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from p2pstore.gossip.records import (
-    PeerId,
-    Signer,
-    peer_id_from_public_key,
-    public_key_from_peer_id,
-    writer_of,
-)
-from p2pstore.objects import Version
+from p2pstore.gossip.records import PeerId, peer_id_from_public_key, public_key_from_peer_id, writer_of
+from p2pstore.objects import Signer, Version
 
 MAX_LEAVES: Final = 64
 _HASH_BYTES: Final = 16

@@ -21,7 +21,6 @@ from p2pstore.checkpoint.content.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     SignedManifest,
-    Verifier,
     format_version,
     open_manifest,
 )
@@ -34,6 +33,7 @@ from p2pstore.checkpoint.peer.surroundings import PeerInterface
 from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import PeerId, TakesPart, member_of
+from p2pstore.objects import Verifier
 from p2pstore.transfer.data_messages import DataKind, GetManifest, ManifestReply
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
