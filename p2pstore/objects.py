@@ -16,7 +16,6 @@ from typing import Final, NamedTuple, Protocol, cast
 import xxhash
 
 from p2pstore.errors import CheckpointRefused, ConfigError, ObjectTooLarge
-from p2pstore.location_table import LOCATION_BYTES as LOCATION_BYTES
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -364,9 +363,9 @@ def parse_duration(text: str, setting: str) -> float:
     return float(match[1]) * unit
 
 
-def counted(count: int, thing: str) -> str:
-    """A number with its noun: `1 file`, `1,200 files`."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+def counted(count: int, one: str, several: str = "") -> str:
+    """A number with its noun: `1 file`, `1,200 files`; `several` where an s does not do."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def format_bytes(count: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 from p2pstore.core.copies.cold_copies import Gone
 from p2pstore.core.copies.memory_return import FATES
@@ -174,9 +174,7 @@ def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]
     """All metrics in Prometheus' text format; `cluster` is its name."""
     parts: list[bytes] = []
     for metric in _families(peer, cluster, measures):
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_One(metric))
-        parts.append(generate_latest(registry))
+        parts.append(generate_latest(_One(metric)))
         yield
     return b"".join(parts)
 

@@ -14,8 +14,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from p2pstore.checkpoint.content.content_paths import WILDCARDS, is_chosen, matches, nearest, unmatched
-from p2pstore.checkpoint.content.manifest import Manifest, read_manifest
+from p2pstore.checkpoint.content.manifest import (
+    WILDCARDS,
+    Manifest,
+    is_chosen,
+    matches,
+    nearest,
+    read_manifest,
+    unmatched,
+)
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, map_of, plan_memory
 from p2pstore.checkpoint.content.safetensors import (
     DTYPES,

@@ -28,7 +28,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from p2pstore.checkpoint.content.content_paths import CURRENT
 from p2pstore.checkpoint.content.directory_versions import (
     FILES_A_STEP,
     PieceRecord,
@@ -54,7 +53,7 @@ from p2pstore.checkpoint.content.hashing import (
     is_local_directory,
     neighbours,
 )
-from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, unchanged_pieces
+from p2pstore.checkpoint.content.manifest import CURRENT, Manifest, SignedManifest, unchanged_pieces
 from p2pstore.checkpoint.content.pieces import Extent, PieceMap, map_of, pieces_in
 from p2pstore.errors import (
     CapacityExceeded,

@@ -15,14 +15,17 @@ import trio
 from msgspec import structs
 
 from p2pstore.checkpoint.checkpoint_messages import Fetch, Fetched
-from p2pstore.checkpoint.content.content_paths import WILDCARDS, choose_files, nearest, unmatched
 from p2pstore.checkpoint.content.directory_versions import kept_manifest, kept_versions
 from p2pstore.checkpoint.content.manifest import (
     MAX_MANIFEST_BYTES,
+    WILDCARDS,
     Manifest,
     SignedManifest,
+    choose_files,
     format_version,
+    nearest,
     open_manifest,
+    unmatched,
 )
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, unpack_map
 from p2pstore.checkpoint.content.target_directory import DirectoryInUse, TargetDirectory
