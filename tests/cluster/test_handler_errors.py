@@ -13,9 +13,9 @@ import pytest
 
 from p2pstore import blocking, errors
 from p2pstore.blocking import BlockingClient
-from tests.cluster.lone_peer import peer_process
 from tests.cluster.processes import new_cluster
 from tests.commands import ran
+from tests.contract.worlds import peer_process
 
 
 class Alarm(Exception):
@@ -55,24 +55,24 @@ RAISED: tuple[BaseException, ...] = (
 
 
 def test_it_comes_out_as_itself(tmp_path: Path) -> None:
-    with peer_process(tmp_path) as (process, path), contextlib.ExitStack() as stack:
-        client = stack.enter_context(blocking.connect(path, timeout=20))
+    with peer_process(tmp_path, "p") as peer, contextlib.ExitStack() as stack:
+        client = stack.enter_context(blocking.connect(peer.socket, timeout=20))
         client.put("k", b"value")
         for call in CALLS:
             for error in RAISED:
-                process.send_signal(signal.SIGSTOP)
+                peer.process.send_signal(signal.SIGSTOP)
                 try:
                     with pytest.raises(type(error)) as came, raising(error, 0.01):
                         call(client)
                 finally:
-                    process.send_signal(signal.SIGCONT)
+                    peer.process.send_signal(signal.SIGCONT)
                 assert came.value is error, f"{came.value!r} from {came.value.__context__!r}"
                 client.put("k", b"value")
                 assert client.get("k") == b"value"
 
 
 def test_while_the_client_sleeps_between_two_looks(tmp_path: Path) -> None:
-    with peer_process(tmp_path) as (_, path), blocking.connect(path) as client:
+    with peer_process(tmp_path, "p") as peer, blocking.connect(peer.socket) as client:
         for error in (TimeoutError("mine"), errors.DeadlineExceeded("mine")):
             with pytest.raises(TimeoutError) as came, raising(error, 0.05):
                 client.get("absent", wait=20)
