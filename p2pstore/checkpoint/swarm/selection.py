@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Final, Protocol
+from typing import Final
 
 from p2pstore.checkpoint.content.pieces import (
     NO_PIECES,
@@ -130,18 +130,6 @@ class SwarmState:
         for each in self.order:
             if each.refused is Refusal.NOTHING and each.lacks(pieces):
                 each.refused = None
-
-
-class Links(Protocol):
-    """What the parts of a swarm member need of its links."""
-
-    def share_host(self, now: float) -> None:
-        """Divide the pieces anew among the peers of this host that are at work."""
-        ...
-
-    def drop(self, member: int, now: float, *, banned: bool = False) -> None:
-        """End the link to a neighbour."""
-        ...
 
 
 class News:
