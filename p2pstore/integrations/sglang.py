@@ -9,42 +9,39 @@ layout `page_head`, engines of all tensor-parallel sizes that divide it share pa
 """
 
 from __future__ import annotations
-
-import hashlib
-import json
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-
-from p2pstore.integrations.lasting_client import LastingClient, leading, legal_key, or_else
+from p2pstore.integrations.lasting_client import LastingClient
+from p2pstore.integrations.lasting_client import leading
+from p2pstore.integrations.lasting_client import legal_key
+from p2pstore.integrations.lasting_client import or_else
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.results import ItemResult
 from p2pstore.values import source_view
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from typing import Any
+import hashlib
+import json
+import time
+import torch
 
 NAME_BYTES = 12
 KV_POOL = "kv"
 MAMBA_POOL = "mamba"
 
-
 def _no_pages(_: Any, keys: Sequence[str], *__: Any, **___: Any) -> list[bool]:
     return [False] * len(keys)
 
-
 def _no_transfers(_: Any, transfers: Sequence[Any], *__: Any, **___: Any) -> dict[Any, Any]:
     return {each.name: [False] * len(each.keys or ()) for each in transfers}
-
 
 def _nothing_found() -> Any:
     from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 
     return PoolTransferResult(0, {}, [])
-
 
 KNOWN = (
     *("weight_version", "socket"),
@@ -56,7 +53,6 @@ MAX_NOTED = 1000
 
 Place = Callable[[torch.Tensor], tuple[Sequence[int], Sequence[int]]]
 """Addresses and sizes of all pieces of pages, by their indices."""
-
 
 @dataclass(frozen=True)
 class _Pool:
@@ -87,11 +83,8 @@ class _Pool:
 
     def by_page(self, pieces: Sequence[bool], pages: int) -> list[bool]:
         """Whether all pieces of each page are so."""
-        if not pieces:
-            return [False] * pages
         step = self.each
         return [all(pieces[at : at + step]) for at in range(0, pages * step, step)]
-
 
 class _Figures:
     """Pages and GB/s of each call since SGLang last asked, for its metrics."""
@@ -119,7 +112,6 @@ class _Figures:
                 pages.append(count)
                 rates.append(rate)
         return made
-
 
 class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
     """Pages of the host pool, put from it and read into it in place. Calls may be made from several threads at once.
@@ -265,13 +257,8 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     def _read(self, items: list[tuple[str, memoryview]]) -> list[bool]:
         """Read objects; for each whether all of it came."""
-        missing: list[ItemResult[int]] = []
         began = time.perf_counter()
-        results = self._client.call(lambda client: client.get_many_into(items), missing)
-        whole = [
-            each.error is None and each.value == len(view)
-            for each, (_, view) in zip(results, items, strict=False)
-        ]
+        whole = self._client.read(items)
         self._note(items, whole, time.perf_counter() - began, read=True)
         return whole
 
@@ -283,7 +270,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         *,
         read: bool,
     ) -> None:
-        sizes = [len(view) for (_, view), good in zip(items, moved, strict=False) if good]
+        sizes = [len(view) for (_, view), good in zip(items, moved, strict=True) if good]
         pages = len(sizes) // self._pages.each
         self._figures.note(pages, sum(sizes), seconds, read=read)
 
@@ -291,12 +278,10 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         """Put objects, but for those that are there; for each whether it is there now."""
         there = self._client.look_up_soon([key for key, _ in items])
         new = [number for number, is_there in enumerate(there) if not is_there]
-        failed: list[ItemResult[Any]] = []
         began, wanted = time.perf_counter(), [items[number] for number in new]
-        results = self._client.call(lambda client: client.put_many(wanted), failed)
-        for number, result in zip(new, results, strict=False):
-            there[number] = result.error is None
-        stored = [there[number] for number in new]
+        stored = self._client.put(wanted)
+        for number, is_there in zip(new, stored, strict=True):
+            there[number] = is_there
         self._note(wanted, stored, time.perf_counter() - began, read=False)
         return there
 
@@ -396,15 +381,12 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             ranks.append(config.tp_rank if tp_rank is None else tp_rank)
         return f"sglang/{config.model_name}/{digest.hexdigest()}/{'.'.join(map(str, ranks))}/"
 
-
 def _nowhere(_: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
     raise ValueError("no host pool was registered")
-
 
 def _text(name: Any) -> str:
     """The name of a pool, which is an enumeration's member."""
     return str(getattr(name, "value", name))
-
 
 def _usable_ends(there: Sequence[bool], transfer: Any) -> list[int]:
     """After how many pages a prefix may end, as far as a side pool is concerned: it needs all pages of the prefix, or

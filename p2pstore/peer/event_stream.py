@@ -9,34 +9,31 @@ by their numbers; one that reads nothing is disconnected.
 """
 
 from __future__ import annotations
-
-import logging
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
-
-import trio
-
 from p2pstore.access.crowding import Strangers
-from p2pstore.config import PeerConfig
-from p2pstore.core.key_events import (
-    REPLAY_END,
-    SEQUENCE,
-    BatchRing,
-    EventFormat,
-    KeyChanges,
-    first_sequence,
-    replayed,
-)
-from p2pstore.errors import ConfigError, ProtocolError
+from p2pstore.core.key_events import BatchRing
+from p2pstore.core.key_events import EventFormat
+from p2pstore.core.key_events import KeyChanges
+from p2pstore.core.key_events import REPLAY_END
+from p2pstore.core.key_events import SEQUENCE
+from p2pstore.core.key_events import first_sequence
+from p2pstore.core.key_events import replayed
+from p2pstore.errors import ConfigError
+from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import format_peer_id
-from p2pstore.objects import encode_namespace
 from p2pstore.peer.node import Node
 from p2pstore.peer.zeromq import ZeroMQConnection
-from p2pstore.status.http_server import address_of, open_http_listeners, serve_strangers
+from p2pstore.status.http_server import address_of
+from p2pstore.status.http_server import open_http_listeners
+from p2pstore.status.http_server import serve_strangers
+from typing import Final
+import logging
+import time
+import trio
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -58,7 +55,6 @@ STUCK_SECONDS: Final = 10.0
 ENDS: Final = (ProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError)
 """A connection ends by them, and nothing else."""
 
-
 @dataclass(slots=True)
 class Follower:
     """A subscriber. `subscriptions`: to all topics, which is to the empty one."""
@@ -66,14 +62,12 @@ class Follower:
     connection: ZeroMQConnection
     subscriptions: int = 0
 
-
 class EventStream:
-    """The stream of one peer: see the module's docstring. Raises `ConfigError` when it cannot be."""
+    """The stream of one peer: see the module's docstring."""
 
     def __init__(self, node: Node) -> None:
         config, self._node = node.config, node
         self._fleet = config.kv_events_of == "fleet"
-        _check(config)
         self._changes = KeyChanges(node.core, config.kv_events_namespace, fleet=self._fleet)
         # That of the fleet stays the same when its consumer goes to another peer.
         self._form = EventFormat(config.cluster if self._fleet else format_peer_id(node.core.peer_id))
@@ -179,7 +173,6 @@ class EventStream:
                             await connection.send(b"", b"", SEQUENCE.pack(number), payload)
                     await connection.send(b"", b"", REPLAY_END, b"")
 
-
 async def _greet(
     kind: str, serve: Callable[[ZeroMQConnection], Awaitable[None]], stream: trio.SocketStream
 ) -> None:
@@ -188,7 +181,6 @@ async def _greet(
         with trio.fail_after(OPEN_SECONDS):
             await connection.open(kind)
         await serve(connection)
-
 
 async def _listen(setting: str, endpoint: str | None) -> list[trio.SocketListener]:
     if endpoint is None:
@@ -200,17 +192,3 @@ async def _listen(setting: str, endpoint: str | None) -> list[trio.SocketListene
     where = f"tcp://{address_of(listeners)}"
     logger.info("%s at %s", setting, where, extra={"event": setting, "endpoint": where})
     return listeners
-
-
-def _check(config: PeerConfig) -> None:
-    if config.kv_events is None:
-        raise ConfigError("kv_events_replay: there is no stream of events; say where with kv_events")
-    if config.kv_events_of == "fleet" and config.directory == "partitioned":
-        raise ConfigError(
-            "kv_events_of: a peer with a partitioned directory does not know the fleet; let one with a full directory "
-            "publish it"
-        )
-    try:
-        encode_namespace(config.kv_events_namespace)
-    except ValueError as error:
-        raise ConfigError(f"kv_events_namespace: {error}") from None

@@ -21,7 +21,7 @@ import trio
 from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing, key_id_of
 from p2pstore.addresses import split_address
-from p2pstore.client.blocking_client import BlockingClient
+from p2pstore.blocking import BlockingClient
 from p2pstore.gossip.gossip_messages import (
     MAX_CLAIMS,
     MAX_LOG_CHUNKS,

@@ -1,5 +1,7 @@
 """Which holder is tried next, and what the caller hears at the end."""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -311,3 +313,16 @@ def test_a_helper_with_another_version_is_asked_when_the_rest_failed() -> None:
     again = present(attempts.next())
     assert again.copy is helper
     assert [each.member for each in attempts.reports] == [1]
+
+
+def copy_of(member: int) -> RemoteCopy:
+    return RemoteCopy(b"peer", ("10.0.0.1:1",), member=member, same_host=True)
+
+
+def test_the_next_transport_to_a_holder_is_a_fallback_and_the_next_holder_is_not() -> None:
+    attempts = PullAttempts([copy_of(1), copy_of(2)], [TCP, SHM])
+    for code, retriable in ((Code.UNAVAILABLE, True), (Code.UNAVAILABLE, True), (Code.STALE, False)):
+        assert attempts.next() is not None
+        attempts.failed(PullFailed(code, "refused", retriable=retriable))
+    assert [(each.member, each.transport) for each in attempts.fallbacks] == [(1, "shm")]
+    assert [(each.member, each.transport) for each in attempts.reports] == [(1, "tcp"), (2, "shm")]

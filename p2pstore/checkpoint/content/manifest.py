@@ -9,31 +9,40 @@ BLAKE3 of each file's bytes.)
 
 A reader checks in this order: length, version, signature, form, names and sizes. So only the publisher's bytes reach
 the parser, and its errors are refused before a file is made.
+
+A manifest's paths are created below a directory of the fetching peer, so they are plain: relative, without `..`. A
+manifest has no links. A pattern is for a whole relative path, and `*` in it matches anything, `/` too.
 """
 
 from __future__ import annotations
-
-import hmac
-from collections.abc import Sequence
-from enum import IntEnum
-from functools import cached_property
-from typing import Annotated, Final, Protocol
-
-import msgspec
 from blake3 import blake3
-
-from p2pstore.checkpoint.content.content_paths import check_paths
-from p2pstore.checkpoint.content.pieces import (
-    NO_PIECES,
-    Extent,
-    PieceLayout,
-    PieceMap,
-    full_map,
-    pieces_in,
-)
-from p2pstore.errors import CheckpointRefused, ProtocolError
-from p2pstore.objects import check_checkpoint_name, format_peer_id
-from p2pstore.wire import Message, decode_body, encode_body
+from collections.abc import Collection
+from collections.abc import Sequence
+from difflib import get_close_matches
+from enum import IntEnum
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import pairwise
+from p2pstore.checkpoint.content.pieces import Extent
+from p2pstore.checkpoint.content.pieces import NO_PIECES
+from p2pstore.checkpoint.content.pieces import PieceLayout
+from p2pstore.checkpoint.content.pieces import PieceMap
+from p2pstore.checkpoint.content.pieces import full_map
+from p2pstore.checkpoint.content.pieces import pieces_in
+from p2pstore.errors import CheckpointRefused
+from p2pstore.errors import ProtocolError
+from p2pstore.objects import Signer
+from p2pstore.objects import Verifier
+from p2pstore.objects import check_checkpoint_name
+from p2pstore.objects import format_peer_id
+from p2pstore.wire import Message
+from p2pstore.wire import decode_body
+from p2pstore.wire import encode_body
+from typing import Annotated
+from typing import Final
+import hmac
+import msgspec
+import re
 
 MANIFEST_FORMAT: Final = 1
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
@@ -45,29 +54,12 @@ VERSION_BYTES: Final = 16
 _CONTEXT: Final = b"p2pstore checkpoint manifest 1\0"
 _PERMISSIONS: Final = 0o777
 
-
-class Signer(Protocol):
-    """Signs with this peer's identity."""
-
-    @property
-    def peer_id(self) -> bytes: ...
-
-    def sign(self, message: bytes) -> bytes: ...
-
-
-class Verifier(Protocol):
-    """Checks signatures of other peers."""
-
-    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...
-
-
 class FileHashes(IntEnum):
     """How a large file's hash is computed; that of a file below one piece is always the BLAKE3 of its bytes."""
 
     OF_BYTES = 0
     OF_PIECES = 1
     """The BLAKE3 of the concatenated hashes of its pieces."""
-
 
 class FileEntry(Message, frozen=True, gc=False):
     """One file, or one named tensor (then with dtype and shape). `mode` has permission bits only: there are no links,
@@ -79,7 +71,6 @@ class FileEntry(Message, frozen=True, gc=False):
     hash: bytes
     dtype: str = ""
     shape: Annotated[list[int], msgspec.Meta(max_length=MAX_DIMENSIONS)] = []  # noqa: RUF012  # msgspec copies it
-
 
 class Manifest(Message, frozen=True, dict=True, gc=True):
     """The content of a version. `files` are in the order of their paths; `piece_hashes` are the concatenated hashes of
@@ -141,7 +132,6 @@ class Manifest(Message, frozen=True, dict=True, gc=True):
         """Whether these are the bytes of the piece. Takes 0.13 s for 1 GB, without the GIL."""
         return hash_of(data) == self.piece_hash(piece)
 
-
 class SignedManifest(Message, frozen=True, dict=True, gc=True):
     """A manifest as it travels and is stored: its exact bytes, the signer, and the signature."""
 
@@ -160,21 +150,17 @@ class SignedManifest(Message, frozen=True, dict=True, gc=True):
         """The version that the bytes are."""
         return version_of(self.body)
 
-
 def hash_of(data: bytes | bytearray | memoryview) -> bytes:
     """The BLAKE3 of a piece or a small file."""
     return blake3(data).digest()
-
 
 def version_of(body: bytes) -> bytes:
     """The version of a manifest's bytes."""
     return hash_of(body)[:VERSION_BYTES]
 
-
 def format_version(version: bytes) -> str:
     """32 hexadecimal digits: the name of a version, and of its directory."""
     return version.hex()
-
 
 def make_manifest(
     name: str,
@@ -188,7 +174,6 @@ def make_manifest(
     _check(manifest)
     return manifest
 
-
 def sign_manifest(manifest: Manifest, signer: Signer) -> SignedManifest:
     """Encode and sign; for worker threads. Raises `CheckpointRefused` when it is too long."""
     body = encode_body(manifest)
@@ -199,7 +184,6 @@ def sign_manifest(manifest: Manifest, signer: Signer) -> SignedManifest:
     signed = SignedManifest(body, signer.peer_id, signer.sign(_CONTEXT + hash_of(body)))
     signed.__dict__["manifest"] = manifest  # it was checked when it was made
     return signed
-
 
 def open_manifest(
     signed: SignedManifest, *, version: bytes, publisher: bytes, verifier: Verifier
@@ -220,7 +204,6 @@ def open_manifest(
         raise CheckpointRefused("a manifest that its publisher did not sign")
     return signed.manifest
 
-
 def read_manifest(body: bytes) -> Manifest:
     """Decode and check a manifest. Takes 0.5 s for 100,000 files, in steps of microseconds between which other threads
     run: for worker threads. Raises `CheckpointRefused`."""
@@ -238,7 +221,6 @@ def read_manifest(body: bytes) -> Manifest:
     _check(manifest)
     return manifest
 
-
 def unchanged_pieces(old: Manifest, new: Manifest) -> dict[int, int]:
     """Pieces of `new` that `old` has as well, by hash, at any place: number in `new` -> number in `old`."""
     known = {old.piece_hash(piece): piece for piece in range(old.layout.count)}
@@ -248,10 +230,8 @@ def unchanged_pieces(old: Manifest, new: Manifest) -> dict[int, int]:
         if new.piece_hash(piece) in known
     }
 
-
 class _FormatOnly(Message, frozen=True):
     format: int
-
 
 class _FilesApart(Message, frozen=True):
     """A `Manifest` with its files not decoded: in one call that would keep the GIL, and the event loop, for 200 ms."""
@@ -263,7 +243,6 @@ class _FilesApart(Message, frozen=True):
     piece_hashes: bytes
     file_hashes: int = FileHashes.OF_BYTES
 
-
 def _decode(body: bytes) -> Manifest:
     """Raises `ProtocolError`."""
     apart = decode_body(_FilesApart, body)
@@ -271,7 +250,6 @@ def _decode(body: bytes) -> Manifest:
     return Manifest(
         apart.format, apart.name, apart.piece_bytes, files, apart.piece_hashes, apart.file_hashes
     )
-
 
 def _check(manifest: Manifest) -> None:
     """Check names, sizes and numbers. Raises `CheckpointRefused`."""
@@ -291,3 +269,136 @@ def _check(manifest: Manifest) -> None:
             f"{len(manifest.piece_hashes):,} bytes of hashes for {manifest.layout.count:,} pieces"
         )
     manifest.copies  # noqa: B018  # found here, where a worker thread has time for it
+
+# --- names of files, and patterns that choose files ----------------------------------------------
+
+MAX_PATH_BYTES: Final = 1024
+MAX_NAME_BYTES: Final = 255
+"""Of one part of a path, as in file systems."""
+MAX_DEPTH: Final = 32
+CURRENT: Final = "current"
+"""The link to the version in use, where versions are kept."""
+RESERVED_PREFIX: Final = ".p2pstore"
+"""Prefix of the fetching peer's own files beside the published ones."""
+
+_PLAIN_PART: Final = r"[\w\-+=,@~ ][\w.\-+=,@~ ]*"
+_PLAIN: Final = re.compile(f"{_PLAIN_PART}(?:/{_PLAIN_PART})*", re.ASCII)
+"""Short paths of these characters need no further check."""
+
+def check_path(path: str) -> None:
+    """Raises `CheckpointRefused` for a path that is not plain and relative, with the reason."""
+    if len(path) <= MAX_NAME_BYTES and path.count("/") < MAX_DEPTH and _PLAIN.fullmatch(path):
+        return
+    if not path or len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
+        raise CheckpointRefused(f"a path is 1 to {MAX_PATH_BYTES:,} bytes long: {path[:80]!r}")
+    if path.startswith("/"):
+        raise CheckpointRefused(f"an absolute path: {path[:80]!r}")
+    parts = path.split("/")
+    if len(parts) > MAX_DEPTH:
+        raise CheckpointRefused(f"a path of {len(parts)} parts; at most {MAX_DEPTH} are allowed")
+    for part in parts:
+        _check_part(part, path)
+    if parts[0].startswith(RESERVED_PREFIX):
+        raise CheckpointRefused(f"names in {RESERVED_PREFIX}* are reserved: {path[:80]!r}")
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Check each path; and that they are in order, each once, none below another. Raises `CheckpointRefused`."""
+    files = set(paths)
+    for path in paths:
+        check_path(path)
+        end = path.rfind("/")
+        while end > 0:
+            if path[:end] in files:
+                raise CheckpointRefused(f"{path[:end]!r} is a file, and {path[:80]!r} is below it")
+            end = path.rfind("/", 0, end)
+    for first, second in pairwise(paths):
+        if first >= second:
+            raise CheckpointRefused(f"paths are in order, each once: {second[:80]!r} comes too late")
+
+def _check_part(part: str, path: str) -> None:
+    if part in ("", ".", ".."):
+        raise CheckpointRefused(f"a path with the part {part!r}: {path[:80]!r}")
+    if len(part.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+        raise CheckpointRefused(f"a part of a path is at most {MAX_NAME_BYTES} bytes: {part[:80]!r}")
+    if any(ord(character) < 32 or ord(character) == 127 for character in part) or "\\" in part:
+        raise CheckpointRefused(f"control characters or backslashes in a path: {path[:80]!r}")
+    if any("\ud800" <= character <= "\udfff" for character in part):
+        raise CheckpointRefused(f"a path that is not UTF-8: {path[:80]!r}")
+
+NAMED_FILES: Final = 8
+NEAREST: Final = 3
+"""Names suggested by an error."""
+MOST_COMPARED: Final = 5_000
+"""Names compared letter by letter; 0.3 s."""
+WILDCARDS: Final = frozenset("*?[")
+
+BOOKKEEPING_FOLDERS: Final = (".git", ".cache/huggingface", ".locks", ".hg", ".svn")
+BOOKKEEPING_SUFFIXES: Final = (".incomplete", ".lock", ".crdownload", ".aria2")
+
+def bookkeeping_in(path: str) -> str:
+    """The folder or suffix that marks a path as bookkeeping of a download or version control; empty for others."""
+    around = f"/{path}/"
+    for folder in BOOKKEEPING_FOLDERS:
+        if f"/{folder}/" in around:
+            return folder
+    return next((suffix for suffix in BOOKKEEPING_SUFFIXES if path.endswith(suffix)), "")
+
+def is_asked_for(path: str, mark: str, include: Sequence[str]) -> bool:
+    """Whether a pattern with such a mark matches the path: then the file is wanted."""
+    return any(mark in pattern and fnmatchcase(path, pattern) for pattern in include)
+
+def is_chosen(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a path matches some `include`, if there are any, and no `exclude`."""
+    if matches(path, exclude):
+        return False
+    return not include or matches(path, include)
+
+def matches(name: str, patterns: Collection[str]) -> bool:
+    """Whether a name equals or matches one of these patterns (it may contain brackets itself)."""
+    return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+def choose_files(
+    manifest: Manifest, include: Sequence[str], exclude: Sequence[str]
+) -> frozenset[int] | None:
+    """Numbers of the chosen files; None for all. Raises `ValueError` when no file is chosen, naming some that exist."""
+    chosen = frozenset(
+        number for number, file in enumerate(manifest.files) if is_chosen(file.path, include, exclude)
+    )
+    if not chosen:
+        named = ", ".join(repr(file.path) for file in manifest.files[:NAMED_FILES])
+        more = len(manifest.files) - NAMED_FILES
+        raise ValueError(
+            f"no file of checkpoint {manifest.name!r} matches; it has {named}"
+            + (f" and {more:,} more" if more > 0 else "")
+        )
+    return None if len(chosen) == len(manifest.files) else chosen
+
+def unmatched(paths: Collection[str], patterns: Sequence[str]) -> list[str]:
+    """The patterns without a match."""
+    found = []
+    for pattern in patterns:
+        if pattern in paths:
+            continue
+        if not WILDCARDS & set(pattern) or not any(fnmatchcase(path, pattern) for path in paths):
+            found.append(pattern)
+    return found
+
+def nearest(wanted: str, known: Collection[str]) -> str:
+    """Suggestions for a name or pattern without a match, to be appended to an error."""
+    plain = wanted.strip("*?").lower()
+    like = [name for name in known if plain and plain in name.lower()]
+    if not like:
+        last = plain.rpartition(".")[2]
+        pool = known
+        if len(known) > MOST_COMPARED:
+            pool = [name for name in known if last and last in name.lower()][:MOST_COMPARED]
+        lowered = {name.lower(): name for name in pool}
+        like = [lowered[each] for each in get_close_matches(plain, lowered, NEAREST, 0.4)]
+    if like:
+        shown = sorted(like, key=lambda name: (abs(len(name) - len(plain)), name))[:NEAREST]
+        return f"; nearest: {', '.join(map(repr, shown))}"
+    if not known:
+        return "; there is none at all"
+    shown = sorted(known)[:NEAREST]
+    more = len(known) - len(shown)
+    return f"; there are {', '.join(map(repr, shown))}" + (f" and {more:,} more" if more else "")

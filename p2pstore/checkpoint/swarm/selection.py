@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Final, Protocol
+from typing import Final
 
 from p2pstore.checkpoint.content.pieces import (
     NO_PIECES,
@@ -128,18 +128,6 @@ class SwarmState:
         for each in self.order:
             if each.refused is Refusal.NOTHING and each.lacks(pieces):
                 each.refused = None
-
-
-class Links(Protocol):
-    """The links of a swarm member, as its parts see them."""
-
-    def share_host(self, now: float) -> None:
-        """Divide the pieces anew among the peers of this host that are at work."""
-        ...
-
-    def drop(self, member: int, now: float, *, banned: bool = False) -> None:
-        """End the link to a neighbour."""
-        ...
 
 
 class News:
