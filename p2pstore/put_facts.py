@@ -7,6 +7,18 @@ from enum import IntEnum
 from p2pstore.wire import Message
 
 
+class PutOptions(Message, frozen=True):
+    """The caller's choice for a value that is put. `ttl_ms` 0 means no end."""
+
+    replicas: int = 1
+    pin: int = 0
+    ttl_ms: int = 0
+    overwrite: bool = False
+    durable: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
 class PutFacts(Message, frozen=True):
     """A value that lies in a reservation, and what its caller wants of it.
 

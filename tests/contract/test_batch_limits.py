@@ -30,7 +30,7 @@ from p2pstore.local.local_requests import (
     Cuts,
     text_bytes,
 )
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutOptions
 from p2pstore.wire import LOCAL_LIMITS, encode_body
 from simulation.segment_checks import check_segment
 from tests.contract.small_peer import SmallPeer, small_peer
@@ -113,12 +113,13 @@ def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
 
 DIGEST = b"d" * 16
 BIG = (1 << 64) - 1
+OPTIONS = [PutOptions(BIG, BIG, BIG, True, True, "float32", (BIG, BIG))]
 LARGEST: dict[LocalKind, tuple[int, Any]] = {
-    LocalKind.RESERVE: (0, lambda n: local.Reserve([local.ReserveItem(BIG, BIG)] * n, "n" * 255)),
+    LocalKind.RESERVE: (0, lambda n: local.Reserve([(BIG, BIG, BIG)] * n, "n" * 255)),
     LocalKind.COMMIT: (
         0,
         lambda n: local.Commit(
-            "n" * 255, [PutFacts(BIG, "k" * 1024, BIG, bytes(512), BIG, follows=DIGEST)] * n
+            "n" * 255, ["k" * 1024] * n, [(BIG, BIG)] * n, [BIG] * n, bytes(512 * n), OPTIONS * n, DIGEST
         ),
     ),
     LocalKind.ABORT: (0, lambda n: local.Abort([BIG] * n)),

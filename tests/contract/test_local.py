@@ -567,12 +567,11 @@ async def test_the_peer_stops_under_a_client(kind: str, tmp_path: Path) -> None:
 CLIENT_THAT_DIES = """
 import os, sys, time
 from p2pstore import aio, blocking
-from p2pstore.local.local_messages import ReserveItem
 from p2pstore.runtime.blocking_streams import run_blocking
 client = blocking.connect(sys.argv[1])
 client.put("k", b"x" * 5000)
 view = client.take_lease("k")
-run_blocking(client._session._live.writer.reserve([ReserveItem(3_000_000, 1000)] * 2))
+run_blocking(client._session._live.writer.reserve([(3_000_000, 1000, 2)], 2))
 for number in range(4):
     client.put(f"s{number}", b"y" * 5000)
 child = os.fork() if sys.argv[2] == "fork" else 0
@@ -810,8 +809,8 @@ def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
     ) as connection:
         assert connection.segments[0].readonly
         requests: dict[LocalKind, Message] = {
-            LocalKind.RESERVE: local.Reserve([local.ReserveItem(1, 100)]),
-            LocalKind.COMMIT: local.Commit("n", []),
+            LocalKind.RESERVE: local.Reserve([(1, 100, 1)]),
+            LocalKind.COMMIT: local.Commit("n", [], [], [], b"", []),
             LocalKind.ABORT: local.Abort([1]),
             LocalKind.PLACE: local.Place(bytes(16), 1),
             LocalKind.STORED: local.StoredElsewhere(b"p", 1, 1, b""),
