@@ -157,7 +157,7 @@ def test_others_get_none_of_what_is_cleared_for_a_large_one() -> None:
             small += 1
             check_segment(segment)
     assert small > 700 // EVICTED_PER_STEP
-    assert segment.reservations.count_of("c") == 1
+    assert len(segment.reservations.of("c")) == 1
     check_segment(segment)
 
 
