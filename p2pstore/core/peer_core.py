@@ -36,7 +36,7 @@ from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import Member, PeerId, Signer, Verifier, member_of, writer_of
 from p2pstore.home_messages import Pushed
 from p2pstore.memory.segment import Segment
-from p2pstore.objects import HybridClock, Version, key_hasher, namespace_digest
+from p2pstore.objects import HybridClock, Version, keys_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.wire import Message
 
@@ -89,7 +89,7 @@ class PeerCore:
         self.objects = OwnObjects(self)
         self._next_expire = 0.0
         self._namespaces: dict[str, bytes] = {}
-        self._hashers: dict[str, Callable[[str], bytes]] = {}
+        self._hashers: dict[str, Callable[[Sequence[str]], list[bytes]]] = {}
         self.pushes_coming = PushesComing()
         """Large ones, which are taken in one after the other."""
         self.proofs = VersionProofs(self)
@@ -264,8 +264,8 @@ class PeerCore:
         if hasher is None:
             if len(self._hashers) > MAX_HASHERS:
                 self._hashers.clear()
-            hasher = self._hashers[namespace] = key_hasher(namespace)
-        return list(map(hasher, keys))
+            hasher = self._hashers[namespace] = keys_hasher(namespace)
+        return hasher(keys)
 
     def namespaces(self) -> Iterable[tuple[str, bytes]]:
         """Namespaces that were met here lately, with their digests."""

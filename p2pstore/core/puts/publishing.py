@@ -35,7 +35,7 @@ def publish_new(
     """Publish those values whose keys are known to no peer, and begin to have their copies made. Per item its end, now
     or later, or None: a `PutOperation` decides."""
     ends: list[PutEnd | PutAmongMany | None] = [None] * len(items)
-    places = [place for place, facts in enumerate(items) if _is_plain(facts)]
+    places = _plain_places(items)
     if not places or not _may_publish(core, now):
         return ends
     try:
@@ -46,20 +46,22 @@ def publish_new(
     clock, writer = core.clock.tick(unix), writer_of(core.peer_id)
     version = Version(clock, writer)
     new = _new_keys(core, digests)
-    floors = core.gossip.cluster_records.floors
-    new -= floors.forbidden(new, core.namespace_digest(namespace), version)
-    rows: list[Written] = []
-    taken: list[int] = []
-    for place, digest in zip(places, digests, strict=True):
-        if digest not in new:
-            continue
-        new.discard(digest)  # the same key again in this batch is not new
-        facts = items[place]
-        trailer = trailer_of(facts, namespace, unix)
-        stamped = Version(clock, writer, facts.root)
-        rows.append(Written(facts.reservation, digest, stamped, trailer, facts.length, facts.follows))
-        taken.append(place)
-    entries = core.segment.commit_new(rows, holder=holder, now=unix)
+    new -= core.gossip.cluster_records.floors.forbidden(new, core.namespace_digest(namespace), version)
+    if len(new) < len(digests):
+        rows = [row for row in zip(places, digests, strict=True) if row[1] in new]
+        places, digests = [place for place, _ in rows], [digest for _, digest in rows]
+    written = [
+        Written(
+            facts.reservation,
+            digest,
+            Version(clock, writer, facts.root),
+            trailer_of(facts, namespace, unix),
+            facts.length,
+            facts.follows,
+        )
+        for facts, digest in zip([items[place] for place in places], digests, strict=True)
+    ]
+    entries = core.segment.commit_new(written, holder=holder, now=unix)
     published = [entry for entry in entries if entry is not None]
     announce_new(core, published, now)
     core.proofs.wrote([entry.digest for entry in published])
@@ -67,7 +69,7 @@ def publish_new(
     copying = ReplicateTogether(core, to_copy) if to_copy else None
     alone = PutEnd(PutStatus.CREATED, 1, 1, version)
     row = 0
-    for place, entry in zip(taken, entries, strict=True):
+    for place, entry in zip(places, entries, strict=True):
         if entry is not None and copying is not None and entry.replicas > 1:
             ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
             row += 1
@@ -78,19 +80,24 @@ def publish_new(
     return ends
 
 
-def _is_plain(facts: PutFacts) -> bool:
-    """Whether the value is to be a new object in memory, and is what its sums say."""
-    if facts.overwrite or facts.durable:
+def _plain_places(items: Sequence[PutFacts]) -> list[int]:
+    """The places of values that are to be new objects in memory, and are what their sums say."""
+    return [
+        place
+        for place, facts in enumerate(items)
+        if not (facts.overwrite or facts.durable)
+        and ((facts.replicas == 1 and not facts.pin and not facts.ttl_ms) or _may_be_asked(facts))
+        and 0 <= facts.length <= MAX_OBJECT_BYTES
+        and are_sums_of(facts.sums, facts.length, facts.root)
+    ]
+
+
+def _may_be_asked(facts: PutFacts) -> bool:
+    try:
+        check_put(length=facts.length, replicas=facts.replicas, pin=facts.pin, ttl_ms=facts.ttl_ms)
+    except (P2PStoreError, ValueError):
         return False
-    length, replicas = facts.length, facts.replicas
-    if facts.pin or facts.ttl_ms or replicas != 1:
-        try:
-            check_put(length=length, replicas=replicas, pin=facts.pin, ttl_ms=facts.ttl_ms)
-        except (P2PStoreError, ValueError):
-            return False
-    if not 0 <= facts.length <= MAX_OBJECT_BYTES:
-        return False
-    return are_sums_of(facts.sums, facts.length, facts.root)
+    return True
 
 
 def _may_publish(core: PeerCore, now: float) -> bool:
