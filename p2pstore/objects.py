@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple, cast
 
@@ -276,6 +276,12 @@ _pack_length: Final = struct.Struct("<Q").pack
 def root_checksum(length: int, sums: bytes) -> int:
     """xxh3-64 over the length and all chunk sums: what identifies a value's bytes."""
     return xxhash.xxh3_64_intdigest(_pack_length(length) + sums)
+
+
+def root_checksums(lengths: Iterable[int], sums: Iterable[bytes]) -> list[int]:
+    """`root_checksum` of each value."""
+    heads = map(struct.Struct("<Q").pack, lengths)
+    return list(map(xxhash.xxh3_64_intdigest, map(bytes.__add__, heads, sums)))
 
 
 def are_sums_of(sums: bytes, length: int, root: int) -> bool:

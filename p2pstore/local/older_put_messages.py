@@ -20,7 +20,7 @@ from p2pstore.local.local_messages import (
     Reserved,
     Span,
 )
-from p2pstore.local.put_columns import one_if_alike, rooms_in, rows_of, runs_of, sizes_of
+from p2pstore.local.put_columns import columns_of, one_if_alike, rooms_in, runs_of, sizes_of
 from p2pstore.objects import are_sums_of, batch_key_hasher
 from p2pstore.put_facts import PutFacts, PutOptions
 from p2pstore.wire import Message
@@ -101,7 +101,8 @@ def older(message: Message) -> Message:
         return CommittedRows(outcomes, _reservations(message.again))
     if not isinstance(message, Commit):
         return message
-    rows = rows_of(message, batch_key_hasher(message.namespace))
+    columns = columns_of(message, batch_key_hasher(message.namespace))
+    rows = [columns.facts(row) for row in range(len(columns.keys))]
     return CommitRows(message.namespace, rows, again=_items(message.again), at_hand=message.at_hand)
 
 

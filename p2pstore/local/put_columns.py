@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import accumulate, chain, pairwise
 from typing import TypeVar
-
-import msgspec
 
 from p2pstore.errors import ProtocolError
 from p2pstore.local.local_messages import MAX_BATCH, Commit, ItemError, Span
-from p2pstore.objects import MAX_OBJECT_BYTES, chunk_count, root_checksum
-from p2pstore.put_facts import PutFacts, PutOptions
+from p2pstore.objects import MAX_OBJECT_BYTES, chunk_count, root_checksums
+from p2pstore.put_facts import PutColumns
 
 Item = TypeVar("Item")
 
@@ -42,26 +40,21 @@ def sizes_of(rooms: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     return [(length, trailer) for length, trailer, count in rooms for _ in range(count)]
 
 
-def rows_of(commit: Commit, digests_of: Callable[[Sequence[str]], list[bytes]]) -> list[PutFacts]:
+def columns_of(commit: Commit, digests_of: Callable[[Sequence[str]], list[bytes]]) -> PutColumns:
     """The values of a COMMIT. Raises `ValueError` where its columns disagree, or one holds nonsense."""
     keys, count = commit.keys, len(commit.keys)
     if _check_counts([some for _, some in commit.reservations]) != count:
         raise ValueError(f"{count:,} keys come with another number of reservations")
     numbers = [number for first, some in commit.reservations for number in range(first, first + some)]
     lengths = _for_each(commit.lengths, count, "lengths")
-    options = _for_each(commit.options, count, "options")
+    _for_each(commit.options, count, "options")
     if lengths and not 0 <= min(lengths) <= max(lengths) <= MAX_OBJECT_BYTES:
         raise ValueError("a length is no object's")
     sums = _sums_of_each(commit.sums, lengths)
-    roots = map(root_checksum, lengths, sums)
-    follows: list[bytes] | repeat[bytes] = repeat(b"", count)
-    if commit.follows:
-        follows = [commit.follows, *digests_of(keys)[:-1]]
-    if len(commit.options) > 1:
-        wishes: Iterable[Iterable[object]] = zip(*map(msgspec.structs.astuple, options), strict=True)
-    else:
-        wishes = map(repeat, msgspec.structs.astuple(options[0] if options else PutOptions()))
-    return list(map(PutFacts, numbers, keys, lengths, sums, roots, *wishes, follows))
+    digests = digests_of(keys)
+    follows = [commit.follows, *digests[:-1]] if commit.follows else [b""] * count
+    roots = root_checksums(lengths, sums)
+    return PutColumns(numbers, keys, digests, lengths, sums, roots, follows, commit.options)
 
 
 def _check_counts(counts: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.listener import serve_local
 from p2pstore.local.local_protocol import LocalClient, LocalKind
-from p2pstore.local.put_columns import rows_of, sizes_of
+from p2pstore.local.put_columns import columns_of, sizes_of
 from p2pstore.memory.entries import Written
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, create_page
@@ -135,7 +135,8 @@ class SmallBackend:
         return local.Span(1, made.number, made.length, made.offset.to_bytes(8, "little"))
 
     def _commit(self, client: LocalClient, message: local.Commit) -> Message:
-        items = rows_of(message, batch_key_hasher(message.namespace))
+        columns = columns_of(message, batch_key_hasher(message.namespace))
+        items = [columns.facts(row) for row in range(len(columns.keys))]
         outcomes = [(1, self._commit_one(client, message.namespace, item)) for item in items]
         again = [self._reserve_one(client, *size) for size in sizes_of(message.again)]
         return local.Committed(outcomes, again)

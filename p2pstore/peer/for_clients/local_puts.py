@@ -21,7 +21,7 @@ from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalClient
-from p2pstore.local.put_columns import rows_of, sizes_of
+from p2pstore.local.put_columns import columns_of, sizes_of
 from p2pstore.memory.entries import Reservation
 from p2pstore.objects import DIGEST_BYTES, check_object_length
 from p2pstore.peer.for_clients.local_queries import Answer, item_error, put_outcome
@@ -77,21 +77,21 @@ class LocalPuts:
     def _start_puts(self, client: LocalClient, message: local.Commit) -> Steps[list[Started]]:
         started: list[Started] = []
         namespace = message.namespace
-        items = rows_of(message, partial(self._core.digests_of, namespace))
-        for begin in range(0, len(items), PUBLISHED_PER_STEP):
+        columns = columns_of(message, partial(self._core.digests_of, namespace))
+        for begin in range(0, len(columns.keys), PUBLISHED_PER_STEP):
             if begin:
                 yield
-            some = items[begin : begin + PUBLISHED_PER_STEP]
+            some = columns.part(slice(begin, begin + PUBLISHED_PER_STEP))
             ends = publish_new(
                 self._core, some, holder=client.holder, namespace=namespace, now=self._node.now
             )
-            for item, end in zip(some, ends, strict=True):
+            for row, end in enumerate(ends):
                 if end is not None:
                     started.append(end)
                     continue
                 if started:
                     yield
-                started.append(self._start_put(client, namespace, item))
+                started.append(self._start_put(client, namespace, some.facts(row)))
         return started
 
     def _start_put(self, client: LocalClient, namespace: str, item: PutFacts) -> Started:
