@@ -25,6 +25,8 @@ AHEAD_SHARE: Final = 256
 """A reservation made ahead takes at most this fraction of the peer's memory."""
 MAX_AHEAD: Final = 4
 WINDOW_ITEMS: Final = MOST_ITEMS[LocalKind.COMMIT]
+FIRST_ITEMS: Final = 64
+"""Of the first window: the peer has something to do while the next one is written."""
 WINDOW_BYTES: Final = 16 * MIB
 LEAST_WINDOW_BYTES: Final = 4 * MIB
 WINDOW_SHARE: Final = 16
@@ -140,7 +142,7 @@ def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
 
 
 def windows(sizes: Sequence[int], most_bytes: int = WINDOW_BYTES) -> list[range]:
-    """Cut a batch into runs of at most 64 items and `most_bytes` (or one item). Reserved memory cannot be evicted, so a
+    """Cut a batch into runs of at most 256 items (the first: 64) and `most_bytes` (or one item). Reserved memory cannot be evicted, so a
     run is small; and while the peer publishes one run, the client writes the next. Large values: a run has at most half
     of the bytes that are left, so that little remains to be published behind the last copy."""
     cuts: list[range] = []
@@ -148,7 +150,8 @@ def windows(sizes: Sequence[int], most_bytes: int = WINDOW_BYTES) -> list[range]
     left = sum(sizes)
     limit = min(most_bytes, max(LEAST_WINDOW_BYTES, left // 2))
     for index, size in enumerate(sizes):
-        if index > start and (total + size > limit or index - start >= WINDOW_ITEMS):
+        most_items = WINDOW_ITEMS if cuts else FIRST_ITEMS
+        if index > start and (total + size > limit or index - start >= most_items):
             cuts.append(range(start, index))
             left -= total
             limit = min(most_bytes, max(LEAST_WINDOW_BYTES, left // 2))

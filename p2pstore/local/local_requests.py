@@ -207,8 +207,8 @@ MAX_REPORTED_FAILURES: Final = 1024
 REQUEST_BYTES: Final = LOCAL_LIMITS.body_bytes // 2
 """Of the items of one request. The other half of a frame is for the fields around them."""
 MOST_ITEMS: Final[dict[LocalKind, int]] = {
-    LocalKind.RESERVE: 256,  # four windows of puts
-    LocalKind.COMMIT: 64,
+    LocalKind.RESERVE: 1024,  # four windows of puts
+    LocalKind.COMMIT: 256,
     LocalKind.ABORT: 4096,
     LocalKind.LEASE: 256,  # a millisecond of the peer's event loop
     LocalKind.RELEASE: 4096,

@@ -26,7 +26,7 @@ from p2pstore.runtime.stepping import Steps
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
-PUBLISHED_PER_STEP: Final = 64
+PUBLISHED_PER_STEP: Final = 256
 """Values, at some 15 us each."""
 
 
@@ -127,7 +127,7 @@ def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> 
     core.counters["objects_published"] += len(entries)
 
 
-RESERVED_PER_STEP: Final = 64
+RESERVED_PER_STEP: Final = 256
 """Where there is room, at 2 us each."""
 
 Reserved = Reservation | P2PStoreError | ValueError
