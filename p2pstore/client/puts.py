@@ -142,9 +142,9 @@ def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
 
 
 def windows(sizes: Sequence[int], most_bytes: int = WINDOW_BYTES) -> list[range]:
-    """Cut a batch into runs of at most 256 items (the first: 64) and `most_bytes` (or one item). Reserved memory cannot be evicted, so a
-    run is small; and while the peer publishes one run, the client writes the next. Large values: a run has at most half
-    of the bytes that are left, so that little remains to be published behind the last copy."""
+    """Cut a batch into runs of at most 256 items (the first: 64) and `most_bytes` (or one item). Reserved memory cannot
+    be evicted, so a run is small; and while the peer publishes one run, the client writes the next. Large values: a run
+    has at most half of the bytes that are left, so that little remains to be published behind the last copy."""
     cuts: list[range] = []
     start = total = 0
     left = sum(sizes)
