@@ -16,7 +16,7 @@ import trio
 import p2pstore
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
-from p2pstore.client.puts import WINDOW_BYTES, WINDOW_ITEMS
+from p2pstore.client.puts import FIRST_ITEMS, WINDOW_BYTES, WINDOW_ITEMS
 from p2pstore.errors import AnswerTooLarge, CapacityExceeded, NoSuchKey, StoreClosed
 from p2pstore.integrations.mooncake import replicas as removing
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
@@ -198,9 +198,7 @@ def reserved_now(peer: SmallPeer) -> int:
     return segment.used_bytes - sum(entry.extent_bytes for entry in segment.entries())
 
 
-@pytest.mark.parametrize(
-    "count", [1, 2, WINDOW_ITEMS, WINDOW_ITEMS + 1, 3 * WINDOW_ITEMS, 5 * WINDOW_ITEMS + 7]
-)
+@pytest.mark.parametrize("count", [1, 2, FIRST_ITEMS, FIRST_ITEMS + 1, FIRST_ITEMS + WINDOW_ITEMS + 7])
 def test_every_value_is_stored_under_its_key(peer: SmallPeer, count: int) -> None:
     items = values(count)
     with blocking.connect(str(peer.path)) as client:
@@ -216,7 +214,7 @@ def test_every_value_is_stored_under_its_key(peer: SmallPeer, count: int) -> Non
 
 def test_a_window_is_reserved_with_the_commit_of_an_earlier_one(peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:
-        client.put_many([(f"k{number}", b"v") for number in range(6 * WINDOW_ITEMS)])
+        client.put_many([(f"k{number}", b"v") for number in range(FIRST_ITEMS + 5 * WINDOW_ITEMS)])
     requests = [each for each in peer.backend.requests if each in (LocalKind.RESERVE, LocalKind.COMMIT)]
     assert requests == [LocalKind.RESERVE] + [LocalKind.COMMIT] * 6
 
@@ -241,7 +239,7 @@ def test_a_batch_larger_than_the_memory_keeps_what_came_last(tmp_path: Path) -> 
 async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: SmallPeer) -> None:
     async with p2pstore.connect(str(peer.path)) as client:
         for turns in range(40):
-            items = values(3 * WINDOW_ITEMS, f"{turns}-")
+            items = values(FIRST_ITEMS + WINDOW_ITEMS, f"{turns}-")
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(client.put_many, items)
                 for _ in range(turns):
@@ -275,7 +273,7 @@ def put(name, struck, told):
                 os.kill(os.getpid(), signal.SIGKILL)
     with blocking.connect(sys.argv[1]) as client:
         sys.setprofile(step)
-        client.put_many([(f"{name}-{number}", b"v" * 5000) for number in range(150)])
+        client.put_many([(f"{name}-{number}", b"v" * 5000) for number in range(400)])
         sys.setprofile(None)
     os.write(told, json.dumps(steps).encode())
 
@@ -317,4 +315,4 @@ def test_a_peer_that_goes_in_the_middle_is_said(peer: SmallPeer) -> None:
         client.put_many(values(3))
         peer.stop()
         with pytest.raises(StoreClosed):
-            client.put_many(values(4 * WINDOW_ITEMS, "late"))
+            client.put_many(values(FIRST_ITEMS + WINDOW_ITEMS, "late"))
