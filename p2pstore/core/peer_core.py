@@ -6,35 +6,25 @@ ended by an `OperationFinished` effect. Time is monotonic seconds; `unix(now)` i
 """
 
 from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from p2pstore.core.checkpoints import Checkpoints
-from p2pstore.core.checkpoints import TrustedPublishers
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import Final
+
+from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
-from p2pstore.core.copies.coldest import Offers
-from p2pstore.core.copies.coldest import WriteBack
+from p2pstore.core.copies.coldest import Offers, WriteBack
 from p2pstore.core.copies.memory_return import EarlierLife
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
-from p2pstore.core.copies.repair import Repair
-from p2pstore.core.copies.repair import RepairTiming
-from p2pstore.core.floors import FloorBudget
-from p2pstore.core.floors import Floors
+from p2pstore.core.copies.repair import Repair, RepairTiming
+from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import Prefetching
-from p2pstore.core.gets.reads import HotObjects
-from p2pstore.core.gets.reads import ReadReports
-from p2pstore.core.gets.serving import PushesComing
-from p2pstore.core.gets.serving import rivals_of
-from p2pstore.core.gets.serving import serve
-from p2pstore.core.known_copies import Holders
-from p2pstore.core.known_copies import KnownCopies
-from p2pstore.core.operation import AskPeer
-from p2pstore.core.operation import Effect
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import Reply
-from p2pstore.core.operation import Timed
+from p2pstore.core.gets.reads import HotObjects, ReadReports
+from p2pstore.core.gets.serving import PushesComing, rivals_of, serve
+from p2pstore.core.known_copies import Holders, KnownCopies
+from p2pstore.core.operation import AskPeer, Effect, Operation, Reply, Timed
 from p2pstore.core.operations import Operations
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
@@ -43,22 +33,12 @@ from p2pstore.core.puts.lifetimes import Expiries
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.records import Member, PeerId, member_of, writer_of
 from p2pstore.home_messages import Pushed
 from p2pstore.memory.segment import Segment
-from p2pstore.objects import HybridClock
-from p2pstore.objects import Signer
-from p2pstore.objects import Verifier
-from p2pstore.objects import Version
-from p2pstore.objects import key_hasher
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import HybridClock, Signer, Verifier, Version, keys_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.wire import Message
-from random import Random
-from typing import Final
 
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
 TO_HOMES: Final = -1
@@ -74,6 +54,7 @@ _TIMED: Final = (
     *("repair", "offers", "read_reports", "prefetching", "participations"),
 )
 """Parts that act by themselves, in the order of their ticks."""
+
 
 class PeerCore:
     """All decisions of one peer. The module's docstring tells how it is driven."""
@@ -108,7 +89,7 @@ class PeerCore:
         self.objects = OwnObjects(self)
         self._next_expire = 0.0
         self._namespaces: dict[str, bytes] = {}
-        self._hashers: dict[str, Callable[[str], bytes]] = {}
+        self._hashers: dict[str, Callable[[Sequence[str]], list[bytes]]] = {}
         self.pushes_coming = PushesComing()
         """Large ones, which are taken in one after the other."""
         self.proofs = VersionProofs(self)
@@ -283,12 +264,13 @@ class PeerCore:
         if hasher is None:
             if len(self._hashers) > MAX_HASHERS:
                 self._hashers.clear()
-            hasher = self._hashers[namespace] = key_hasher(namespace)
-        return list(map(hasher, keys))
+            hasher = self._hashers[namespace] = keys_hasher(namespace)
+        return hasher(keys)
 
     def namespaces(self) -> Iterable[tuple[str, bytes]]:
         """Namespaces that were met here lately, with their digests."""
         return self._namespaces.items()
+
 
 def before(version: Version) -> Version:
     """The highest version that is older."""

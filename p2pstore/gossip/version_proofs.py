@@ -9,17 +9,14 @@ which is 98 bytes for a version alone, and at most 194. Of an odd number of node
 """
 
 from __future__ import annotations
-from collections.abc import Sequence
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import peer_id_from_public_key
-from p2pstore.gossip.records import public_key_from_peer_id
-from p2pstore.gossip.records import writer_of
-from p2pstore.objects import Signer
-from p2pstore.objects import Version
-from typing import Final
-from typing import NamedTuple
+
 import hashlib
 import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from p2pstore.gossip.records import PeerId, peer_id_from_public_key, public_key_from_peer_id, writer_of
+from p2pstore.objects import Signer, Version
 
 MAX_LEAVES: Final = 64
 _HASH_BYTES: Final = 16
@@ -32,6 +29,7 @@ _LEAF_PERSON: Final = b"p2pstore.vleaf.1"
 _NODE_PERSON: Final = b"p2pstore.vnode.1"
 _CONTEXT: Final = b"p2pstore versions 1\0"
 
+
 class SignedTree(NamedTuple):
     """The statement of a proof, if its signature is good: `signer` signed `message`."""
 
@@ -39,10 +37,12 @@ class SignedTree(NamedTuple):
     message: bytes
     signature: bytes
 
+
 def sign_versions(versions: Sequence[tuple[bytes, Version]], signer: Signer) -> list[bytes]:
     """A proof for each of 1 to 64 versions, by the digests of their keys."""
     levels = _levels(versions)
     return _proofs(levels, signer.peer_id, signer.sign(_message(len(versions), levels[-1][0])))
+
 
 def signed_proofs(
     versions: Sequence[tuple[bytes, Version]], signer: PeerId, signature: bytes
@@ -50,9 +50,11 @@ def signed_proofs(
     """Proofs of all these versions, from the signature of `sign_versions`. They are good if that is."""
     return _proofs(_levels(versions), signer, signature)
 
+
 def signature_of(proof: bytes) -> bytes:
     """The signature in a proof."""
     return proof[_SIGNATURE]
+
 
 def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | None:
     """The statement of a proof of this version, its signature unchecked; None when it is of another version."""
@@ -75,6 +77,7 @@ def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | No
         return None
     return SignedTree(signer, _message(count, node), signature)
 
+
 def _levels(versions: Sequence[tuple[bytes, Version]]) -> list[list[bytes]]:
     """The tree's hashes, from the leaves up to the root."""
     levels = [[_leaf(digest, version) for digest, version in versions]]
@@ -82,25 +85,31 @@ def _levels(versions: Sequence[tuple[bytes, Version]]) -> list[list[bytes]]:
         levels.append(_above(levels[-1]))
     return levels
 
+
 def _proofs(levels: list[list[bytes]], signer: PeerId, signature: bytes) -> list[bytes]:
     count = len(levels[0])
     begin = public_key_from_peer_id(signer) + signature
     return [begin + bytes((place, count)) + b"".join(_path(levels, place)) for place in range(count)]
 
+
 def _message(count: int, root: bytes) -> bytes:
     return _CONTEXT + bytes((count,)) + root
+
 
 def _leaf(digest: bytes, version: Version) -> bytes:
     return hashlib.blake2b(
         _LEAF.pack(digest, *version), digest_size=_HASH_BYTES, person=_LEAF_PERSON
     ).digest()
 
+
 def _node(left: bytes, right: bytes) -> bytes:
     return hashlib.blake2b(left + right, digest_size=_HASH_BYTES, person=_NODE_PERSON).digest()
+
 
 def _above(nodes: list[bytes]) -> list[bytes]:
     pairs = zip(nodes[::2], nodes[1::2], strict=False)
     return [_node(left, right) for left, right in pairs] + nodes[len(nodes) & ~1 :]
+
 
 def _path(levels: list[list[bytes]], place: int) -> list[bytes]:
     path = []

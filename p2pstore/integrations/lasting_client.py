@@ -1,24 +1,7 @@
 """A client that never raises into an engine: circuit breaker, bounded lookups, reconnects to a restarted peer."""
 
 from __future__ import annotations
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from p2pstore import blocking
-from p2pstore.blocking import BlockingClient
-from p2pstore.errors import ConfigError
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import StoreClosed
-from p2pstore.integrations.retention import Retention
-from p2pstore.integrations.retention import retention
-from p2pstore.objects import MAX_KEY_BYTES
-from p2pstore.results import ItemResult
-from p2pstore.routing import worth_fetching
-from typing import Any
-from typing import Final
-from typing import TypeVar
-from typing import cast
+
 import difflib
 import functools
 import hashlib
@@ -29,6 +12,17 @@ import math
 import os
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar, cast
+
+from p2pstore import blocking
+from p2pstore.blocking import BlockingClient
+from p2pstore.errors import ConfigError, DeadlineExceeded, StoreClosed
+from p2pstore.integrations.retention import Retention, retention
+from p2pstore.objects import MAX_KEY_BYTES
+from p2pstore.results import ItemResult
+from p2pstore.routing import worth_fetching
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -59,6 +53,7 @@ KEPT_BYTES: Final = 900
 _KEY_PERSON: Final = b"p2pstore.engine"
 PROBE_KEY: Final = "p2pstore engine/"
 
+
 def legal_key(text: str) -> str:
     """The key that stands for a text of any length and content: the text itself where it can be a key, else its
     beginning and its BLAKE2b-256, which no two texts share in practice. The same text always gives the same key."""
@@ -68,6 +63,7 @@ def legal_key(text: str) -> str:
     digest = hashlib.blake2b(packed, digest_size=32, person=_KEY_PERSON).hexdigest()
     return f"{packed[:KEPT_BYTES].decode('utf-8', 'ignore')}#{digest}"
 
+
 def _is_utf8(packed: bytes) -> bool:
     try:
         packed.decode()
@@ -75,9 +71,11 @@ def _is_utf8(packed: bytes) -> bool:
         return False
     return True
 
+
 def leading(answers: Sequence[bool | None]) -> int:
     """How many of these are true, from the first one on."""
     return next((number for number, each in enumerate(answers) if not each), len(answers))
+
 
 def or_else(missing: Callable[..., Any]) -> Callable[[F], F]:
     """Have a method of a plug-in never raise into its engine: whatever fails, it returns what it returns where nothing
@@ -108,10 +106,12 @@ def or_else(missing: Callable[..., Any]) -> Callable[[F], F]:
 
     return decorate
 
+
 def _say_failed(plugin: Any, method: Callable[..., Any], error: Exception) -> None:
     """Log what a plug-in's method failed by; where, in the debug log."""
     LOG.debug("%s failed", method.__name__, exc_info=error)
     plugin._client.say(f"{method.__name__} failed, which counts as a miss: {error!r}")
+
 
 class Breaker:
     """Whether the local peer is worth a call. Closed: yes. Open: no call is made but the worker's probe, which closes
@@ -135,6 +135,7 @@ class Breaker:
     def probe_in(self, now: float) -> float | None:
         """Seconds until a probe is due; None while closed."""
         return None if self.closed else max(0.0, self._probe_at - now)
+
 
 class Lookups:
     """Questions about keys that shared memory leaves open. A scheduler asks again until the answer or the deadline.
@@ -181,6 +182,7 @@ class Lookups:
         while len(self._answers) > MAX_LOOKUPS:
             self._answers.pop(next(iter(self._answers)), None)
         self._late = False
+
 
 class LastingClient:
     """Calls to this machine's peer that never raise, whatever fails. Any thread may make them.
@@ -393,6 +395,7 @@ class LastingClient:
             self._absence_said = False
         self._probed_once.set()
 
+
 class FetchLimit:
     """Declines blocks that are expected to be there sooner when they are computed, which takes `seconds_per_token`. The
     worker asks for estimates, of all blocks together that a request looked up in one step of the scheduler."""
@@ -438,8 +441,10 @@ class FetchLimit:
             fetched = worth_fetching(client.estimate(list(tokens)), prefill)
             verdicts.update((key, place < fetched) for place, key in enumerate(tokens))
 
+
 def _asking(keys: list[str]) -> Callable[[BlockingClient], list[bool]]:
     return lambda client: client.contains_many(keys)
+
 
 def _compare(engine: str, facts: dict[str, Any], client: BlockingClient) -> None:
     key, ours = PROBE_KEY + engine, json.dumps(facts, sort_keys=True)

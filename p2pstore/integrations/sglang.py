@@ -9,39 +9,42 @@ layout `page_head`, engines of all tensor-parallel sizes that divide it share pa
 """
 
 from __future__ import annotations
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from p2pstore.integrations.lasting_client import LastingClient
-from p2pstore.integrations.lasting_client import leading
-from p2pstore.integrations.lasting_client import legal_key
-from p2pstore.integrations.lasting_client import or_else
-from p2pstore.integrations.mooncake.memory import view_at
-from p2pstore.results import ItemResult
-from p2pstore.values import source_view
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-from typing import Any
+
 import hashlib
 import json
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from p2pstore.integrations.lasting_client import LastingClient, leading, legal_key, or_else
+from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.results import ItemResult
+from p2pstore.values import source_view
 
 NAME_BYTES = 12
 KV_POOL = "kv"
 MAMBA_POOL = "mamba"
 
+
 def _no_pages(_: Any, keys: Sequence[str], *__: Any, **___: Any) -> list[bool]:
     return [False] * len(keys)
 
+
 def _no_transfers(_: Any, transfers: Sequence[Any], *__: Any, **___: Any) -> dict[Any, Any]:
     return {each.name: [False] * len(each.keys or ()) for each in transfers}
+
 
 def _nothing_found() -> Any:
     from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 
     return PoolTransferResult(0, {}, [])
+
 
 KNOWN = (
     *("weight_version", "socket"),
@@ -53,6 +56,7 @@ MAX_NOTED = 1000
 
 Place = Callable[[torch.Tensor], tuple[Sequence[int], Sequence[int]]]
 """Addresses and sizes of all pieces of pages, by their indices."""
+
 
 @dataclass(frozen=True)
 class _Pool:
@@ -86,6 +90,7 @@ class _Pool:
         step = self.each
         return [all(pieces[at : at + step]) for at in range(0, pages * step, step)]
 
+
 class _Figures:
     """Pages and GB/s of each call since SGLang last asked, for its metrics."""
 
@@ -112,6 +117,7 @@ class _Figures:
                 pages.append(count)
                 rates.append(rate)
         return made
+
 
 class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
     """Pages of the host pool, put from it and read into it in place. Calls may be made from several threads at once.
@@ -381,12 +387,15 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             ranks.append(config.tp_rank if tp_rank is None else tp_rank)
         return f"sglang/{config.model_name}/{digest.hexdigest()}/{'.'.join(map(str, ranks))}/"
 
+
 def _nowhere(_: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
     raise ValueError("no host pool was registered")
+
 
 def _text(name: Any) -> str:
     """The name of a pool, which is an enumeration's member."""
     return str(getattr(name, "value", name))
+
 
 def _usable_ends(there: Sequence[bool], transfer: Any) -> list[int]:
     """After how many pages a prefix may end, as far as a side pool is concerned: it needs all pages of the prefix, or

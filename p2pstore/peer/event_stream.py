@@ -9,31 +9,32 @@ by their numbers; one that reads nothing is disconnected.
 """
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
+
+import trio
+
 from p2pstore.access.crowding import Strangers
-from p2pstore.core.key_events import BatchRing
-from p2pstore.core.key_events import EventFormat
-from p2pstore.core.key_events import KeyChanges
-from p2pstore.core.key_events import REPLAY_END
-from p2pstore.core.key_events import SEQUENCE
-from p2pstore.core.key_events import first_sequence
-from p2pstore.core.key_events import replayed
-from p2pstore.errors import ConfigError
-from p2pstore.errors import ProtocolError
+from p2pstore.core.key_events import (
+    REPLAY_END,
+    SEQUENCE,
+    BatchRing,
+    EventFormat,
+    KeyChanges,
+    first_sequence,
+    replayed,
+)
+from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.records import format_peer_id
 from p2pstore.peer.node import Node
 from p2pstore.peer.zeromq import ZeroMQConnection
-from p2pstore.status.http_server import address_of
-from p2pstore.status.http_server import open_http_listeners
-from p2pstore.status.http_server import serve_strangers
-from typing import Final
-import logging
-import time
-import trio
+from p2pstore.status.http_server import address_of, open_http_listeners, serve_strangers
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -55,12 +56,14 @@ STUCK_SECONDS: Final = 10.0
 ENDS: Final = (ProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError)
 """A connection ends by them, and nothing else."""
 
+
 @dataclass(slots=True)
 class Follower:
     """A subscriber. `subscriptions`: to all topics, which is to the empty one."""
 
     connection: ZeroMQConnection
     subscriptions: int = 0
+
 
 class EventStream:
     """The stream of one peer: see the module's docstring."""
@@ -173,6 +176,7 @@ class EventStream:
                             await connection.send(b"", b"", SEQUENCE.pack(number), payload)
                     await connection.send(b"", b"", REPLAY_END, b"")
 
+
 async def _greet(
     kind: str, serve: Callable[[ZeroMQConnection], Awaitable[None]], stream: trio.SocketStream
 ) -> None:
@@ -181,6 +185,7 @@ async def _greet(
         with trio.fail_after(OPEN_SECONDS):
             await connection.open(kind)
         await serve(connection)
+
 
 async def _listen(setting: str, endpoint: str | None) -> list[trio.SocketListener]:
     if endpoint is None:

@@ -5,26 +5,20 @@ other peers.
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
 from p2pstore.core.copies.cold_copies import Gone
 from p2pstore.core.copies.memory_return import FATES
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.runtime.stepping import Steps
 from p2pstore.ssd_tier.write_admission import Refusal
-from p2pstore.status.measures import MAX_NAMESPACES
-from p2pstore.status.measures import Measures
-from p2pstore.status.measures import OTHERS
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.core import Metric
-from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import Collector
-from typing import Any
-from typing import Final
+from p2pstore.status.measures import MAX_NAMESPACES, OTHERS, Measures
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,26 +35,32 @@ PREFIX: Final = "p2pstore_"
 Labelled = Iterable[tuple[Sequence[str], float]]
 """Values of labels, and the value that they have."""
 
+
 def gauge(name: str, text: str, value: float) -> Metric:
     """One value."""
     return GaugeMetricFamily(PREFIX + name, text, value)
+
 
 def counter(name: str, text: str, value: float) -> Metric:
     """One value that only grows."""
     return CounterMetricFamily(PREFIX + name, text, value)
 
+
 def gauges(name: str, text: str, labels: Sequence[str], values: Labelled) -> Metric:
     """A value for each combination of labels."""
     return _filled(GaugeMetricFamily(PREFIX + name, text, labels=labels), values)
+
 
 def counters(name: str, text: str, labels: Sequence[str], values: Labelled) -> Metric:
     """As `gauges`, of values that only grow."""
     return _filled(CounterMetricFamily(PREFIX + name, text, labels=labels), values)
 
+
 def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Labelled) -> Metric:
     for labels, value in values:
         family.add_metric(list(labels), value)
     return family
+
 
 def histograms(
     name: str, text: str, label: str, values: Mapping[str, Histogram], buckets: Sequence[int]
@@ -75,6 +75,7 @@ def histograms(
         counted = list(zip([*ends, "+Inf"], sums, strict=True))
         family.add_metric([value] if label else [], counted, round(histogram.total * unit, 6))
     return family
+
 
 Document = Mapping[str, Any]
 _SINGLE: Final = {
@@ -166,6 +167,7 @@ ANSWERS: Final = {
 }
 """Sources of clients' gets, and their counters."""
 
+
 def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]:
     """All metrics in Prometheus' text format; `cluster` is its name."""
     parts: list[bytes] = []
@@ -173,6 +175,7 @@ def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]
         parts.append(generate_latest(_One(metric)))
         yield
     return b"".join(parts)
+
 
 class _One(Collector):
     """A single metric."""
@@ -182,6 +185,7 @@ class _One(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield self._metric
+
 
 def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metric]:
     labels = (peer["name"], cluster, peer["software"])
@@ -203,11 +207,13 @@ def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metr
     if "ssd" in peer:
         yield from ssd_families(peer["ssd"])
 
+
 def _at(document: Document, path: str) -> Any:
     value: Any = document
     for name in path.split("."):
         value = value[name]
     return value
+
 
 def _labelled(peer: Document) -> Iterator[Metric]:
     yield gauges(
@@ -221,6 +227,7 @@ def _labelled(peer: Document) -> Iterator[Metric]:
     for kind, name, text, path in _PLACES:
         values = [((each,), _at(peer["places"][each], path)) for each in ("control", "data")]
         yield kind(name, text, ["kind"], values)
+
 
 def _clients(counted: Document) -> Iterator[Metric]:
     for field, text in _CLIENTS:
@@ -239,6 +246,7 @@ def _clients(counted: Document) -> Iterator[Metric]:
     others = [each for each in others if not each[0][0].startswith(_GONE)]
     yield counters("events", "Other counters, by name.", ["event"], others)
 
+
 def _kept(peer: Document) -> Iterator[Metric]:
     counted = peer["counters"]
     yield gauge("kept_objects_unchecked", "Not looked at yet.", peer["objects_returning"])
@@ -249,6 +257,7 @@ def _kept(peer: Document) -> Iterator[Metric]:
             ["fate"],
             [((fate,), counted.get(f"kept_{unit}_{fate}", 0)) for fate in FATES],
         )
+
 
 _HISTOGRAMS: Final[Sequence[tuple[str, str, str, Sequence[int], str]]] = (
     (
@@ -276,6 +285,7 @@ _HISTOGRAMS: Final[Sequence[tuple[str, str, str, Sequence[int], str]]] = (
 )
 """Name, label if any, field of `Measures`, buckets and text."""
 
+
 def _latencies(measures: Measures) -> Iterator[Metric]:
     for name, label, field, buckets, text in _HISTOGRAMS:
         value = getattr(measures, field)
@@ -284,6 +294,7 @@ def _latencies(measures: Measures) -> Iterator[Metric]:
     what = sorted({*measures.asked, *measures.asked_in_vain})
     failures = [((each,), measures.asked_in_vain[each]) for each in what]
     yield counters("peer_request_failures", text, ["request"], failures)
+
 
 def _namespaces(measures: Measures) -> Iterator[Metric]:
     """Of all namespaces, those that were used first have labels of their own."""
@@ -299,6 +310,7 @@ def _namespaces(measures: Measures) -> Iterator[Metric]:
         values = [((name,), getattr(use, field)) for name, use in uses.items()]
         yield counters(f"namespace_{field}", text + which, ["namespace"], values)
 
+
 def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
     """Only of namespaces that have one: what all others use is the rest of `memory_used_bytes`."""
     for field, text in (
@@ -311,6 +323,7 @@ def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
         values = [((name,), use[field]) for name, use in quotas.items() if use[field] is not None]
         yield gauges(f"namespace_{field}", text, ["namespace"], values)
 
+
 def _transfers(peer: Document) -> Iterator[Metric]:
     for way, text, last in (
         ("served", "sent to other peers and their clients", "busy"),
@@ -319,6 +332,7 @@ def _transfers(peer: Document) -> Iterator[Metric]:
         for each in ("objects", "bytes", last):
             values = [((transport,), use[each]) for transport, use in peer[way].items()]
             yield counters(f"{way}_{each}", f"{each.capitalize()} {text}.", ["transport"], values)
+
 
 def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
     yield from _labelled(peer)
@@ -346,6 +360,7 @@ def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
     wrong = int(bool(peer["clock_problem"]))
     yield gauge("clock_is_wrong", "1 where others would refuse this peer's writes.", wrong)
 
+
 def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
     labels = ["namespace", "checkpoint", "version", "state"]
     found = {
@@ -357,6 +372,7 @@ def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
     sizes = [(key, each["total_bytes"]) for key, each in found.items()]
     yield gauges("checkpoint_size_bytes", "How large it is.", labels, sizes)
 
+
 def _follows(follows: list[Document]) -> Iterator[Metric]:
     for field, text in (
         ("ready", "Whether this peer, which follows the name, has its newest version verified."),
@@ -365,6 +381,7 @@ def _follows(follows: list[Document]) -> Iterator[Metric]:
     ):
         values = [((each["namespace"], each["name"]), float(each[field])) for each in follows]
         yield gauges(f"checkpoint_follower_{field}", text, ["namespace", "checkpoint"], values)
+
 
 _SSD_GAUGES: Final = (
     ("capacity_bytes", "Capacity of its segments."),
@@ -393,6 +410,7 @@ _SSD_COUNTERS: Final = (
 SSD_STATES: Final = ("ok", "read_only", "off")
 _SSD_NAMES: Final = {"bytes_read": "read_bytes", "bytes_written": "written_bytes"}
 """Where the document has them otherwise than Prometheus' conventions, the unit at the end."""
+
 
 def ssd_families(ssd: Mapping[str, Any]) -> Iterator[Metric]:
     """All of one SSD."""

@@ -5,50 +5,45 @@ mapped read-only and stays as long as a view of it.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import contextmanager
-from p2pstore.checkpoint.content.manifest import Manifest
-from p2pstore.checkpoint.content.manifest import WILDCARDS
-from p2pstore.checkpoint.content.manifest import is_chosen
-from p2pstore.checkpoint.content.manifest import matches
-from p2pstore.checkpoint.content.manifest import nearest
-from p2pstore.checkpoint.content.manifest import read_manifest
-from p2pstore.checkpoint.content.manifest import unmatched
-from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.content.pieces import PieceMap
-from p2pstore.checkpoint.content.pieces import map_of
-from p2pstore.checkpoint.content.pieces import plan_memory
-from p2pstore.checkpoint.content.safetensors import BrokenFile
-from p2pstore.checkpoint.content.safetensors import DTYPES
-from p2pstore.checkpoint.content.safetensors import HEAD_BYTES
-from p2pstore.checkpoint.content.safetensors import INDEX_SUFFIX
-from p2pstore.checkpoint.content.safetensors import SUFFIX
-from p2pstore.checkpoint.content.safetensors import header_end
-from p2pstore.checkpoint.content.safetensors import path_in_index
-from p2pstore.checkpoint.content.safetensors import read_header
-from p2pstore.checkpoint.content.safetensors import read_weight_map
-from p2pstore.errors import CheckpointRefused
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.local.local_connection import LocalConnection
-from p2pstore.values import numpy_dtype
-from p2pstore.values import torch_dtype
-from typing import Any
-from typing import Final
-from typing import NamedTuple
+
 import logging
-import numpy as np
 import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from p2pstore.checkpoint.content.manifest import (
+    WILDCARDS,
+    Manifest,
+    is_chosen,
+    matches,
+    nearest,
+    read_manifest,
+    unmatched,
+)
+from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, map_of, plan_memory
+from p2pstore.checkpoint.content.safetensors import (
+    DTYPES,
+    HEAD_BYTES,
+    INDEX_SUFFIX,
+    SUFFIX,
+    BrokenFile,
+    header_end,
+    path_in_index,
+    read_header,
+    read_weight_map,
+)
+from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.values import numpy_dtype, torch_dtype
 
 logger = logging.getLogger("p2pstore.client")
 
 LOGGED_PROBLEMS: Final = 8
 _PLAIN_NAMES: Final = frozenset(DTYPES.values())
+
 
 class Place(NamedTuple):
     """A tensor's bytes `begin` to `end` in a file, by number. `dtype` is the file's name for it."""
@@ -58,6 +53,7 @@ class Place(NamedTuple):
     file: int
     begin: int
     end: int
+
 
 class MappedVersion:
     """A version in the local peer's memory, or as much as was fetched."""
@@ -81,6 +77,7 @@ class MappedVersion:
     def close(self) -> None:
         """Release it; idempotent."""
         self._connection.close()
+
 
 class CheckpointTensors(Mapping[str, Any]):
     """The tensors of one version, by name: read-only numpy arrays, or `torch` views, or `raw` bytes. Close it, or use
@@ -185,6 +182,7 @@ class CheckpointTensors(Mapping[str, Any]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+
 class Problems(NamedTuple):
     """Faults of a version: of files, by path, and of tensors, by name."""
 
@@ -204,8 +202,10 @@ class Problems(NamedTuple):
         shown = "; ".join(listed[:LOGGED_PROBLEMS]) + (f" and {more} more files" if more > 0 else "")
         return f"; broken, and left out: {shown}" if listed else ""
 
+
 Rows = Callable[[str, tuple[int, ...]], slice | None]
 """The wanted rows (of the first dimension) of a tensor, by its name and shape; None for all."""
+
 
 class TensorsWanted:
     """The pieces that wanted tensors are in. That stands in the files themselves: `look` at what is there, fetch
@@ -367,12 +367,14 @@ class TensorsWanted:
     def _is_wanted(self, name: str) -> bool:
         return not self._names or name in self._exact or matches(name, self._wild)
 
+
 def _plain_name(dtype: str) -> str:
     """The name of a dtype in numpy, ml_dtypes or torch. An accidental namesake does not count: U4 of the format
     would be text to numpy. Raises `P2PStoreError`."""
     if dtype not in DTYPES and dtype not in _PLAIN_NAMES:
         raise P2PStoreError(f"{dtype!r} is not known here")
     return DTYPES.get(dtype, dtype)
+
 
 @contextmanager
 def _as_shaped(name: str, place: Place, library: str) -> Iterator[None]:
@@ -385,12 +387,14 @@ def _as_shaped(name: str, place: Place, library: str) -> Iterator[None]:
             f"its bytes: raw({name!r})"
         ) from error
 
+
 def _unknown(name: str, place: Place, library: str, error: P2PStoreError) -> P2PStoreError:
     other = f"torch({name!r})" if library == "numpy" else f"[{name!r}]"
     return P2PStoreError(
         f"tensor {name!r} has dtype {place.dtype} and shape {place.shape}, and {library} has no such dtype here "
         f"({error}): try {other}, or take its bytes: raw({name!r})"
     )
+
 
 def _rows_of(name: str, place: Place, rows: slice) -> Place:
     if not place.shape:
