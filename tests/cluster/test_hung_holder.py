@@ -88,3 +88,22 @@ def test_another_holder_is_asked_soon(machine: Machine) -> None:
     eventually(on_both)
     with blocking.connect(reader.ready["socket"], timeout=20) as client, stopped(first):
         assert seconds_of(lambda: [client.get(key) for key in keys]) < 1.5 + SPARE_SECONDS
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_hung_holder_delays_no_others_keys(machine: Machine, mixed: bool) -> None:
+    reader, hung, good = cluster(machine, "reader", "hung", "good", transport="tcp")
+    keys = [f"{name}{number}" for name in ("hung", "good") for number in range(40)]
+    for holder in (hung, good):
+        holder.client.put_many([(key, key.encode()) for key in keys if key[:4] == holder.name])
+    eventually(lambda: all(reader.client.contains_many(keys)))
+    if mixed:
+        keys.sort(key=lambda key: int(key[4:]))
+    with blocking.connect(reader.ready["socket"], timeout=60) as client, ThreadPoolExecutor(1) as thread:
+        assert all(each.ok for each in client.get_many(keys))  # from here on it knows the way
+        items = [(key, bytearray(len(key))) for key in keys]
+        with stopped(hung):
+            reading = thread.submit(client.get_many_into, items)
+            eventually(lambda: all(buffer == key.encode() for key, buffer in items if key < "h"))
+            assert not reading.done()
+        assert all(each.ok for each in reading.result())
