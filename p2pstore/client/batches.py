@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from msgspec.structs import replace
+
 from p2pstore.client.answers import plain_error
 from p2pstore.client.destinations import (
     BufferRooms,
@@ -18,6 +20,7 @@ from p2pstore.client.destinations import (
     SmallRooms,
 )
 from p2pstore.client.fetcher import Fetcher
+from p2pstore.client.holder_reads import HolderReads
 from p2pstore.client.read_plan import (
     HolderGroup,
     ReadPlan,
@@ -258,7 +261,7 @@ class _Batch:
         if copies and (first := copies[0]) is not None and copies.count(first) == len(copies):
             await self._pull_only(first, list(self._wanted))
         else:
-            await self._side_by_side(self._at_only_holders(list(self._wanted)))
+            await _side_by_side(self._holders, self._at_only_holders(list(self._wanted)))
 
     def _at_only_holders(self, numbers: Sequence[int]) -> list[Work]:
         """The reads of these from their only holders, each of which is asked once; far holders come first."""
@@ -269,16 +272,6 @@ class _Batch:
                 self._only[number] = None
         ordered = sorted(groups.values(), key=lambda group: not is_far(group[0]))
         return [partial(self._pull_only, *group) for group in ordered]
-
-    async def _side_by_side(self, reads: Sequence[Work]) -> None:
-        """Read from several holders at once, from the last one by this task."""
-        if len(reads) > 1:
-            async with self._holders.together() as start:
-                for read in reads[:-1]:
-                    start(read)
-                await reads[-1]()
-        elif reads:
-            await reads[0]()
 
     async def _pull_only(self, copy: RemoteCopy, numbers: Sequence[int]) -> None:
         if is_far(copy):
@@ -300,21 +293,32 @@ class _Batch:
         numbers = list(self._wanted)
         plans = await self._fetcher.plan(self._rooms.keys[numbers[0]], self._rooms.digests_of(numbers))
         self._plans = dict(zip(numbers, plans, strict=True))
-        lukewarm = {number: plan for number, plan in self._plans.items() if number not in self._hot}
-        groups = sorted(groups_by_holder(lukewarm), key=lambda group: group.holder.same_host)
-        await self._side_by_side([partial(self._pull_group, group) for group in groups])
+        asked = self._plans
+        for _ in range(2):  # what a silent holder did not bring comes from the next one
+            lukewarm = {number: plan for number, plan in asked.items() if number not in self._hot}
+            groups = sorted(groups_by_holder(lukewarm), key=lambda group: group.holder.same_host)
+            await _side_by_side(self._holders, [partial(self._pull_group, group) for group in groups])
+            asked = self._without_silent()
+            self._plans |= asked
+
+    def _without_silent(self) -> dict[int, PlanItem]:
+        """Plans for the items whose first holder was silent, and not the others."""
+        changed: dict[int, PlanItem] = {}
+        for number in self._wanted:
+            before = self._plans[number].holders
+            after = self._silent.last(before)
+            if after and after[0] is not before[0]:
+                changed[number] = replace(self._plans[number], holders=after)
+        return changed
 
     async def _pull_group(self, group: HolderGroup) -> None:
+        """Those of one holder, as planned. The memory of a peer of this host is mapped for that."""
         if not self._silent.last([group.holder]):
             return
-        if group.holder.same_host:
-            await self._copy_nearby_as_planned(group)
-        else:
-            await self._pull(remote_copy(group.holder), group.numbers, group.others)
-
-    async def _copy_nearby_as_planned(self, group: HolderGroup) -> None:
-        """Those in the memory of a peer of this host, which is mapped for that."""
         copy = remote_copy(group.holder)
+        if not copy.same_host:
+            await self._pull(copy, group.numbers, group.others)
+            return
         failure = await self._holders.map_nearby(copy, group.others)
         if failure is None:
             versions = [version_of(self._plans[number]) for number in group.numbers]
@@ -432,3 +436,14 @@ class _Batch:
     def _settle(self, number: int, outcome: Outcome) -> None:
         del self._wanted[number]
         self.outcomes[number] = outcome
+
+
+async def _side_by_side(holders: HolderReads, reads: Sequence[Work]) -> None:
+    """Read from several holders at once, from the last one by this task."""
+    if len(reads) > 1:
+        async with holders.together() as start:
+            for read in reads[:-1]:
+                start(read)
+            await reads[-1]()
+    elif reads:
+        await reads[0]()

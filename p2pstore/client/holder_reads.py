@@ -260,7 +260,7 @@ class HolderReads:
 
 
 def _hurried(copy: RemoteCopy, others: Collection[bytes]) -> RemoteCopy:
-    return hurried(copy, others) if others else copy
+    return hurried(copy, others, soon=True) if others else copy
 
 
 class _Waiting:
