@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from p2pstore.core.operation import Notes
 from p2pstore.errors import CheckpointRefused, NoSuchKey
 from p2pstore.gossip.checkpoint_records import (
     NO_VERSION,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 MAX_PINS: Final = 1024
-MAX_NOTES: Final = 64
 Name = tuple[str, str]
 """(namespace, name of a checkpoint)."""
 
@@ -53,7 +53,7 @@ class TrustedPublishers:
     """The publisher that this peer trusts for each name, and those that it is to forget. `version` grows whenever
     `pins` or `forgotten` would say something else."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Notes) -> None:
         self._pins: OrderedDict[Name, PeerId] = OrderedDict()
         """The name used last is the last."""
         self.version = 0
@@ -62,7 +62,7 @@ class TrustedPublishers:
         """Publishers of names that are not to be shown, and what they say up to which clock."""
         self._ignored: dict[tuple[Name, PeerId], None] = {}
         """Publishers of which the log says that they are not the trusted ones."""
-        self._notes: list[str] = []
+        self._notes = notes
 
     @property
     def forgotten(self) -> list[tuple[str, str, PeerId, int]]:
@@ -111,14 +111,8 @@ class TrustedPublishers:
             (_, name), _ = self._pins.popitem(last=False)
             self._note(f"checkpoint {name!r}: its publisher is forgotten, as it was not used for long")
 
-    def take_notes(self) -> list[str]:
-        """News of publishers since the last call, for the log."""
-        notes, self._notes = self._notes, []
-        return notes
-
     def _note(self, text: str) -> None:
-        if len(self._notes) < MAX_NOTES:
-            self._notes.append(text)
+        self._notes.add("publisher", text)
 
     def is_forgotten(self, head: Head) -> bool:
         """Whether this peer is not to trust or show what this head says."""

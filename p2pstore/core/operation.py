@@ -9,9 +9,10 @@ answered by an event that names it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, writer_of
@@ -23,6 +24,9 @@ from p2pstore.wire import Failure, Message
 if TYPE_CHECKING:
     from p2pstore.core.copies.copy_destination import CopiesDestination
     from p2pstore.core.peer_core import PeerCore
+
+
+MAX_NOTES: Final = 100
 
 
 class Timed(Protocol):
@@ -251,6 +255,31 @@ class PullOutcome:
     source: int = 0
     transport: str = ""
     """From which member it came, and how."""
+
+
+class Note(NamedTuple):
+    """One line for the log, with the name of its event."""
+
+    event: str
+    text: str
+    is_error: bool = False
+
+
+class Notes:
+    """What an operator ought to know, until the shell takes it; of too many, the newest."""
+
+    def __init__(self) -> None:
+        self._notes: deque[Note] = deque(maxlen=MAX_NOTES)
+
+    def add(self, event: str, text: str, *, is_error: bool = False) -> None:
+        """One more."""
+        self._notes.append(Note(event, text, is_error))
+
+    def take(self) -> list[Note]:
+        """All since the last call."""
+        notes = list(self._notes)
+        self._notes.clear()
+        return notes
 
 
 Reply = Message | Failure | None

@@ -192,6 +192,10 @@ class Harness:
         self.gossip.record(self.now)
         self.others = [self.join(number) for number in range(1, others + 1)]
 
+    def notes(self, event: str) -> list[str]:
+        """The texts about an event that are for the log."""
+        return [note.text for note in self.core.notes.take() if note.event == event]
+
     def _describe(self) -> PeerRecord:
         checkpoints = self.core.participations.told if hasattr(self, "core") else []
         return msgspec.structs.replace(describe(self.signer, 0), checkpoints=checkpoints)

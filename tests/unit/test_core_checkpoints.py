@@ -176,17 +176,17 @@ def test_the_first_publisher_that_was_seen_stays_the_only_one(world: Harness) ->
     assert checkpoints.find(NAMESPACE, "model").publisher == one.peer_id
     version = publishers.version
     hear(world, two, head(V2), clock=2)
-    (note,) = publishers.take_notes()
+    (note,) = world.notes("publisher")
     assert "is ignored" in note
     assert checkpoints.find(NAMESPACE, "model").version == V1
     assert publishers.version == version
     checkpoints.find(NAMESPACE, "model")
-    assert publishers.take_notes() == [], "said once"
+    assert world.notes("publisher") == [], "said once"
     hear(world, one, head(gone=True), clock=3)
     with pytest.raises(NoSuchKey, match="the one that this peer trusts for that name; to trust"):
         checkpoints.find(NAMESPACE, "model")
     assert checkpoints.find(NAMESPACE, "model", two.peer_id).version == V2
-    (note,) = publishers.take_notes()
+    (note,) = world.notes("publisher")
     assert "is trusted from now on" in note
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import trio
 
-from p2pstore.core import operations, peer_core
+from p2pstore.core import peer_core
+from p2pstore.core import peer_core as operations
 from p2pstore.core.copies.memory_return import COLD_PER_STEP
 from p2pstore.core.floors import WITHDRAWN_PER_STEP
 from p2pstore.core.gets import serving

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
+from p2pstore.core.copies.proofs import MAX_PROOF_BYTES, SIGNATURE_BYTES, read_proof, signed_proofs
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.operation import Operation, PullOutcome, PullTogether
 from p2pstore.core.puts.publishing import announce_new, reserve_many
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import PeerId, member_of, writer_of
-from p2pstore.gossip.version_proofs import MAX_PROOF_BYTES, SIGNATURE_BYTES, read_proof, signed_proofs
 from p2pstore.memory.entries import ObjectEntry, Reservation, Written
 from p2pstore.memory.segment_layout import (
     EXPIRY_BYTES,

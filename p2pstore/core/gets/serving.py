@@ -12,7 +12,7 @@ from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.floors import SweepOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import holding_record, split_digests
-from p2pstore.core.gets.naming import serve_names
+from p2pstore.core.key_events import serve_names
 from p2pstore.core.operation import KnownCopy, Operation
 from p2pstore.core.own_objects import key_info
 from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins

@@ -80,13 +80,13 @@ class RepeatLimit(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kinds: dict[tuple[str, int], tuple[float, int]] = {}
-        """Place in the program -> when its minute began, and how many came in it."""
+        self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
+        """Place in the program and event -> when its minute began, and how many came in it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        kind = (record.pathname, record.lineno)
+        kind = (record.pathname, record.lineno, getattr(record, "event", ""))
         began, count = self._kinds.get(kind, (record.created, 0))
         if not 0 <= record.created - began < BURST_SECONDS:
             if count > BURST:
