@@ -19,6 +19,7 @@ from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.wire import Failure, Message
 
 if TYPE_CHECKING:
@@ -231,25 +232,11 @@ class OperationFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class PullFailure:
-    """The failure of one holder to deliver. `code` as in `p2pstore.wire.Code`."""
-
-    member: Member
-    code: int
-    text: str = ""
-    incarnation: int = 0
-    sequence: int = 0
-    keep: bool = False
-    others: tuple[Member, ...] = ()
-    """With `keep`: the object is hot, and these have it."""
-
-
-@dataclass(frozen=True, slots=True)
 class PullOutcome:
     """How a pull ended: delivered, or not, with the failures on the way."""
 
     delivered: bool
-    failures: tuple[PullFailure, ...] = field(default=())
+    failures: tuple[HolderReport, ...] = field(default=())
     error: Exception | None = None
     """Set when this peer itself could not take the object (no room), not a holder's fault."""
     source: int = 0

@@ -76,9 +76,10 @@ class HolderReport:
     """The failure of one holder, for the peer that believed in its copy."""
 
     member: int
-    code: Code
-    text: str
-    transport: str
+    code: int
+    """As in `Code`."""
+    text: str = ""
+    transport: str = ""
     incarnation: int = 0
     sequence: int = 0
     hurried: bool = False
@@ -90,7 +91,7 @@ class HolderReport:
 
 def is_silence(failure: object) -> bool:
     """Whether a holder failed by not answering in time."""
-    return isinstance(failure, PullFailed | HolderReport) and (failure.code is Code.DEADLINE_EXCEEDED)
+    return isinstance(failure, PullFailed | HolderReport) and failure.code == Code.DEADLINE_EXCEEDED
 
 
 class _Held(Protocol):

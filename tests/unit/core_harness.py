@@ -9,14 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from p2pstore.core.gets.lookup import split_digests
-from p2pstore.core.operation import (
-    AskPeer,
-    Operation,
-    OperationFinished,
-    PullFailure,
-    PullObject,
-    PullOutcome,
-)
+from p2pstore.core.operation import AskPeer, Operation, OperationFinished, PullObject, PullOutcome
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.gossip.floors.floor_comparison import FloorAnswer
@@ -65,6 +58,7 @@ from p2pstore.objects import (
 )
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.data_messages import REQUESTS, DataKind, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs
 from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.segment_checks import check_segment
@@ -404,7 +398,7 @@ class Harness:
         return pull
 
     def deliver(
-        self, pull: PullObject, thing: RemoteObject, *failures: PullFailure
+        self, pull: PullObject, thing: RemoteObject, *failures: HolderReport
     ) -> ObjectEntry | None:
         """Carry out a pull: the object arrives, after these failures of others."""
         destination = self.core.operations.copy_destination(pull.operation, self.now)
@@ -418,7 +412,7 @@ class Harness:
     def fail(self, pull: PullObject, *codes: Code, error: Exception | None = None) -> None:
         """Every copy of a pull failed, with these codes in turn."""
         failures = tuple(
-            PullFailure(copy.member, int(code), "", OTHER_INCARNATION, 1000)
+            HolderReport(copy.member, int(code), "", "", OTHER_INCARNATION, 1000)
             for copy, code in zip(pull.copies, codes, strict=True)
         )
         self.core.operations.pulled(pull.operation, PullOutcome(False, failures, error), self.now)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from p2pstore.core import floors as sweeping
 from p2pstore.core.gets.serving import reply_of
-from p2pstore.core.operation import AskPeer, CheckObject, PullFailure, PullOutcome, PutEnd
+from p2pstore.core.operation import AskPeer, CheckObject, PullOutcome, PutEnd
 from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -18,6 +18,7 @@ from p2pstore.memory.segment_layout import Pin, decode_trailer
 from p2pstore.objects import Version, chunk_sums, namespace_digest
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind, Get, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import (
     CheckCopy,
     CopyChecked,
@@ -474,7 +475,7 @@ def test_what_its_holder_does_not_give_is_created_anew() -> None:
     operation, ask = compare(world, "k", b"12345678")
     world.answer(ask, remote.reply)
     pull = world.pull_wanted()
-    failure = PullFailure(world.others[0].member, int(Code.UNAVAILABLE), "")
+    failure = HolderReport(world.others[0].member, int(Code.UNAVAILABLE), "")
     world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,), None, 0, ""), world.now)
     assert end_of(operation).status == PutStatus.CREATED
     world.check_idle()
@@ -562,7 +563,7 @@ def test_a_holder_whose_bytes_a_reader_found_spoilt_is_told_once_in_a_while() ->
     world = Harness(others=1)
     other = world.others[0]
     for _ in range(3):
-        failure = PullFailure(other.member, int(Code.STALE))
+        failure = HolderReport(other.member, int(Code.STALE))
         world.core.holders.failed(digest_of("k"), failure, world.now)
     (ask,) = world.asks(DataKind.CHECK_COPY)
     assert (ask.peer_id, ask.request) == (other.peer_id, CheckCopy(digest_of("k"), again=True))

@@ -12,7 +12,7 @@ import trio
 
 from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable
 from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation, split_digests
-from p2pstore.core.operation import KnownCopy, PullFailure
+from p2pstore.core.operation import KnownCopy
 from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local
@@ -32,6 +32,7 @@ from p2pstore.peer.for_clients.local_queries import (
 from p2pstore.peer.node import Node
 from p2pstore.runtime.stepping import Steps
 from p2pstore.runtime.trio_tasks import in_turns, take_turns
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Code
 
@@ -279,7 +280,9 @@ class LocalGets:
             if failure.member == local.OWN_COPY:
                 self._node.guard.doubt_own_copy(failure.digest)
             else:
-                self._core.holders.failed(failure.digest, _pull_failure(failure), self._node.now)
+                position = failure.incarnation, failure.sequence
+                report = HolderReport(failure.member, failure.code, "", "", *position)
+                self._core.holders.failed(failure.digest, report, self._node.now)
             yield
         for timing in message.timings[:MAX_BATCH]:
             self._node.estimator.observe(
@@ -291,7 +294,3 @@ class LocalGets:
                 now=self._node.now,
             )
             yield
-
-
-def _pull_failure(failure: local.HolderFailure) -> PullFailure:
-    return PullFailure(failure.member, failure.code, "", failure.incarnation, failure.sequence)
