@@ -259,7 +259,6 @@ class Sweep:
         self._at = 0
         self._left = 0
         self._distrusted = 0
-        self._waiting: list[SweepOperation] = []
 
     @property
     def pending(self) -> bool:
@@ -284,10 +283,6 @@ class Sweep:
             self._pass_slots(now)
         else:
             self._core.cold.sweep_step(now)
-        if not self.pending:
-            waiting, self._waiting = self._waiting, []
-            for operation in waiting:
-                operation.finish(None, now)
 
     def _pass_slots(self, now: float) -> None:
         core, withdrawn = self._core, 0
@@ -307,28 +302,15 @@ class Sweep:
         if not self._left:
             self._distrusted = 0
 
-    def wait(self, operation: SweepOperation, now: float) -> None:
-        """Finish the operation when nothing is left to sweep."""
-        if self.pending:
-            self._waiting.append(operation)
-        else:
-            operation.finish(None, now)
-
-    def leave(self, operation: SweepOperation) -> None:
-        """The operation does not wait any more."""
-        if operation in self._waiting:
-            self._waiting.remove(operation)
-
 
 class SweepOperation(Operation):
     """Waits until what floors forbid has been withdrawn here."""
 
-    def start(self, now: float) -> None:
-        self.core.floors.sweep.wait(self, now)
-
-    def cancel(self, now: float) -> None:
-        self.core.floors.sweep.leave(self)
-        super().cancel(now)
+    def wake(self, now: float) -> None:
+        if self.core.floors.sweep.pending:
+            self.set_alarm(now)  # the next tick has the next step
+        else:
+            self.finish(None, now)
 
 
 WAIT_SECONDS: Final = 4.0
