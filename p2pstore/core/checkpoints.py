@@ -69,11 +69,6 @@ class TrustedPublishers:
         """Namespace, name, publisher and clock of what is not to be shown, for the state directory."""
         return [(*name, publisher, clock) for (name, publisher), clock in self._forgotten.items()]
 
-    def load_forgotten(self, forgotten: Iterable[tuple[str, str, PeerId, int]]) -> None:
-        """What was not to be shown in an earlier life."""
-        for namespace, name, publisher, clock in forgotten:
-            self._forgotten[(namespace, name), publisher] = clock
-
     def clock_was_fast(self, limit: int, by: int) -> None:
         """Stamps above `limit` were made by a clock that was fast by `by`: see `Timekeeping`."""
         for key, clock in self._forgotten.items():
@@ -86,10 +81,14 @@ class TrustedPublishers:
         """Namespace, name and publisher of all trusted names, for the state directory; last used, last named."""
         return [(*name, publisher) for name, publisher in self._pins.items()]
 
-    def load_pins(self, pins: Iterable[tuple[str, str, PeerId]]) -> None:
-        """Pins of an earlier life."""
+    def load(
+        self, pins: Iterable[tuple[str, str, PeerId]], forgotten: Iterable[tuple[str, str, PeerId, int]]
+    ) -> None:
+        """Take over the pins of an earlier life, and what was not to be shown then."""
         for namespace, name, publisher in pins:
             self._pins[namespace, name] = publisher
+        for namespace, name, publisher, clock in forgotten:
+            self._forgotten[(namespace, name), publisher] = clock
 
     def pinned(self, namespace: str, name: str) -> PeerId | None:
         """The publisher that is trusted for a name; None without one."""

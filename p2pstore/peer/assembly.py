@@ -145,8 +145,7 @@ class Assembly:
         core = self._make_core(await trio.to_thread.run_sync(self._make_segment), repair)
         if self.state is not None:
             self._restore(core, self.state)
-            core.publishers.load_pins(self.state.load_publishers())
-            core.publishers.load_forgotten(self.state.load_forgotten())
+            core.publishers.load(*self.state.load_publishers())
         node = Node(config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng)
         node.credentials = self.credentials
         office = TicketOffice(self.identity, self.credentials.ring, core.timekeeping.ahead_of)

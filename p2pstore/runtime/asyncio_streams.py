@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import math
-import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -30,6 +28,8 @@ from p2pstore.runtime.streams import (
     StartHelper,
     advance,
     check_descriptors,
+    connect_first,
+    connect_nonblocking,
     flatten_parts,
     gather,
     shut_down,
@@ -38,8 +38,6 @@ from p2pstore.runtime.streams import (
 )
 
 T = TypeVar("T")
-
-BACKLOG_RETRY_SECONDS = 0.01
 
 
 class AsyncioStream:
@@ -250,7 +248,7 @@ class AsyncioDriver:
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> AsyncioStream:
         try:
             async with asyncio.timeout(timeout_seconds) as limit:
-                sock = await _connect_to_first(await _resolve(host, port))
+                sock = await connect_first(await _resolve(host, port), _connect)
         except TimeoutError:
             if not limit.expired():  # the kernel gave up first
                 raise
@@ -320,30 +318,8 @@ async def _resolve(host: str, port: int) -> list[Any]:
     return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
-async def _connect_to_first(addresses: list[Any]) -> socket.socket:
-    """A socket connected to the first address that takes it. Raises the last one's error."""
-    error: OSError = OSError("the host has no address")
-    for family, kind, protocol, _, address in addresses:
-        sock = socket.socket(family, kind, protocol)
-        try:
-            await _connect(sock, address)
-        except BaseException as problem:
-            sock.close()
-            if not isinstance(problem, OSError):
-                raise
-            error = problem
-        else:
-            return sock
-    raise error
-
-
 async def _connect(sock: socket.socket, address: Any) -> None:
-    """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""
-    sock.setblocking(False)
-    while (code := sock.connect_ex(address)) == errno.EAGAIN:  # AF_UNIX: the backlog is full
-        await asyncio.sleep(BACKLOG_RETRY_SECONDS)
-    if code == errno.EINPROGRESS:
+    async def writable(sock: socket.socket) -> None:
         await _Wait(sock.fileno(), writable=True).ready(float("inf"))
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if code:
-        raise OSError(code, os.strerror(code))
+
+    await connect_nonblocking(sock, address, asyncio.sleep, writable)

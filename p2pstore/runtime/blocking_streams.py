@@ -15,14 +15,12 @@ import contextlib
 import socket
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Final
 
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.polling import Polling
 from p2pstore.runtime.streams import (
     ANCILLARY_BYTES,
@@ -34,10 +32,10 @@ from p2pstore.runtime.streams import (
     StartHelper,
     T,
     _set_kernel_timeout,
-    advance,
     check_descriptors,
+    connect_first,
     flatten_parts,
-    gather,
+    send_views,
     shut_down,
     stalled,
     tune_tcp,
@@ -92,7 +90,7 @@ class BlockingStream:
                 if sent == len(parts[0]):
                     return
                 parts = (memoryview(parts[0])[sent:],)
-            self._send_views(flatten_parts(parts))
+            send_views(self._sock, flatten_parts(parts), self._send_limit)
         except OSError as error:
             raise _said(error, self._send_limit) from None
 
@@ -102,15 +100,6 @@ class BlockingStream:
         except BaseException:
             self.close()
             raise
-
-    def _send_views(self, views: list[memoryview]) -> None:
-        flow, first = Flow(self._send_limit), 0
-        while first < len(views):
-            began = time.monotonic()
-            sent = self._sock.sendmsg(gather(views, first))
-            if not flow.moved(sent, time.monotonic() - began):
-                raise flow.too_slow()
-            first = advance(views, first, sent)
 
     async def receive_into(self, view: memoryview) -> int:
         try:
@@ -257,27 +246,18 @@ class _HelperThread:
         with self._state:
             self._connecting = None
 
-    def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
+    async def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
         """`socket.create_connection`, which `cancel` ends."""
-        problem: OSError = OSError(f"{host} has no address")
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, address in found:
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.settimeout(timeout_seconds)
-                with self._state:
-                    self._connecting = sock
-                    if self._cancelled:
-                        raise ConnectionAbortedError("this connection is not needed any more")
-                sock.connect(address)
-            except BaseException as error:
-                sock.close()
-                if not isinstance(error, OSError):
-                    raise
-                problem = error
-            else:
-                return sock
-        raise problem
+
+        async def connect(sock: socket.socket, address: Any) -> None:
+            sock.settimeout(timeout_seconds)
+            with self._state:
+                self._connecting = sock
+                if self._cancelled:
+                    raise ConnectionAbortedError("this connection is not needed any more")
+            sock.connect(address)
+
+        return await connect_first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), connect)
 
 
 def _join_all(threads: list[_HelperThread]) -> None:
@@ -315,7 +295,7 @@ class BlockingDriver:
             sock = (
                 socket.create_connection((host, port), timeout_seconds)
                 if helper is None
-                else helper.connect(host, port, timeout_seconds)
+                else await helper.connect(host, port, timeout_seconds)
             )
         except OSError as error:
             raised = as_raised(error)

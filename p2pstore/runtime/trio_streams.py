@@ -33,6 +33,8 @@ from p2pstore.runtime.streams import (
     StartHelper,
     advance,
     check_descriptors,
+    connect_first,
+    connect_nonblocking,
     flatten_parts,
     gather,
     shut_down,
@@ -265,21 +267,9 @@ class TrioDriver:
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> TrioStream:
         with trio.move_on_after(timeout_seconds):
             addresses = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            error: OSError | None = None
-            for family, kind, protocol, _, address in addresses:
-                sock = socket.socket(family, kind, protocol)
-                try:
-                    await _connect(sock, address)
-                except OSError as problem:
-                    sock.close()
-                    error = problem
-                except BaseException:
-                    sock.close()
-                    raise
-                else:
-                    tune_tcp(sock)
-                    return TrioStream(sock)
-            raise error or OSError(f"{host} has no address")
+            sock = await connect_first(addresses, _connect)
+            tune_tcp(sock)
+            return TrioStream(sock)
         raise DeadlineExceeded(f"{host}:{port} did not answer within {timeout_seconds:g} s")
 
     async def connect_unix(self, path: str, timeout_seconds: float) -> TrioStream:
@@ -336,17 +326,8 @@ class TrioDriver:
 
 
 async def _connect(sock: socket.socket, address: Any) -> None:
-    """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""
-    sock.setblocking(False)
-    while (code := sock.connect_ex(address)) == errno.EAGAIN:  # AF_UNIX: the backlog is full
-        await trio.sleep(0.01)
-    if code == errno.EINPROGRESS:
-        await trio.lowlevel.wait_writable(sock)
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    else:
-        await trio.lowlevel.checkpoint_if_cancelled()
-    if code:
-        raise OSError(code, os.strerror(code))
+    await connect_nonblocking(sock, address, trio.sleep, trio.lowlevel.wait_writable)
+    await trio.lowlevel.checkpoint_if_cancelled()
 
 
 SAY_SECONDS: Final = 60.0

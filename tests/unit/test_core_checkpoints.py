@@ -220,7 +220,7 @@ def test_a_publisher_that_is_gone_for_good_may_be_forgotten_here(world: Harness)
         checkpoints.forget(NAMESPACE, "model", world.core.peer_id)
 
     again = Harness().core.publishers
-    again.load_forgotten(publishers.forgotten)
+    again.load([], publishers.forgotten)
     assert again.forgotten == publishers.forgotten
 
 
@@ -230,7 +230,7 @@ def test_pins_are_bounded_and_survive(world: Harness) -> None:
     for number in range(MAX_PINS + 1):
         publishers.pin(NAMESPACE, f"name-{number}", peer_id)
         publishers.pin(NAMESPACE, "name-0", peer_id)
-    again.load_pins(publishers.pins)
+    again.load(publishers.pins, [])
     assert len(again.pins) == MAX_PINS
     assert again.pinned(NAMESPACE, "name-0") == peer_id, "used all the time"
     assert again.pinned(NAMESPACE, "name-1") is None

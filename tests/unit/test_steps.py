@@ -2,7 +2,7 @@
 
 import json
 import mmap
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
@@ -308,6 +308,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 async def turns_of(answer: Any) -> tuple[int, Any]:
     """How often others had their turn until an answer was there, and the answer."""
     turns, result = 0, None
+    answer = in_turns(answer) if isinstance(answer, Generator) else answer
 
     async def wait(scope: trio.CancelScope) -> None:
         nonlocal result

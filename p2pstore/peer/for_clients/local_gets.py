@@ -155,18 +155,17 @@ class LocalGets:
                 break
         return local.LeaseGrant(0, 0, 0, 0, 0, error=item_error(error))
 
-    def release(self, client: LocalClient, message: local.Release) -> Answer:
+    def release(self, client: LocalClient, message: local.Release) -> Steps[None]:
         """End leases; one that has ended already is passed over."""
-        return in_turns(self._release_all(client, message))
-
-    def _release_all(self, client: LocalClient, message: local.Release) -> Steps[None]:
         for place, lease in enumerate(message.leases):
             if place:
                 yield
             with suppress(ValueError):
                 self._segment.views.release(lease, holder=client.holder)
 
-    def plan(self, client: LocalClient, message: local.Plan) -> Answer:
+    def plan(
+        self, client: LocalClient, message: local.Plan
+    ) -> Steps[local.Planned] | Awaitable[local.Planned]:
         """Where objects can be read, asking the keys' home peers where this one does not know."""
         digests = check_batch(split_digests(message.digests))
         operation = LookupOperation(
@@ -181,7 +180,7 @@ class LocalGets:
         )
         self._core.operations.start(operation, self._node.now)
         if operation.done:
-            return in_turns(self._planned(operation))
+            return self._planned(operation)
         return self._plan_later(operation)
 
     async def _plan_later(self, operation: LookupOperation) -> local.Planned:
@@ -260,11 +259,8 @@ class LocalGets:
             copy.announced.root,
         )
 
-    def report(self, client: LocalClient, message: local.Report) -> Answer:
+    def report(self, client: LocalClient, message: local.Report) -> Steps[None]:
         """Take in reads that this peer did not see, and holders that failed."""
-        return in_turns(self._take_in(message))
-
-    def _take_in(self, message: local.Report) -> Steps[None]:
         for access in message.accesses[:MAX_BATCH]:
             count = max(0, access.count)
             views = max(0, min(access.views, count))

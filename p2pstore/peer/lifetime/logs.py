@@ -99,14 +99,6 @@ class RepeatLimit(logging.Filter):
         return count < BURST
 
 
-class _ForeignLines(logging.Filter):
-    """Other libraries' warnings as single lines: their tracebacks are about strangers, not about us."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.exc_info = record.exc_text = record.stack_info = None
-        return record.levelno >= logging.WARNING
-
-
 class _LogFile(logging.Handler):
     """A log file that may be opened anew. A full disk costs lines, which are counted, and nothing else."""
 
@@ -195,14 +187,15 @@ def _take_foreign_lines(handler: logging.Handler) -> None:
 
 
 class _Foreign(logging.Handler):
-    """The root logger's way to this package's handler."""
+    """The root logger's way to this package's handler: other libraries' warnings as single lines, as their tracebacks
+    are about strangers, not about us."""
 
     def __init__(self, target: logging.Handler) -> None:
         super().__init__(logging.WARNING)
         self._target = target
-        self.addFilter(_ForeignLines())
 
     def emit(self, record: logging.LogRecord) -> None:
+        record.exc_info = record.exc_text = record.stack_info = None
         self._target.handle(record)
 
 
