@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import xxhash
 
@@ -374,3 +375,15 @@ def format_bytes(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{int(count)} B"
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def put_newest(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+    """Keep an entry as the newest of at most `most`."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > most:
+        table.popitem(last=False)

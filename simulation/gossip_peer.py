@@ -8,17 +8,17 @@ from random import Random
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.machine import (
+from p2pstore.gossip.gossip_messages import (
     Answer,
     Ask,
     Contact,
     Duplicate,
     Effect,
     FetchSnapshot,
-    Gossip,
     SnapshotHead,
+    Status,
 )
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,

@@ -38,7 +38,7 @@ from p2pstore.gossip.records import (
     format_peer_id,
     writer_of,
 )
-from p2pstore.objects import check_checkpoint_name
+from p2pstore.objects import check_checkpoint_name, put_newest
 from p2pstore.wire import Message, encode_body
 
 if TYPE_CHECKING:
@@ -121,10 +121,7 @@ class TrustedPublishers:
     def forget(self, head: Head) -> None:
         """Show and trust what this head says no more, until its publisher says something new."""
         name = head.namespace, head.name
-        self._forgotten[name, head.publisher] = head.clock
-        self._forgotten.move_to_end((name, head.publisher))
-        while len(self._forgotten) > MAX_PINS:
-            self._forgotten.popitem(last=False)
+        put_newest(self._forgotten, (name, head.publisher), head.clock, MAX_PINS)
         if self._pins.get(name) == head.publisher:
             del self._pins[name]
         self.version += 1

@@ -33,7 +33,7 @@ from p2pstore.core.puts.comparing import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.errors import NoSuchKey
-from p2pstore.gossip.machine import Effect as GossipEffect
+from p2pstore.gossip.gossip_messages import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import Member, PeerId, Signer, Verifier, member_of, writer_of
 from p2pstore.home_messages import Pushed

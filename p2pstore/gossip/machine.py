@@ -20,16 +20,13 @@ from functools import cached_property, partial
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import (
-    Answer,
     Ask,
     Contact,
     ControlKind,
     Duplicate,
     Effect,
     ExchangeReply,
-    FetchSnapshot,
     Later,
     Leave,
     Ping,
@@ -47,22 +44,7 @@ from p2pstore.gossip.locations.snapshots import (
 )
 from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberChange
 from p2pstore.gossip.records import LOCATION_BYTES, ClusterRecord, Member, PeerId, SignedRecord
-from p2pstore.home_messages import Push
 from p2pstore.wire import Code, Failure, Message
-
-__all__ = [
-    "Answer",
-    "Ask",
-    "Contact",
-    "Duplicate",
-    "Effect",
-    "FetchSnapshot",
-    "Gossip",
-    "GossipConfig",
-    "Later",
-    "Push",
-    "SnapshotHead",
-]
 
 
 def too_much_asked() -> Failure:

@@ -24,11 +24,11 @@ from p2pstore.core.copies.coldest import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
-from p2pstore.gossip.gossip_config import preset
+from p2pstore.gossip.gossip_config import GossipConfig, preset
 from p2pstore.gossip.homes.partition_homes import ModeLimits
 from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
-from p2pstore.gossip.machine import Gossip, GossipConfig
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     ClusterRecord,

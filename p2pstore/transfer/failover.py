@@ -208,7 +208,7 @@ class PullAttempts:
 
     def _offered(self, copy: RemoteCopy) -> list[int]:
         """The transports that reach a copy, cheapest first."""
-        offered = [number for number, each in enumerate(self._transports) if each.offers(copy)]
+        offered = [number for number, each in enumerate(self._transports) if not each.why_not(copy)]
         return sorted(offered, key=lambda number: self._transports[number].cost(copy))
 
     def failed(self, failure: PullFailed) -> None:

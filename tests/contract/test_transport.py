@@ -1288,7 +1288,7 @@ async def test_a_hurried_read_hurries_no_other_one(tcp: TcpHarness, side: Side) 
             )
         )
         assert buffer == VALUE
-        (places,) = pool._places._peers.values()
+        (places,) = pool._peers.values()
         assert places[0].connection is not None
         assert places[0].connection.stream.receive_seconds == seconds
 

@@ -14,9 +14,10 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import hash_stamps
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Ping
 from p2pstore.gossip.homes.partition_homes import DirectorySetting
-from p2pstore.gossip.machine import Gossip, GossipConfig
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     PEER_RECORD_FORMAT,

@@ -9,20 +9,25 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, Claim, ControlKind, HomePush, Status
-from p2pstore.gossip.locations.log import SIGNATURE_BYTES, OwnLog, SignedRun
-from p2pstore.gossip.locations.views import Location
-from p2pstore.gossip.machine import (
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_messages import (
+    REPLIES,
+    REQUESTS,
     Answer,
     Ask,
+    Claim,
     Contact,
+    ControlKind,
     Duplicate,
     Effect,
     FetchSnapshot,
-    Gossip,
-    GossipConfig,
+    HomePush,
     Later,
+    Status,
 )
+from p2pstore.gossip.locations.log import SIGNATURE_BYTES, OwnLog, SignedRun
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (
     ED25519_PREFIX,

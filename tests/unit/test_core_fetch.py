@@ -7,7 +7,7 @@ import pytest
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.operation import AskPeer, KnownCopy, Operation, PullObject, PullOutcome
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, NoSuchKey, Unavailable
-from p2pstore.gossip.machine import Ask
+from p2pstore.gossip.gossip_messages import Ask
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.mapped.mapping import address_of

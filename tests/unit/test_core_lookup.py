@@ -9,8 +9,7 @@ import pytest
 from p2pstore.core import peer_core
 from p2pstore.core.gets.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
 from p2pstore.core.operation import AskPeer
-from p2pstore.gossip.gossip_messages import Ack, ControlKind
-from p2pstore.gossip.machine import Ask
+from p2pstore.gossip.gossip_messages import Ack, Ask, ControlKind
 from p2pstore.home_messages import Holding
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import CopyChecked, Locations

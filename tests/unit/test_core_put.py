@@ -11,7 +11,7 @@ from p2pstore.core.operation import AskPeer, CheckObject, PullOutcome, PutEnd
 from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.gossip.machine import Ask
+from p2pstore.gossip.gossip_messages import Ask
 from p2pstore.gossip.records import SCOPE_NAMESPACE, writer_of
 from p2pstore.home_messages import Holding
 from p2pstore.memory.segment_layout import Pin, decode_trailer

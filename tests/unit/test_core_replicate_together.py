@@ -13,7 +13,7 @@ from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.operation import AskPeer, PutEnd
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.gossip.machine import Ask
+from p2pstore.gossip.gossip_messages import Ask
 from p2pstore.gossip.records import PeerId, SignedRecord, open_peer_record
 from p2pstore.memory.segment_layout import Pin, SlotState, decode_slot, digests_in_slots
 from p2pstore.objects import KIB

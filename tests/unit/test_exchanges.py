@@ -11,9 +11,9 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.anti_entropy import SEND_MICROSECONDS
 from p2pstore.gossip.exchange.delta_checks import MAX_READ_RUNS, TAKE_MICROSECONDS, work_microseconds
 from p2pstore.gossip.exchange.digests import Run, pack_runs
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import Ask, ControlKind, Delta, Exchange, ExchangeReply, LogChunk
 from p2pstore.gossip.locations.log import SignedRun, sign_run
-from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     ClusterRecord,

@@ -32,8 +32,8 @@ class FakeTransport:
         self._cost = cost
         self._same_host_only = same_host_only
 
-    def offers(self, copy: RemoteCopy) -> bool:
-        return copy.same_host or not self._same_host_only
+    def why_not(self, copy: RemoteCopy) -> str:
+        return "on another host" if self._same_host_only and not copy.same_host else ""
 
     def cost(self, copy: RemoteCopy) -> float:
         return self._cost

@@ -12,14 +12,20 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.digests import pack_digest
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import (
     Ack,
     Answer,
+    Ask,
     Claim,
+    Contact,
     ControlKind,
     Delta,
+    Duplicate,
     Exchange,
     ExchangeReply,
+    FetchSnapshot,
+    Later,
     Leave,
     LogChunk,
     Ping,
@@ -27,7 +33,6 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.locations.views import DirectoryConfig
-from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, GossipConfig, Later
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.probing import MAX_RELAYED
 from p2pstore.gossip.records import (

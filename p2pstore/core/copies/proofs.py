@@ -35,7 +35,7 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.objects import Version
+from p2pstore.objects import Version, put_newest
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
 
@@ -96,10 +96,7 @@ class VersionProofs:
         """This peer wrote versions of keys: each is signed when the first copy of it, or of one near it, leaves."""
         unsigned = self._unsigned
         for digest in digests:
-            unsigned[digest] = None
-            unsigned.move_to_end(digest)
-            if len(unsigned) > MAX_UNSIGNED:
-                unsigned.popitem(last=False)
+            put_newest(unsigned, digest, None, MAX_UNSIGNED)
 
     def of(self, entry: ObjectEntry, now: float) -> bytes:
         """The proof of what is here in memory; empty where there is none."""
@@ -135,10 +132,7 @@ class VersionProofs:
         self._core.counters["version_signatures"] += 1
         proofs = sign_versions(versions, self._core.signer)
         for (digest, version), proof in zip(versions, proofs, strict=True):
-            self._signed[digest] = version, proof
-            self._signed.move_to_end(digest)
-        while len(self._signed) > MAX_SIGNED:
-            self._signed.popitem(last=False)
+            put_newest(self._signed, digest, (version, proof), MAX_SIGNED)
         return proofs
 
     # --- versions of others ------------------------------------------------------------------
@@ -157,17 +151,13 @@ class VersionProofs:
         if tree not in self._trees:
             if not self._core.verifier.verify(*tree):
                 return False
-            self._trees[tree] = None
-            if len(self._trees) > MAX_TREES:
-                self._trees.popitem(last=False)
+            put_newest(self._trees, tree, None, MAX_TREES)
         self.believe(digest, version)
         return True
 
     def believe(self, digest: bytes, version: Version) -> None:
         """Remember that this version was proved."""
-        self._proved[digest, version] = None
-        if len(self._proved) > MAX_REMEMBERED:
-            self._proved.popitem(last=False)
+        put_newest(self._proved, (digest, version), None, MAX_REMEMBERED)
 
     def contradicts(self, copy: KnownCopy) -> None:
         """A member announces other bytes under a version than its writer does."""
@@ -255,10 +245,7 @@ class VersionProofs:
 
     def doubt(self, member: Member, digest: bytes, now: float) -> None:
         """The member did not prove what it has of a key, or, where that is empty, does not answer or lies."""
-        self._doubted_until[member, digest] = now + DOUBT_SECONDS
-        self._doubted_until.move_to_end((member, digest))
-        if len(self._doubted_until) > MAX_DOUBTED:
-            self._doubted_until.popitem(last=False)
+        put_newest(self._doubted_until, (member, digest), now + DOUBT_SECONDS, MAX_DOUBTED)
 
 
 class ProveOperation(Operation):

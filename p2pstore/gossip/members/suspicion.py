@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 from p2pstore.gossip.exchange.asking import MessageBudget
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.records import Member, PeerId
+from p2pstore.objects import put_newest
 
 PROOF_PROBES: Final = 3
 """A probe of a suspect is wanted again when it has not ended within this number of probe intervals."""
@@ -147,10 +148,6 @@ MAX_PAIRS: Final = 4096
 """Those that were heard of last are kept."""
 
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
 class Accusers:
     """See the module's docstring. Members are named by their short names."""
 
@@ -195,14 +192,6 @@ class Accusers:
     def died(self, accused: Member) -> None:
         """This peer believes it, too."""
         self._unrefuted.pop(accused, None)
-
-
-def put_newest(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
-    """Keep an entry as the newest of at most `most`."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > most:
-        table.popitem(last=False)
 
 
 class Suspects:

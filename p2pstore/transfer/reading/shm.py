@@ -195,10 +195,6 @@ class ShmTransport:
         self._state = threading.Lock()  # held for microseconds, never awaited in
         self._peers: dict[tuple[str, bytes], _MappedPeer] = {}
 
-    def offers(self, copy: RemoteCopy) -> bool:
-        """Whether the copy is on this host, and connecting there did not fail a moment ago."""
-        return not self.why_not(copy)
-
     def why_not(self, copy: RemoteCopy) -> str:
         if copy.on_ssd and copy.data:
             return ON_SSD
