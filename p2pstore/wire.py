@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -295,3 +295,20 @@ def negotiate_version(their_minimum: int, their_maximum: int, own: tuple[int, in
             f"the other side {their_minimum} to {their_maximum}: upgrade the older one"
         )
     return version
+
+
+class Signer(Protocol):
+    """Signs with this peer's identity."""
+
+    @property
+    def peer_id(self) -> bytes: ...
+
+    def sign(self, message: bytes) -> bytes:
+        """A 64-byte signature."""
+        ...
+
+
+class Verifier(Protocol):
+    """Checks signatures of other peers."""
+
+    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...

@@ -35,12 +35,12 @@ from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.gossip_messages import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.records import Member, PeerId, Signer, Verifier, member_of, writer_of
+from p2pstore.gossip.records import Member, PeerId, member_of, writer_of
 from p2pstore.home_messages import Pushed
 from p2pstore.memory.segment import Segment
 from p2pstore.objects import HybridClock, Version, key_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.wire import Message
+from p2pstore.wire import Message, Signer, Verifier
 
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
 TO_HOMES: Final = -1
@@ -170,7 +170,7 @@ class PeerCore:
 
     def next_tick(self, now: float) -> float:
         """When `tick`, or `gossip_arrived`, has something to do next."""
-        if self.gossip.directory.any_touched:
+        if self.gossip.directory.watched.any_touched:
             return now
         due_at = min([part.due_at for part in self._timed])
         due_at = min(due_at, self.gossip.next_tick(now), self._next_expire, self.operations.next_alarm())
@@ -237,7 +237,7 @@ class PeerCore:
         Two concurrent first puts both succeed; the lower version goes when the higher one is heard of from its
         holder. What others say of a holder gives up nothing.
         """
-        touched = self.gossip.directory.take_touched(self.keys_per_step)
+        touched = self.gossip.directory.watched.take(self.keys_per_step)
         self.operations.tell_waiting(touched, now)
         for digest in sorted(self.copies.of_other_versions(touched, now)):
             entry = self.segment.find(digest, self.unix(now))

@@ -38,14 +38,13 @@ from p2pstore.gossip.records import (
     PeerId,
     PeerRecord,
     SignedRecord,
-    Signer,
     Tier,
-    Verifier,
     sign_peer_record,
 )
 from p2pstore.home_messages import Push
 from p2pstore.location_table import LocationTable
 from p2pstore.objects import DIGEST_BYTES, Version, unix_seconds_from_clock
+from p2pstore.wire import Signer, Verifier
 
 
 class GossipState:

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import xxhash
@@ -22,7 +22,7 @@ from p2pstore.location_table import LOCATION
 from p2pstore.location_table import LOCATION_BYTES as LOCATION_BYTES
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.objects import format_peer_id as format_peer_id
-from p2pstore.wire import Message, decode_body, encode_body
+from p2pstore.wire import Message, Signer, Verifier, decode_body, encode_body
 
 # --- who -------------------------------------------------------------------------------------
 
@@ -68,23 +68,6 @@ def public_key_from_peer_id(peer_id: PeerId) -> bytes:
     if len(peer_id) != len(ED25519_PREFIX) + 32 or not peer_id.startswith(ED25519_PREFIX):
         raise ProtocolError("a peer id that holds no ed25519 key")
     return peer_id[len(ED25519_PREFIX) :]
-
-
-class Signer(Protocol):
-    """Signs with this peer's identity."""
-
-    @property
-    def peer_id(self) -> PeerId: ...
-
-    def sign(self, message: bytes) -> bytes:
-        """A 64-byte signature."""
-        ...
-
-
-class Verifier(Protocol):
-    """Checks signatures of other peers."""
-
-    def verify(self, peer_id: PeerId, message: bytes, signature: bytes) -> bool: ...
 
 
 # --- location records ------------------------------------------------------------------------

@@ -207,34 +207,24 @@ class _BlockingEvent:
             raise as_raised(error) from None
 
 
-class _HelperThread:
+class _HelperThread(threading.Thread):
     """A helper of the blocking driver: a thread that runs a coroutine of its own."""
 
     def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+        super().__init__(name="p2pstore-helper")
         self._work = work
-        self._thread = threading.Thread(target=self._run, name="p2pstore-helper")
         self._state = threading.Lock()
         self._cancelled = False
         self._connecting: socket.socket | None = None
         self.error: BaseException | None = None
         """What it raised."""
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         _helping.thread = self
         try:
             run_blocking(self._work(self))
         except BaseException as error:
             self.error = error
-
-    def join(self) -> None:
-        self._thread.join()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
 
     def cancel(self) -> None:
         with self._state:
@@ -263,7 +253,7 @@ class _HelperThread:
 def _join_all(threads: list[_HelperThread]) -> None:
     """Wait for all to end, through what a signal raises here, such as Ctrl-C: raised then; else what one raised."""
     interrupt: BaseException | None = None
-    while alive := [each for each in threads if each.is_alive]:  # some may start others meanwhile
+    while alive := [each for each in threads if each.is_alive()]:  # some may start others meanwhile
         try:
             alive[0].join()
         except Exception as error:
@@ -334,7 +324,7 @@ class BlockingDriver:
 
         def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
             with starting:  # helpers may start others
-                threads[:] = [each for each in threads if each.is_alive or each.error is not None]
+                threads[:] = [each for each in threads if each.is_alive() or each.error is not None]
                 thread = _HelperThread(work)
                 thread.start()
                 threads.append(thread)

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 
 from p2pstore.access.keyring import KeyRing
-from p2pstore.transfer.read_tickets import TICKET_SECONDS, GrantedTicket, Scope, SignerLike, issue_ticket
+from p2pstore.transfer.read_tickets import TICKET_SECONDS, GrantedTicket, Scope, issue_ticket
 from p2pstore.transfer.transport import RemotePeer
+from p2pstore.wire import Signer
 
 
 class TicketOffice:
@@ -19,7 +20,7 @@ class TicketOffice:
     """
 
     def __init__(
-        self, signer: SignerLike, ring: KeyRing, ahead: Callable[[bytes], float] = lambda peer_id: 0.0
+        self, signer: Signer, ring: KeyRing, ahead: Callable[[bytes], float] = lambda peer_id: 0.0
     ) -> None:
         self.ring = ring
         self._ahead = ahead

@@ -423,7 +423,7 @@ def test_news_of_many_keys_is_taken_in_steps_and_first_where_somebody_waits(
     assert world.core.next_tick(world.now) == world.now
     world.pass_time(0.1)
     assert all(world.find(key) is None for key in keys), mine
-    assert not world.gossip.directory.any_touched
+    assert not world.gossip.directory.watched.any_touched
 
 
 def test_a_long_wait_keeps_nothing_of_what_was_answered() -> None:

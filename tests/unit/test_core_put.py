@@ -72,7 +72,7 @@ def test_an_unknown_key_is_created_and_announced() -> None:
 def test_what_nobody_else_is_known_to_have_is_looked_up_once() -> None:
     world = Harness(others=4)
     world.put("k", b"value")
-    assert not world.core.gossip.directory.any_touched
+    assert not world.core.gossip.directory.watched.any_touched
 
 
 def test_a_time_to_live_counts_from_the_put_in_wall_clock_time() -> None:

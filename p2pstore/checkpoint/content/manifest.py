@@ -17,7 +17,7 @@ import hmac
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final
 
 import msgspec
 from blake3 import blake3
@@ -33,7 +33,7 @@ from p2pstore.checkpoint.content.pieces import (
 )
 from p2pstore.errors import CheckpointRefused, ProtocolError
 from p2pstore.objects import check_checkpoint_name, format_peer_id
-from p2pstore.wire import Message, decode_body, encode_body
+from p2pstore.wire import Message, Signer, Verifier, decode_body, encode_body
 
 MANIFEST_FORMAT: Final = 1
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
@@ -44,21 +44,6 @@ VERSION_BYTES: Final = 16
 
 _CONTEXT: Final = b"p2pstore checkpoint manifest 1\0"
 _PERMISSIONS: Final = 0o777
-
-
-class Signer(Protocol):
-    """Signs with this peer's identity."""
-
-    @property
-    def peer_id(self) -> bytes: ...
-
-    def sign(self, message: bytes) -> bytes: ...
-
-
-class Verifier(Protocol):
-    """Checks signatures of other peers."""
-
-    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...
 
 
 class FileHashes(IntEnum):

@@ -21,7 +21,6 @@ from p2pstore.checkpoint.content.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     SignedManifest,
-    Verifier,
     format_version,
     open_manifest,
 )
@@ -37,6 +36,7 @@ from p2pstore.gossip.records import PeerId, TakesPart, member_of
 from p2pstore.transfer.data_messages import DataKind, GetManifest, ManifestReply
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
+from p2pstore.wire import Verifier
 
 IN_USE_SECONDS: Final = 3.0
 """How long a directory may stay locked by a fetch that is just being given up."""

@@ -140,7 +140,7 @@ class CopyDestination:
             core.segment.abort(number, holder=self._holder)
             return None
         trailer = replace(trailer, proof=self._good_proof(slot, trailer))
-        core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
+        core.gossip.directory.watched.touch(slot.digest)  # a newer version may be known by now
         try:
             entry = core.objects.publish(
                 Written(number, slot.digest, slot.version, trailer, slot.length),
@@ -341,7 +341,7 @@ class CopiesDestination:
         if existing is not None and existing.version.covers(row.version):
             self.codes[place] = HELD
             return
-        self._core.gossip.directory.touch(row.digest)
+        self._core.gossip.directory.watched.touch(row.digest)
         try:
             entry = self._core.objects.publish(row, holder=self._holder, soft=False, now=now)
         except (NoSuchKey, ValueError):
@@ -362,7 +362,7 @@ class CopiesDestination:
             self.codes[place] = HELD
             entry.verified = True
             if entry.digest in known:  # a newer version may be, by now
-                core.gossip.directory.touch(entry.digest)
+                core.gossip.directory.watched.touch(entry.digest)
         announce_new(core, [entry for entry in entries if entry is not None], now)
 
     def abort(self) -> None:

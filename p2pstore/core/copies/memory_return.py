@@ -91,7 +91,9 @@ class MemoryReturn:
                 entry.verified = True
                 core.cold.came_to_memory(entry)
                 core.objects.announce(entry, now)
-                core.gossip.directory.touch(entry.digest)  # a newer version may have been put meanwhile
+                core.gossip.directory.watched.touch(
+                    entry.digest
+                )  # a newer version may have been put meanwhile
         core.objects.announce_withdrawn(now)
 
     def _drop(self, entry: ObjectEntry, fate: str) -> None:

@@ -26,7 +26,6 @@ from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.gossip.records import (
     Member,
     PeerId,
-    Signer,
     Tier,
     peer_id_from_public_key,
     public_key_from_peer_id,
@@ -38,6 +37,7 @@ from p2pstore.memory.segment_layout import decode_trailer
 from p2pstore.objects import Version, put_newest
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
+from p2pstore.wire import Signer
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -207,7 +207,7 @@ class VersionProofs:
         """Ask for some proofs of copies that are here, holders of many at once."""
         while next(iter(self._unanswered.values()), math.inf) <= now:
             digest, _ = self._unanswered.popitem(last=False)
-            self._core.gossip.directory.touch(digest)
+            self._core.gossip.directory.watched.touch(digest)
         wanted: list[KnownCopy] = []
         for _ in range(MAX_PROVED):
             if not self._due or self._due[0][0] > now:
@@ -292,7 +292,7 @@ class ProveOperation(Operation):
             if proofs.accept(digest, version, proof):
                 self._proved.add(digest)
                 self._keep(digest, version, proof, now)
-                self.core.gossip.directory.touch(digest)
+                self.core.gossip.directory.watched.touch(digest)
             else:
                 proofs.doubt(copy.member, digest, now)
         unanswered = {copy.record.digest for copies in self.asked.values() for copy in copies}

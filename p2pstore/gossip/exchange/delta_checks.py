@@ -41,7 +41,6 @@ from p2pstore.gossip.records import (
     PeerId,
     PeerRecord,
     SignedRecord,
-    Verifier,
     format_peer_id,
     keys_of_floor,
     member_of,
@@ -51,6 +50,7 @@ from p2pstore.gossip.records import (
     read_peer_record,
 )
 from p2pstore.objects import put_newest
+from p2pstore.wire import Verifier
 
 MAX_CHECKS: Final = 40
 """Signatures of one delta that are checked: 4 ms."""

@@ -42,15 +42,7 @@ from p2pstore.transfer.data_messages import (
     Refused,
 )
 from p2pstore.transfer.rdma.rdma_serving import RdmaServer
-from p2pstore.transfer.read_tickets import (
-    NONCE_BYTES,
-    SignerLike,
-    TicketClaims,
-    VerifierLike,
-    check_proof,
-    open_ticket,
-    prove,
-)
+from p2pstore.transfer.read_tickets import NONCE_BYTES, TicketClaims, check_proof, open_ticket, prove
 from p2pstore.transfer.serving.data_session import RECEIVE_BYTES, DataSession
 from p2pstore.transfer.serving.read_answers import Traffic
 from p2pstore.transfer.serving.serving_backends import Backends, DataBackend, StoreBackend, SwarmBackend
@@ -64,6 +56,8 @@ from p2pstore.wire import (
     REPLY,
     Code,
     FrameBuffer,
+    Signer,
+    Verifier,
     code_of,
     decode_body,
     encode_frame,
@@ -159,8 +153,8 @@ class DataServer:
         backend: DataBackend,
         *,
         ring: KeyRing,
-        signer: SignerLike,
-        verifier: VerifierLike,
+        signer: Signer,
+        verifier: Verifier,
         incarnation: int,
         limits: ServerLimits | None = None,
         unix_clock: Callable[[], float] = time.time,
