@@ -236,7 +236,7 @@ class GossipPeer(GossipHost):
         """Send what the machine has for homes, note changes, and see when the next turn is due."""
         gossip = self.gossip
         now = self.now
-        pushes = gossip.pushes(now)
+        pushes = gossip.partitions.take_pushes(now)
         for push in pushes:
             TravellingPush(self, push).start()
         if pushes or gossip.membership.version != self._seen_version:

@@ -215,10 +215,10 @@ class Checkpoints:
         peer_id = format_peer_id(owner.publisher)
         away = "" if self._is_there(owner) else ", which is not there now"
         raise CheckpointRefused(
-            f"checkpoint {name!r} belongs to {self._name(owner.publisher)} ({peer_id}){away}: whoever trusts that "
-            "publisher would ignore this one, so nothing was published. Choose another name, or publish there; if that "
-            f"publisher is gone for good, forget it on each peer that is to take the name from here (`checkpoint rm "
-            f"{name} --forget {peer_id}`), then publish again"
+            f"checkpoint {name!r} belongs to {self._core.name_of(owner.publisher)} ({peer_id}){away}: whoever trusts "
+            "that publisher would ignore this one, so nothing was published. Choose another name, or publish there; if "
+            f"that publisher is gone for good, forget it on each peer that is to take the name from here (`checkpoint "
+            f"rm {name} --forget {peer_id}`), then publish again"
         )
 
     def own(self, namespace: str, name: str) -> Head:
@@ -228,7 +228,7 @@ class Checkpoints:
             return head
         others = self.heads(namespace, name)
         says = (
-            f"; {', '.join(self._name(each.publisher) for each in others)} does: ask there"
+            f"; {', '.join(self._core.name_of(each.publisher) for each in others)} does: ask there"
             if others
             else ""
         )
@@ -280,7 +280,8 @@ class Checkpoints:
                 raise NoSuchKey(self._why_not(name, trusted, publisher is None, known))
         elif len(known) > 1:
             listed = ", ".join(
-                f"{format_peer_id(head.publisher)} ({self._name(head.publisher)})" for head in known
+                f"{format_peer_id(head.publisher)} ({self._core.name_of(head.publisher)})"
+                for head in known
             )
             raise ValueError(
                 f"checkpoint {name!r} has {len(known)} publishers: {listed}; choose one (--publisher)"
@@ -296,7 +297,9 @@ class Checkpoints:
         return found[0]
 
     def _why_not(self, name: str, trusted: PeerId, pinned: bool, known: list[Head]) -> str:
-        says = f"{self._name(trusted)} ({format_peer_id(trusted)}) publishes no checkpoint {name!r}"
+        says = (
+            f"{self._core.name_of(trusted)} ({format_peer_id(trusted)}) publishes no checkpoint {name!r}"
+        )
         if pinned:
             says += ", and it is the one that this peer trusts for that name"
         if known:
@@ -314,7 +317,7 @@ class Checkpoints:
         found = [each for each in self.heads(namespace, name) if each.publisher == publisher]
         if not found:
             raise NoSuchKey(
-                f"{self._name(publisher)} ({format_peer_id(publisher)}) publishes no checkpoint {name!r}"
+                f"{self._core.name_of(publisher)} ({format_peer_id(publisher)}) publishes no checkpoint {name!r}"
             )
         self._publishers.forget(found[0])
         self._heard += 1
@@ -349,6 +352,3 @@ class Checkpoints:
         head = self.head(digest)
         assert head is not None, "it was just written"
         return head
-
-    def _name(self, peer_id: PeerId) -> str:
-        return self._core.name_of(peer_id)

@@ -179,7 +179,7 @@ class Floors:
         distrusted = self._sync.take_distrusted()
         if distrusted:
             self._distrust(distrusted, now)
-        for record, signed in self._core.gossip.take_cluster_records():
+        for record, signed in self._core.gossip.incoming.take_cluster_records():
             self._apply(record, signed, now)
 
     def _accept(self, record: ClusterRecord, signed: SignedRecord, now: float) -> None:

@@ -145,10 +145,10 @@ class PeerCore:
         if operation != TO_HOMES:
             self.operations.answered(operation, tag, reply, now)
         elif isinstance(reply, Pushed):
-            self.gossip.push_answered(tag, reply.behind, rivals_of(reply), now)
+            self.gossip.partitions.pushed(tag, reply.behind, rivals_of(reply), now)
         else:
             home = self.gossip.partitions.pushes.home_of(tag)
-            self.gossip.push_answered(tag, None, (), now)
+            self.gossip.partitions.pushed(tag, None, (), now)
             if reply is None and home is not None:
                 self.holders.peer_failed(home, now)
 
@@ -178,7 +178,7 @@ class PeerCore:
 
     def flush_pushes(self, now: float) -> None:
         """Send this peer's fresh locations to the home peers of their keys, when a batch is due."""
-        for push in self.gossip.pushes(now):
+        for push in self.gossip.partitions.take_pushes(now):
             to, seconds = push.peer_id, push.timeout_seconds
             self.emit(AskPeer(TO_HOMES, push.token, to, DataKind.PUSH, push.message, seconds))
 

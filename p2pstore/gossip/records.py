@@ -9,7 +9,7 @@ location logs are vouched for by the set hash in their owner's signed record.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Final, TypeVar
@@ -131,16 +131,6 @@ def decode_location(packed: bytes | memoryview, offset: int = 0) -> LocationReco
         flags >> 5 & 3,
         bool(flags & _REMOVED),
     )
-
-
-def iterate_locations(packed: bytes | memoryview) -> Iterator[LocationRecord]:
-    """All records of a packed run. Raises `ProtocolError` when it is not a whole number of them."""
-    if len(packed) % LOCATION_BYTES:
-        raise ProtocolError(
-            f"a run of location records has {len(packed)} bytes, not a multiple of {LOCATION_BYTES}"
-        )
-    for offset in range(0, len(packed), LOCATION_BYTES):
-        yield decode_location(packed, offset)
 
 
 def location_hash(packed: bytes) -> int:

@@ -275,7 +275,7 @@ class Assembly:
             memory_used=segment.used_bytes,
             memory_coldest=coldest_use(segment),
             ssd_capacity=ssd.capacity_bytes if ssd is not None else 0,
-            ssd_used=ssd.used_bytes if ssd is not None else 0,
+            ssd_used=ssd.tier.live_bytes if ssd is not None else 0,
             load_permille=self.node.load.told_permille if self.node is not None else 0,
             head=LogHead(),
             software=p2pstore.__version__,

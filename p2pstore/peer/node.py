@@ -40,8 +40,7 @@ from p2pstore.gossip.records import Member, PeerId, format_peer_id
 from p2pstore.peer.for_peers.control_traffic import ControlTraffic, Routes, duplicate_identity
 from p2pstore.peer.for_peers.data_requests import DataRequests
 from p2pstore.peer.lifetime.credentials import Credentials
-from p2pstore.peer.lifetime.leaving import Leaving
-from p2pstore.peer.lifetime.saving import StateSaver
+from p2pstore.peer.lifetime.leaving import Leaving, StateSaver
 from p2pstore.peer.segment_memory import CopyChecks, MemoryGuard
 from p2pstore.peer.statistics import Statistics
 from p2pstore.runtime.byte_budget import ByteBudget

@@ -278,11 +278,6 @@ class PeerSsd:
         """Capacity in bytes; 0 when the SSD has failed."""
         return self.tier.capacity_bytes if self.tier.state is TierState.OK else 0
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of live objects."""
-        return self.tier.live_bytes
-
     # --- what the tier asks ------------------------------------------------------------------
 
     def withdraw(self, entries: Sequence[ColdEntry]) -> None:

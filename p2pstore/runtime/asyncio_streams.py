@@ -19,20 +19,18 @@ from typing import Any, TypeVar
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.streams import (
-    ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
     HelperTask,
+    NonblockingStream,
     StartHelper,
     advance,
-    check_descriptors,
     connect_first,
     connect_nonblocking,
     flatten_parts,
     gather,
-    shut_down,
     stalled,
     tune_tcp,
 )
@@ -40,21 +38,18 @@ from p2pstore.runtime.streams import (
 T = TypeVar("T")
 
 
-class AsyncioStream:
-    """A `ByteStream` under asyncio. One task may send while another receives."""
+class AsyncioStream(NonblockingStream):
+    """A `ByteStream` under asyncio."""
 
     def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
-        sock.setblocking(False)
-        self._sock = sock
-        self.progress_seconds = progress_seconds
-        self.receive_seconds: float | None = None
-        self._unyielded_bytes = 0
+        super().__init__(sock, progress_seconds)
         self._waits: set[_Wait] = set()
 
-    async def _wait(self, *, writable: bool) -> None:
-        limit_seconds = self.progress_seconds
-        if not writable and self.receive_seconds is not None:
-            limit_seconds = self.receive_seconds
+    async def _wait_readable(self) -> None:
+        limit = self.receive_seconds
+        await self._wait(self.progress_seconds if limit is None else limit)
+
+    async def _wait(self, limit_seconds: float, *, writable: bool = False) -> None:
         wait = _Wait(self._sock.fileno(), writable=writable)
         self._waits.add(wait)
         try:
@@ -102,7 +97,7 @@ class AsyncioStream:
                 sent = self._sock.sendmsg(gather(views, first))
             except BlockingIOError:
                 began = time.monotonic()
-                await self._wait(writable=True)
+                await self._wait(self.progress_seconds, writable=True)
                 waited_seconds += time.monotonic() - began
                 continue
             if not flow.moved(sent, waited_seconds):
@@ -116,29 +111,12 @@ class AsyncioStream:
             try:
                 count = self._sock.recv_into(view)
             except BlockingIOError:
-                await self._wait(writable=False)
+                await self._wait_readable()
                 continue
             self._unyielded_bytes += count
             return count
 
     receive_soon = receive_into
-
-    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
-        while True:
-            try:
-                count, ancillary, flags, _ = self._sock.recvmsg_into(
-                    [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-                )
-            except BlockingIOError:
-                await self._wait(writable=False)
-                continue
-            return count, check_descriptors(ancillary, flags)
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def abort(self) -> None:
-        shut_down(self._sock)
 
     def close(self) -> None:
         for wait in list(self._waits):

@@ -162,6 +162,37 @@ class Driver(Protocol):
         ...
 
 
+class NonblockingStream:
+    """What `ByteStream`s on non-blocking sockets share. One task may send while another receives."""
+
+    def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self.progress_seconds = progress_seconds
+        self.receive_seconds: float | None = None
+        self._unyielded_bytes = 0
+
+    async def _wait_readable(self) -> None:
+        raise NotImplementedError
+
+    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
+        while True:
+            try:
+                count, ancillary, flags, _ = self._sock.recvmsg_into(
+                    [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                await self._wait_readable()
+                continue
+            return count, check_descriptors(ancillary, flags)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def abort(self) -> None:
+        shut_down(self._sock)
+
+
 def total_bytes(parts: Sequence[BytesLike]) -> int:
     """The bytes of all parts together."""
     return sum([part.nbytes if type(part) is memoryview else len(part) for part in parts])

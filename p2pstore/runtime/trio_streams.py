@@ -23,16 +23,15 @@ from p2pstore.errors import DeadlineExceeded
 from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.linux import is_ready, is_shortage, shortage
 from p2pstore.runtime.streams import (
-    ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,
     MAX_GATHER,
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
     HelperTask,
+    NonblockingStream,
     StartHelper,
     advance,
-    check_descriptors,
     connect_first,
     connect_nonblocking,
     flatten_parts,
@@ -47,15 +46,11 @@ from p2pstore.runtime.trio_tasks import sole_cause
 T = TypeVar("T")
 
 
-class TrioStream:
-    """A `ByteStream` under trio. One task may send while another receives."""
+class TrioStream(NonblockingStream):
+    """A `ByteStream` under trio."""
 
     def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
-        sock.setblocking(False)
-        self._sock = sock
-        self.progress_seconds = progress_seconds
-        self.receive_seconds: float | None = None
-        self._unyielded_bytes = 0
+        super().__init__(sock, progress_seconds)
         self._in_thread = False
         """Whether a thread has the socket."""
 
@@ -144,15 +139,7 @@ class TrioStream:
 
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         await trio.lowlevel.checkpoint_if_cancelled()
-        while True:
-            try:
-                count, ancillary, flags, _ = self._sock.recvmsg_into(
-                    [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-                )
-            except BlockingIOError:
-                await self._wait_readable()
-                continue
-            return count, check_descriptors(ancillary, flags)
+        return await super().receive_descriptors(view)
 
     async def wait_readable_forever(self) -> None:
         try:
@@ -213,12 +200,6 @@ class TrioStream:
         """Wake a receiver when `length_bytes` have come (or the end), not by each packet: for data that
         comes in bulk over a slow link. To be set back to 1 when fewer may be all that comes."""
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, length_bytes)
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def abort(self) -> None:
-        shut_down(self._sock)
 
     def close(self) -> None:
         if self._sock.fileno() != -1:

@@ -340,13 +340,10 @@ class GroupCommit:
         self._disk = disk
         self._nursery = nursery
         self._failed = failed
-        self._unsynced: set[int] = set()
+        self.unsynced: set[int] = set()
+        """Segments to which a write returned: the next sync that begins makes it durable, or loses it."""
         self._next: _Round | None = None
         self._running = False
-
-    def wrote(self, segment: int) -> None:
-        """A write to this segment returned: the next sync that begins makes it durable, or loses it."""
-        self._unsynced.add(segment)
 
     async def sync(self) -> None:
         """Returns when all that was written before this call is durable.
@@ -366,14 +363,14 @@ class GroupCommit:
 
     async def sync_writes(self) -> None:
         """The same, for records and the like alone: without a sync when all that `wrote` was told of is durable."""
-        if self._unsynced or self._running:
+        if self.unsynced or self._running:
             await self.sync()
 
     async def _run(self) -> None:
         try:
             while self._next is not None:
                 this, self._next = self._next, None
-                covered, self._unsynced = self._unsynced, set()
+                covered, self.unsynced = self.unsynced, set()
                 await self._sync_once(this, covered)
         finally:
             self._running = False
@@ -389,7 +386,7 @@ class GroupCommit:
             this.error = None
         except OSError as error:
             # Writes that returned while it ran are in doubt as well.
-            in_doubt, self._unsynced = covered | self._unsynced, set()
+            in_doubt, self.unsynced = covered | self.unsynced, set()
             this.error = error
             self._failed(error, in_doubt)
         finally:

@@ -299,7 +299,7 @@ class ColdIndex:
         time, or none where there are few. The index may change meanwhile."""
         number = None
         if namespace_digest is not None:
-            number = self.rows.names.number_of_digest(namespace_digest)
+            number = self.rows.names.digests.get(namespace_digest)
             if number is None:
                 return iter(())
         return self.rows.walk(number)

@@ -194,7 +194,7 @@ class Writer:
         except OSError as error:
             log.write_failed(place.segment, error)
             raise _Refused(Refusal.FAILED) from error
-        log.commit.wrote(place.segment)
+        log.commit.unsynced.add(place.segment)
         log.measures.written.add(size, log.unix())
 
     async def _place(self, job: UnderWay, pages: int, text: int) -> RecordPlace:

@@ -106,7 +106,7 @@ class Keeper:
             except OSError as error:
                 log.write_failed(place.segment, error)
                 return False
-            log.commit.wrote(place.segment)
+            log.commit.unsynced.add(place.segment)
             log.measures.written.add(record.disk_bytes, log.unix())
             log.admission.spend(record.disk_bytes, log.unix())
             if self._is_there(record) and log.is_trusted(place) and not job.discarded:
@@ -354,7 +354,7 @@ class Upkeep:
             log.health.write_failed(error)
             log.retire(segment)
         else:
-            log.commit.wrote(segment.number)
+            log.commit.unsynced.add(segment.number)
             log.measures.written.add(len(content), log.unix())
 
     async def _synced(self) -> bool:

@@ -29,7 +29,6 @@ from p2pstore.gossip.records import (
     PeerId,
     PeerRecord,
     SignedRecord,
-    iterate_locations,
     member_of,
     sign_cluster_record,
     sign_peer_record,
@@ -65,6 +64,7 @@ from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.segment_checks import check_segment
 from simulation.signer import SimulatedSigner, SimulatedVerifier
 from tests.unit.gossip_network import inform_of_death
+from tests.unit.location_set import iterate_locations
 
 NAMESPACE = "unit"
 UNIX = 1_800_000_000.0

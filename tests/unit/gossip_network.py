@@ -382,7 +382,7 @@ class Network:
         self.later(self._delay(), arrive)
 
     def _push(self, node: Node) -> None:
-        for push in node.gossip.pushes(self.now):
+        for push in node.gossip.partitions.take_pushes(self.now):
             self._push_one(node, push)
 
     def _push_one(self, node: Node, push: HomePush) -> None:
@@ -391,7 +391,7 @@ class Network:
         def finish(behind: list[int] | None, rivals: Sequence[Location]) -> None:
             if not answered[0] and node.running:
                 answered[0] = True
-                node.gossip.push_answered(push.token, behind, rivals, self.now)
+                node.gossip.partitions.pushed(push.token, behind, rivals, self.now)
                 self.rest(node)
 
         def arrive() -> None:

@@ -144,7 +144,7 @@ def test_home_peers_know_at_once() -> None:
     writer = nodes[3]
     for key in range(40):
         writer.hold(location(key), net.now)
-    pushes = writer.gossip.pushes(net.now)
+    pushes = writer.gossip.partitions.take_pushes(net.now)
     for key in range(40):
         expected = set(writer.gossip.homes(digest_of(key))) - {writer.peer_id}
         told = {p.peer_id for p in pushes if digest_of(key) in p.message.operations}
@@ -152,10 +152,10 @@ def test_home_peers_know_at_once() -> None:
     assert len(writer.gossip.homes(digest_of(1))) == 3
     assert all(len(p.message.operations) == 42 * len(p.message.sequences) for p in pushes)
     for push in pushes:
-        writer.gossip.push_answered(push.token, [], (), net.now)
+        writer.gossip.partitions.pushed(push.token, [], (), net.now)
     writer.hold(location(99), net.now)
-    assert writer.gossip.pushes(net.now + 0.019) == []
-    assert writer.gossip.pushes(net.now + 0.0201) != []
+    assert writer.gossip.partitions.take_pushes(net.now + 0.019) == []
+    assert writer.gossip.partitions.take_pushes(net.now + 0.0201) != []
 
 
 # --- faults ----------------------------------------------------------------------------------
@@ -451,8 +451,8 @@ def test_floors_reach_everybody_even_those_that_were_away() -> None:
     net.rest(nodes[0])
     wanted = nodes[0].gossip.cluster_records.hash
     assert net.run(5, lambda: all(n.gossip.cluster_records.hash == wanted for n in nodes[:5]))
-    assert len(nodes[4].gossip.take_cluster_records()) == 150
-    assert nodes[4].gossip.take_cluster_records() == []
+    assert len(nodes[4].gossip.incoming.take_cluster_records()) == 150
+    assert nodes[4].gossip.incoming.take_cluster_records() == []
     nodes[5].gossip.cluster_records.offer(*floor(nodes[5].signer, 999, 5))
     net.run(15)
     net.heal()

@@ -287,7 +287,7 @@ def test_homes_are_not_chosen_in_the_step_that_makes_digest_rows_anew(
         observer.now += 0.05
         steps.append(set())
         observer.answer(observer.gossip.tick(observer.now))
-        observer.gossip.pushes(observer.now)
+        observer.gossip.partitions.take_pushes(observer.now)
     done = Counter(name for step in steps for name in step)
     assert done["rows"] > 20
     assert done["homes"] > 20

@@ -29,7 +29,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import SignedRecord
 from p2pstore.integrations.mooncake.tensor_format import read_one, write_one
 from p2pstore.objects import Version, clock_from_unix_seconds
-from p2pstore.peer.lifetime.saving import StateSaver
+from p2pstore.peer.lifetime.leaving import StateSaver
 from p2pstore.state.folder import Folder, ephemeral, load_cluster_key_file, replace_file
 from p2pstore.state.state_directory import StateDirectory
 from tests.unit.core_harness import Harness, digest_of

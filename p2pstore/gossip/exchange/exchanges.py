@@ -129,7 +129,8 @@ class Exchanges:
         """Shortest time between two exchanges that the size of the last digest leaves."""
         self._last_at = -math.inf
         self._wanted: dict[PeerId, None] = {}
-        self._agreed = False
+        self.agreed = False
+        """Whether the last peer that was heard of knew the same members."""
         """Whether the last peer that was heard of knew the same members."""
         self._differing: dict[PeerId, list[int]] = {}
         """Whose cluster records differ from this peer's, and in which buckets, where that is known."""
@@ -159,11 +160,6 @@ class Exchanges:
         """Unasked, or as an answer told the peer to."""
         self._invited.pop(peer_id, None)
         self._unreliable.discard(peer_id)
-
-    @property
-    def agreed(self) -> bool:
-        """Whether the last peer that was heard of knew the same members."""
-        return self._agreed
 
     def due(self) -> float:
         """When `start` has something to do; minus infinity for at once."""
@@ -224,7 +220,7 @@ class Exchanges:
         epoch, epoch_hash = self._floors.question(
             member_of(peer_id), now, at_once=wanted, soon=self._shows_other_horizon(peer_id)
         )
-        in_full = wanted or not self._agreed
+        in_full = wanted or not self.agreed
         digest, positions, members_hash = self._digest(in_full=in_full)
         request = Exchange(
             digest,
@@ -361,8 +357,8 @@ class Exchanges:
 
     def _note_members(self, theirs: Theirs) -> bool:
         """Whether the other side of an exchange knows the same members."""
-        self._agreed = theirs.members_hash == self._knowledge.table.current().of.hash
-        return self._agreed
+        self.agreed = theirs.members_hash == self._knowledge.table.current().of.hash
+        return self.agreed
 
     def _is_member(self, peer_id: PeerId) -> bool:
         state = self._membership.get(peer_id)

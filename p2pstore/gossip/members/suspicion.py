@@ -117,25 +117,20 @@ class LocalHealth:
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._score = 0
-
-    @property
-    def score(self) -> int:
-        """0 when all goes well."""
-        return self._score
+        self.score = 0
 
     @property
     def multiplier(self) -> int:
         """By what probe intervals and timeouts are multiplied: 1 when all goes well."""
-        return self._score + 1
+        return self.score + 1
 
     def better(self) -> None:
         """A probe succeeded."""
-        self._score = max(0, self._score - 1)
+        self.score = max(0, self.score - 1)
 
     def worse(self, by: int = 1) -> None:
         """A probe failed, a helper did not even refuse, or an accusation of this peer had to be refuted."""
-        self._score = min(self._most, self._score + by)
+        self.score = min(self._most, self.score + by)
 
 
 ACCUSATIONS_A_SECOND: Final = 2.0

@@ -20,7 +20,7 @@ import trio
 
 from p2pstore.access.crowding import Strangers, host_group
 from p2pstore.access.keyring import AllowList, KeyRing
-from p2pstore.addresses import join_address, split_address
+from p2pstore.addresses import split_address
 from p2pstore.errors import (
     AuthenticationFailed,
     ConfigError,
@@ -137,12 +137,6 @@ def _listen(family: int, address: Any, *, both_families: bool) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def listener_address(listener: socket.socket) -> str:
-    """`HOST:PORT` that a listener is bound to."""
-    host, port = listener.getsockname()[:2]
-    return join_address(host, port)
 
 
 class DataServer:
