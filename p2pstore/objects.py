@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import xxhash
 
@@ -384,18 +385,13 @@ def format_bytes(count: float) -> str:
     return f"{int(count)} B"
 
 
-class Signer(Protocol):
-    """Signs with this peer's identity."""
-
-    @property
-    def peer_id(self) -> bytes: ...
-
-    def sign(self, message: bytes) -> bytes:
-        """A 64-byte signature."""
-        ...
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
-class Verifier(Protocol):
-    """Checks signatures of other peers."""
-
-    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...
+def put_newest(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+    """Keep an entry as the newest of at most `most`."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > most:
+        table.popitem(last=False)

@@ -16,17 +16,18 @@ messages is empty, and was not in earlier versions). A reader, admitted with a r
 """
 
 from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Final
-
 from msgspec import Meta
-
-from p2pstore.gossip.records import Member, PeerId, PeerRecord, SignedRecord
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import PeerRecord
+from p2pstore.gossip.records import SignedRecord
 from p2pstore.home_messages import Push
-from p2pstore.wire import Empty, Message
-
+from p2pstore.wire import Empty
+from p2pstore.wire import Message
+from typing import Annotated
+from typing import Final
 
 class ControlKind(IntEnum):
     HELLO = 1
@@ -37,9 +38,7 @@ class ControlKind(IntEnum):
     LEAVE = 19
     PING_REQUEST = 20
 
-
 # --- admission -------------------------------------------------------------------------------
-
 
 class Hello(Message, frozen=True):
     min_version: int
@@ -49,7 +48,6 @@ class Hello(Message, frozen=True):
     key_ids: list[bytes]
     software: str = ""
 
-
 class HelloReply(Message, frozen=True):
     version: int
     nonce: bytes
@@ -57,20 +55,16 @@ class HelloReply(Message, frozen=True):
     proof: bytes
     software: str = ""
 
-
 class Proof(Message, frozen=True):
     key_id: bytes
     proof: bytes
     software: str = ""
 
-
 class Welcome(Message, frozen=True):
     software: str = ""
     signature: bytes = b""
 
-
 # --- membership ------------------------------------------------------------------------------
-
 
 class Status(IntEnum):
     """A claim about a member. A higher incarnation overrides; within one the higher status does.
@@ -81,7 +75,6 @@ class Status(IntEnum):
     DEAD = 2
     LEFT = 3
 
-
 class Claim(Message, frozen=True):
     """`by` (a member's short name) claims `status` of the incarnation of `peer_id`."""
 
@@ -90,19 +83,16 @@ class Claim(Message, frozen=True):
     status: int
     by: int
 
-
 MAX_CLAIMS: Final = 1024
 """In one message; checked, like all caps on lists here, before anything is done per element."""
 
 Claims = Annotated[list[Claim], Meta(max_length=MAX_CLAIMS)]
-
 
 class Ping(Message, frozen=True):
     """Are you there? `incarnation` is what the sender knows of the receiver; claims ride along."""
 
     incarnation: int
     claims: Claims
-
 
 class Ack(Message, frozen=True):
     """`unix_ms` is the sender's wall clock when it answered; 0 comes from an older one."""
@@ -111,19 +101,16 @@ class Ack(Message, frozen=True):
     claims: Claims
     unix_ms: int = 0
 
-
 class PingRequest(Message, frozen=True):
     """Ping this peer for me (an indirect probe). Answered by `Ack` of the target or an error."""
 
     peer_id: bytes
     timeout_ms: int
 
-
 class Leave(Message, frozen=True):
     """The sender leaves on purpose; `record` is its own, marked leaving."""
 
     record: SignedRecord
-
 
 # --- anti-entropy ----------------------------------------------------------------------------
 
@@ -131,7 +118,6 @@ CLUSTER_BUCKETS: Final = 64
 """Cluster records are compared by the XOR hash of 64 buckets, chosen by the record name's first byte."""
 CLUSTER_CELLS: Final = 64
 """Each bucket is 64 cells, chosen by the name's second byte."""
-
 
 class LogChunk(Message, frozen=True):
     """Operations of one member's log, contiguous from `first_sequence`: packed location records. The member signed
@@ -145,13 +131,11 @@ class LogChunk(Message, frozen=True):
     count: int = 0
     """Operations in packed form (`log`). 0: they are plain."""
 
-
 MAX_RECORDS: Final = 1024
 """Peer records, or cluster records, in one delta."""
 MAX_LOG_CHUNKS: Final = 16_384
 
 SignedRecords = Annotated[list[SignedRecord], Meta(max_length=MAX_RECORDS)]
-
 
 class Delta(Message, frozen=True):
     """News for the receiver: peer records, then log operations, then cluster records. To a receiver that named
@@ -167,7 +151,6 @@ class Delta(Message, frozen=True):
     operations: bytes = b""
     signatures: bytes = b""
 
-
 class Exchange(Message, frozen=True):
     """The sender's digest. `cluster_hash` is the XOR of all buckets; `cluster_buckets` (64 u64) is sent
     when the last exchange with this peer showed a difference.
@@ -175,8 +158,8 @@ class Exchange(Message, frozen=True):
     Now and then `floors_epoch` asks whether the receiver knew the same floors at that end of an epoch,
     which `floors_hash` stands for (`floor_sync`); 0 does not ask.
 
-    `members_hash` stands for the members that the sender knows (`digests`); 0 comes from an older sender.
-    A peer that has named one is asked with `positions` in place of `digest`. `cluster_cells` are hashes of the
+    `members_hash` stands for the members that the sender knows (`digests`). Where the last
+    peer that was heard of knew the same ones, `positions` stand in place of `digest`. `cluster_cells` are hashes of the
     cells of some buckets that differ: `u8 bucket | 64 u64` each.
 
     `hot` tells peers in partitioned mode, now and then, where keys are that many look for (`known_locations`).
@@ -195,7 +178,6 @@ class Exchange(Message, frozen=True):
     cluster_cells: bytes = b""
     hot: bytes = b""
     unix_ms: int = 0
-
 
 class ExchangeReply(Message, frozen=True):
     """News for the sender, and the replier's own digest, so that the sender can answer with a DELTA.
@@ -221,7 +203,6 @@ class ExchangeReply(Message, frozen=True):
     hot: bytes = b""
     unix_ms: int = 0
 
-
 REQUESTS: Final[dict[int, type[Message]]] = {
     ControlKind.HELLO: Hello,
     ControlKind.PROOF: Proof,
@@ -241,7 +222,6 @@ REPLIES: Final[dict[int, type[Message]]] = {
     ControlKind.PING_REQUEST: Ack,
 }
 
-
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Send a request to a peer on its control stream; the outcome goes to `answered`."""
@@ -251,7 +231,6 @@ class Ask:
     kind: ControlKind
     request: Message
     timeout_seconds: float
-
 
 @dataclass(frozen=True, slots=True)
 class FetchSnapshot:
@@ -264,20 +243,17 @@ class FetchSnapshot:
     timeout_seconds: float
     most_bytes: int
 
-
 @dataclass(frozen=True, slots=True)
 class Contact:
     """Connect to who listens at one of these addresses; then `contacted` or `contact_failed`."""
 
     addresses: tuple[str, ...]
 
-
 @dataclass(frozen=True, slots=True)
 class Duplicate:
     """Another live process uses this peer's identity and has the better right to it: exit."""
 
     record: PeerRecord
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -287,9 +263,7 @@ class Answer:
     token: int
     reply: Message
 
-
 Effect = Ask | FetchSnapshot | Contact | Duplicate | Answer
-
 
 @dataclass(frozen=True, slots=True)
 class Later:
@@ -299,7 +273,6 @@ class Later:
     token: int
     timeout_seconds: float
 
-
 @dataclass(frozen=True, slots=True)
 class HomePush:
     """Send a home peer what it should know of this peer's log; the outcome goes to `push_answered`."""
@@ -308,7 +281,6 @@ class HomePush:
     peer_id: PeerId
     timeout_seconds: float
     message: Push
-
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHead:

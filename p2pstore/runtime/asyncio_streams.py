@@ -6,57 +6,49 @@ task sleeps, and what it received is lost when the task is cancelled before it r
 """
 
 from __future__ import annotations
-
-import asyncio
-import contextlib
-import errno
-import math
-import os
-import socket
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, TypeVar
-
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.runtime.flow import Flow
-from p2pstore.runtime.streams import (
-    ANCILLARY_BYTES,
-    DEFAULT_PROGRESS_SECONDS,
-    SEND_PIECE_BYTES,
-    BytesLike,
-    Event,
-    HelperTask,
-    StartHelper,
-    advance,
-    check_descriptors,
-    flatten_parts,
-    gather,
-    shut_down,
-    stalled,
-    tune_tcp,
-)
+from p2pstore.runtime.streams import BytesLike
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
+from p2pstore.runtime.streams import Event
+from p2pstore.runtime.streams import HelperTask
+from p2pstore.runtime.streams import NonblockingStream
+from p2pstore.runtime.streams import SEND_PIECE_BYTES
+from p2pstore.runtime.streams import StartHelper
+from p2pstore.runtime.streams import advance
+from p2pstore.runtime.streams import connect_first
+from p2pstore.runtime.streams import connect_nonblocking
+from p2pstore.runtime.streams import flatten_parts
+from p2pstore.runtime.streams import gather
+from p2pstore.runtime.streams import stalled
+from p2pstore.runtime.streams import tune_tcp
+from typing import Any
+from typing import TypeVar
+import asyncio
+import contextlib
+import math
+import socket
+import time
 
 T = TypeVar("T")
 
-BACKLOG_RETRY_SECONDS = 0.01
-
-
-class AsyncioStream:
-    """A `ByteStream` under asyncio. One task may send while another receives."""
+class AsyncioStream(NonblockingStream):
+    """A `ByteStream` under asyncio."""
 
     def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
-        sock.setblocking(False)
-        self._sock = sock
-        self.progress_seconds = progress_seconds
-        self.receive_seconds: float | None = None
-        self._unyielded_bytes = 0
+        super().__init__(sock, progress_seconds)
         self._waits: set[_Wait] = set()
 
-    async def _wait(self, *, writable: bool) -> None:
-        limit_seconds = self.progress_seconds
-        if not writable and self.receive_seconds is not None:
-            limit_seconds = self.receive_seconds
+    async def _wait_readable(self) -> None:
+        limit = self.receive_seconds
+        await self._wait(self.progress_seconds if limit is None else limit)
+
+    async def _wait(self, limit_seconds: float, *, writable: bool = False) -> None:
         wait = _Wait(self._sock.fileno(), writable=writable)
         self._waits.add(wait)
         try:
@@ -104,7 +96,7 @@ class AsyncioStream:
                 sent = self._sock.sendmsg(gather(views, first))
             except BlockingIOError:
                 began = time.monotonic()
-                await self._wait(writable=True)
+                await self._wait(self.progress_seconds, writable=True)
                 waited_seconds += time.monotonic() - began
                 continue
             if not flow.moved(sent, waited_seconds):
@@ -118,35 +110,17 @@ class AsyncioStream:
             try:
                 count = self._sock.recv_into(view)
             except BlockingIOError:
-                await self._wait(writable=False)
+                await self._wait_readable()
                 continue
             self._unyielded_bytes += count
             return count
 
     receive_soon = receive_into
 
-    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
-        while True:
-            try:
-                count, ancillary, flags, _ = self._sock.recvmsg_into(
-                    [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-                )
-            except BlockingIOError:
-                await self._wait(writable=False)
-                continue
-            return count, check_descriptors(ancillary, flags)
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def abort(self) -> None:
-        shut_down(self._sock)
-
     def close(self) -> None:
         for wait in list(self._waits):
             wait.abort()
         self._sock.close()
-
 
 class _Wait:
     """One wait for a socket to become readable or writable. The loop knows the socket only meanwhile."""
@@ -185,11 +159,9 @@ class _Wait:
             forget = self._loop.remove_writer if self._writable else self._loop.remove_reader
             forget(self._descriptor)
 
-
 def _settle(outcome: asyncio.Future[bool], value: bool) -> None:
     if not outcome.done():
         outcome.set_result(value)
-
 
 class _AsyncioEvent:
     def __init__(self) -> None:
@@ -208,7 +180,6 @@ class _AsyncioEvent:
         finally:
             expiry.cancel()
 
-
 class _AsyncioHelper:
     """A helper of the asyncio driver."""
 
@@ -224,7 +195,6 @@ class _AsyncioHelper:
 
     def connected(self) -> None:
         """A task that is cancelled takes care of its connection itself."""
-
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:
     """Cancel tasks and wait for their ends, through any cancellation, which is raised then; else what one raised."""
@@ -243,14 +213,13 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
         if failure is not None:
             raise failure
 
-
 class AsyncioDriver:
     """The `Driver` of the asyncio client."""
 
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> AsyncioStream:
         try:
             async with asyncio.timeout(timeout_seconds) as limit:
-                sock = await _connect_to_first(await _resolve(host, port))
+                sock = await connect_first(await _resolve(host, port), _connect)
         except TimeoutError:
             if not limit.expired():  # the kernel gave up first
                 raise
@@ -310,7 +279,6 @@ class AsyncioDriver:
     def interrupted(self, error: Exception) -> BaseException:
         return error
 
-
 async def _resolve(host: str, port: int) -> list[Any]:
     """The addresses of a host. A numeric one needs no thread."""
     numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -319,31 +287,8 @@ async def _resolve(host: str, port: int) -> list[Any]:
     loop = asyncio.get_running_loop()
     return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
-
-async def _connect_to_first(addresses: list[Any]) -> socket.socket:
-    """A socket connected to the first address that takes it. Raises the last one's error."""
-    error: OSError = OSError("the host has no address")
-    for family, kind, protocol, _, address in addresses:
-        sock = socket.socket(family, kind, protocol)
-        try:
-            await _connect(sock, address)
-        except BaseException as problem:
-            sock.close()
-            if not isinstance(problem, OSError):
-                raise
-            error = problem
-        else:
-            return sock
-    raise error
-
-
 async def _connect(sock: socket.socket, address: Any) -> None:
-    """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""
-    sock.setblocking(False)
-    while (code := sock.connect_ex(address)) == errno.EAGAIN:  # AF_UNIX: the backlog is full
-        await asyncio.sleep(BACKLOG_RETRY_SECONDS)
-    if code == errno.EINPROGRESS:
+    async def writable(sock: socket.socket) -> None:
         await _Wait(sock.fileno(), writable=True).ready(float("inf"))
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if code:
-        raise OSError(code, os.strerror(code))
+
+    await connect_nonblocking(sock, address, asyncio.sleep, writable)

@@ -10,13 +10,16 @@ is no credit for later.
 """
 
 from __future__ import annotations
-
-import math
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final, NamedTuple
-
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.objects import KIB, MIB, format_bytes
+from p2pstore.objects import KIB
+from p2pstore.objects import MIB
+from p2pstore.objects import format_bytes
+from p2pstore.objects import put_newest
+from typing import Final
+from typing import NamedTuple
+import math
 
 LOWEST_RATE: Final = 16 * KIB
 """Bytes a second; several readers that share a link of 100 KB/s stay above it."""
@@ -46,7 +49,6 @@ FORGOTTEN: Final = 0.1
 SHARE_OF_NEWEST: Final = 0.5
 MAX_HOLDERS: Final = 1024
 
-
 class Haste(NamedTuple):
     """Limits of one holder in a read: seconds to each answer, and the minimum rate. Tight where others have the
     object."""
@@ -58,13 +60,10 @@ class Haste(NamedTuple):
     begin_seconds: float = math.inf
     """For the first answer to begin, where another holder is asked next."""
 
-
 NO_HASTE: Final = Haste()
-
 
 class Outrun(DeadlineExceeded):
     """Bytes came, but another holder is expected to bring them sooner."""
-
 
 class Flow:
     """The bytes of one exchange, as one side receives or sends them."""
@@ -111,12 +110,11 @@ class Flow:
             return DeadlineExceeded(f"the connection made next to no progress: {text}")
         return Outrun(f"{text}: another holder is expected to be faster")
 
-
 class HolderRates:
     """Recent rates of holders, in bytes a second, and how soon they begin to answer, by peer id."""
 
     def __init__(self) -> None:
-        self._rates: dict[bytes, tuple[float, float]] = {}
+        self._rates: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         """The rate, and when it was measured last."""
         self._answers: dict[bytes, float] = {}
 
@@ -141,12 +139,10 @@ class HolderRates:
         if flow.moved_bytes < MEASURED_BYTES and seconds < MEASURED_SECONDS:
             return
         rate = flow.moved_bytes / max(seconds, 1e-6)
-        before, at = self._rates.pop(peer_id, (rate, now))
+        before, at = self._rates.get(peer_id, (rate, now))
         if now - at < REMEMBERED_SECONDS:
             rate = SHARE_OF_NEWEST * rate + (1 - SHARE_OF_NEWEST) * before
-        self._rates[peer_id] = rate, now
-        while len(self._rates) > MAX_HOLDERS:
-            del self._rates[next(iter(self._rates))]
+        put_newest(self._rates, peer_id, (rate, now), MAX_HOLDERS)
 
     def expected(self, peer_id: bytes, now: float) -> float:
         """The expected rate of this holder."""
@@ -157,7 +153,6 @@ class HolderRates:
         """The least rate of a holder where these others have the same, for one of `readers` of one object."""
         best = max((self.expected(each, now) for each in others), default=0.0)
         return max(LOWEST_RATE, min(best / PATIENCE, MOST_LEAST_RATE) / readers)
-
 
 def is_outrun(left_seconds: float, seconds_instead: float) -> bool:
     """Whether to leave a reader that needs `left_seconds` for the rest, when another one needs `seconds_instead`."""

@@ -1,17 +1,23 @@
 """Objects of an earlier life, in memory and on the SSD: held back, checked, and published again in steps."""
 
 from __future__ import annotations
-
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import filterfalse
 from itertools import islice
-from typing import TYPE_CHECKING, Final
-
-from p2pstore.core.operation import CheckReturned, ColdObject, ColdSorted
+from p2pstore.core.operation import CheckReturned
+from p2pstore.core.operation import ColdObject
+from p2pstore.core.operation import ColdSorted
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.memory.segment_layout import SlotState
-from p2pstore.objects import MIB, Version
+from p2pstore.objects import MIB
+from p2pstore.objects import Version
+from typing import Final
+from typing import TYPE_CHECKING
+import math
 
 if TYPE_CHECKING:
     from p2pstore.core.operation import Operation
@@ -28,7 +34,6 @@ FATES: Final = ("returned", "damaged", "discarded")
 """Fates of objects of an earlier life: published again, bytes damaged, or possibly removed meanwhile."""
 BATCHES_UNDER_WAY: Final = 2
 """One is checked while another one is published."""
-
 
 class MemoryReturn:
     """The objects that are left to be looked at, the oldest first: so those put last are the last to be evicted."""
@@ -91,7 +96,9 @@ class MemoryReturn:
                 entry.verified = True
                 core.cold.came_to_memory(entry)
                 core.objects.announce(entry, now)
-                core.gossip.directory.touch(entry.digest)  # a newer version may have been put meanwhile
+                core.gossip.directory.watched.touch(
+                    entry.digest
+                )  # a newer version may have been put meanwhile
         core.objects.announce_withdrawn(now)
 
     def _drop(self, entry: ObjectEntry, fate: str) -> None:
@@ -103,25 +110,6 @@ class MemoryReturn:
         """`fate` is one of `FATES`."""
         self._core.counters[f"kept_objects_{fate}"] += 1
         self._core.counters[f"kept_bytes_{fate}"] += entry.length
-
-
-class ColdReturn:
-    """The objects that are held back, and how they are told apart, some at a time."""
-
-    def __init__(self, objects: Iterable[ColdObject], newest_clock: int) -> None:
-        self.newest_clock = newest_clock
-        self._objects = iter(objects)  # they may be many more than fit in memory at once
-
-    def sort(self, count: int, is_good: Callable[[ColdObject], bool]) -> ColdSorted:
-        """Up to `count` of those left."""
-        some = list(islice(self._objects, count))
-        good = {each for each in some if is_good(each)}
-        return ColdSorted(
-            tuple(each for each in some if each in good),
-            tuple(each for each in some if each not in good),
-            last=len(some) < count,
-        )
-
 
 class EarlierLife:
     """Objects of an earlier life, held back until all floors made meanwhile are known here; and the clock up to which
@@ -138,7 +126,8 @@ class EarlierLife:
         self._distrusted_before = 0
         self._trusted_operation = 0
         """Operations with lower numbers began before the last time that older copies were distrusted."""
-        self._cold: ColdReturn | None = None
+        self._cold: Iterator[ColdObject] | None = None
+        """Those that are held back: they may be many more than fit in memory at once."""
         self._memory: MemoryReturn | None = None
         self._unsettled = 0
         self._seen_before_cold: Stamps | None = None
@@ -181,7 +170,7 @@ class EarlierLife:
         and what floors that are gone may have forbidden. Objects that a floor forbade in the earlier
         life must have been discarded then, durably: that floor may be gone as well.
         """
-        self._cold = ColdReturn(objects, newest_clock)
+        self._cold = iter(objects)
         self._hold_back(newest_clock, now)
 
     def return_with_memory(self, now: float) -> None:
@@ -254,12 +243,15 @@ class EarlierLife:
 
     def _sort_cold(self, now: float) -> None:
         assert self._cold is not None
-        sorted_ones = self._cold.sort(COLD_PER_STEP, self._is_good)
+        some = list(islice(self._cold, COLD_PER_STEP))
+        good = tuple(filter(self._is_good, some))
+        discarded = tuple(filterfalse(self._is_good, some))
         self._core.counters["objects_distrusted"] += sum(
-            each.version.clock <= self._distrusted_before for each in sorted_ones.discarded
+            each.version.clock <= self._distrusted_before for each in discarded
         )
-        self._core.emit(sorted_ones)
-        if sorted_ones.last:
+        last = len(some) < COLD_PER_STEP
+        self._core.emit(ColdSorted(good, discarded, last))
+        if last:
             self._cold = None
             self._core.repair.look_later(now)  # holders of other copies may be gone for good
 

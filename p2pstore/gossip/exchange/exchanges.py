@@ -13,42 +13,45 @@ exchange with the same peer follows, and compares cells (`cluster_records`).
 """
 
 from __future__ import annotations
-
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from random import Random
-from typing import Final
-
+from dataclasses import dataclass
+from dataclasses import field
 from msgspec.structs import replace
-
-from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge, OperationRate
-from p2pstore.gossip.exchange.asking import Asked, Questions
-from p2pstore.gossip.exchange.digests import (
-    Digest,
-    DigestTable,
-    pack_digest,
-    pack_positions,
-    pack_record_positions,
-    unpack_digest,
-    unpack_positions,
-)
-from p2pstore.gossip.floors.cluster_records import (
-    COMPARED_BUCKETS,
-    TheirRecords,
-    differing_buckets,
-    pack_buckets,
-    pack_cells,
-    read_buckets,
-    read_cells,
-)
+from p2pstore.gossip.exchange.anti_entropy import Knowledge
+from p2pstore.gossip.exchange.anti_entropy import OperationRate
+from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS
+from p2pstore.gossip.exchange.asking import Asked
+from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.exchange.digests import Digest
+from p2pstore.gossip.exchange.digests import DigestTable
+from p2pstore.gossip.exchange.digests import pack_digest
+from p2pstore.gossip.exchange.digests import pack_positions
+from p2pstore.gossip.exchange.digests import pack_record_positions
+from p2pstore.gossip.exchange.digests import unpack_digest
+from p2pstore.gossip.exchange.digests import unpack_positions
+from p2pstore.gossip.floors.cluster_records import COMPARED_BUCKETS
+from p2pstore.gossip.floors.cluster_records import TheirRecords
+from p2pstore.gossip.floors.cluster_records import differing_buckets
+from p2pstore.gossip.floors.cluster_records import pack_buckets
+from p2pstore.gossip.floors.cluster_records import pack_cells
+from p2pstore.gossip.floors.cluster_records import read_buckets
+from p2pstore.gossip.floors.cluster_records import read_cells
 from p2pstore.gossip.floors.floor_comparison import FloorAnswer
-from p2pstore.gossip.floors.floor_stamps import pack_stamps, unpack_stamps
+from p2pstore.gossip.floors.floor_stamps import pack_stamps
+from p2pstore.gossip.floors.floor_stamps import unpack_stamps
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_messages import Ask, ControlKind, Delta, Exchange, ExchangeReply
+from p2pstore.gossip.gossip_messages import Ask
+from p2pstore.gossip.gossip_messages import ControlKind
+from p2pstore.gossip.gossip_messages import Delta
+from p2pstore.gossip.gossip_messages import Exchange
+from p2pstore.gossip.gossip_messages import ExchangeReply
 from p2pstore.gossip.members.active_view import ActiveView
-from p2pstore.gossip.records import PeerId, member_of
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import member_of
+from random import Random
+from typing import Final
+import math
 
 MAX_IN_FLIGHT_EXCHANGES: Final = 3
 SLOW_SECONDS: Final = 0.5
@@ -62,7 +65,6 @@ EXCHANGE_MESSAGES: Final = 4
 FAST_COMPARISONS: Final = 2
 """How much faster exchanges follow each other while they bring cluster records by the dozen."""
 
-
 @dataclass(frozen=True, slots=True)
 class Theirs:
     """Knowledge of the other side of an exchange. `digest` is None when it wants nothing, or spoke
@@ -73,11 +75,9 @@ class Theirs:
     records: TheirRecords
     floors: FloorAnswer = field(default_factory=FloorAnswer)
 
-
 def read_request(request: Exchange, table: DigestTable) -> Theirs:
     """Raises `ProtocolError` for nonsense."""
     return _read(request, table, FloorAnswer())
-
 
 def read_reply(reply: ExchangeReply, table: DigestTable) -> Theirs:
     """Raises `ProtocolError` for nonsense."""
@@ -86,21 +86,15 @@ def read_reply(reply: ExchangeReply, table: DigestTable) -> Theirs:
     )
     return _read(reply, table, floors)
 
-
 def _read(message: Exchange | ExchangeReply, table: DigestTable, floors: FloorAnswer) -> Theirs:
     digest: Digest | None = None
-    if message.digest or not message.members_hash:
+    if message.digest:
         digest = unpack_digest(message.digest)
     elif message.positions:
         of = table.known_set(message.members_hash)
         digest = None if of is None else unpack_positions(message.positions, of)
-    records = TheirRecords(
-        read_buckets(message.cluster_buckets),
-        read_cells(message.cluster_cells),
-        knows_cells=message.members_hash != 0,
-    )
+    records = TheirRecords(read_buckets(message.cluster_buckets), read_cells(message.cluster_cells))
     return Theirs(digest, message.members_hash, records, floors)
-
 
 class Exchanges:
     """See the module's docstring. The machine takes in what the messages bring."""
@@ -133,9 +127,8 @@ class Exchanges:
         """Shortest time between two exchanges that the size of the last digest leaves."""
         self._last_at = -math.inf
         self._wanted: dict[PeerId, None] = {}
-        self._readers: set[PeerId] = set()
-        """Peers that have named a hash of their members."""
-        self._agreed = False
+        self.agreed = False
+        """Whether the last peer that was heard of knew the same members."""
         """Whether the last peer that was heard of knew the same members."""
         self._differing: dict[PeerId, list[int]] = {}
         """Peers whose cluster records differ from this peer's, with the buckets where they are known."""
@@ -159,18 +152,12 @@ class Exchanges:
     def forget(self, peer_id: PeerId) -> None:
         """The peer is gone."""
         self._differing.pop(peer_id, None)
-        self._readers.discard(peer_id)
         self._unreliable.discard(peer_id)
 
     def delta_came(self, peer_id: PeerId) -> None:
         """Unasked, or as an answer told the peer to."""
         self._invited.pop(peer_id, None)
         self._unreliable.discard(peer_id)
-
-    @property
-    def agreed(self) -> bool:
-        """Whether the last peer that was heard of knew the same members."""
-        return self._agreed
 
     def due(self) -> float:
         """When `start` has something to do; minus infinity for at once."""
@@ -226,13 +213,12 @@ class Exchanges:
         if peer_id in self._differing:
             buckets = pack_buckets(self._records.bucket_hashes)
             differing = self._differing[peer_id]
-            if peer_id in self._readers:
-                some = self._rng.sample(differing, min(COMPARED_BUCKETS, len(differing)))
-                cells = pack_cells(self._records, some)
+            some = self._rng.sample(differing, min(COMPARED_BUCKETS, len(differing)))
+            cells = pack_cells(self._records, some)
         epoch, epoch_hash = self._floors.question(
             member_of(peer_id), now, at_once=wanted, soon=self._shows_other_horizon(peer_id)
         )
-        in_full = not (self._agreed and self._reads_positions(peer_id)) or wanted
+        in_full = wanted or not self.agreed
         digest, positions, members_hash = self._digest(in_full=in_full)
         request = Exchange(
             digest,
@@ -248,12 +234,6 @@ class Exchanges:
             self.unix_ms(now),
         )
         return self._questions.ask(peer_id, ControlKind.EXCHANGE, request, now, floors_epoch=epoch)
-
-    def _reads_positions(self, peer_id: PeerId) -> bool:
-        """Whether a peer is known to be of a version that does."""
-        state = self._membership.get(peer_id)
-        partitioned = state is not None and state.directory
-        return peer_id in self._readers or bool(partitioned)
 
     def _digest(self, *, in_full: bool) -> tuple[bytes, bytes, int]:
         """(digest, positions, hash of the members)."""
@@ -274,12 +254,12 @@ class Exchanges:
         """The delta for the asker, and this peer's digest."""
         floors = self._floors.answer(request.floors_epoch, request.floors_hash, now, member_of(sender))
         differs = request.cluster_hash != self._records.hash
-        agrees = self._note_members(sender, theirs)
+        agrees = self._note_members(theirs)
         delta = self._delta_for(sender, theirs, differs)
         if has_news(delta):
             self.hurry()
         digest, positions, members_hash = self._digest(in_full=not agrees)
-        if theirs.members_hash and self._rate.is_high and self._is_expecting(now):
+        if self._rate.is_high and self._is_expecting(now):
             digest = positions = b""
         elif theirs.digest is not None and self._knowledge.lacks(theirs.digest):
             self._invite(sender, now)
@@ -329,7 +309,7 @@ class Exchanges:
     ) -> None:
         """Compare members and cluster records with a reply whose delta brought `new_records` new cluster records."""
         peer_id = asked.peer_id
-        self._note_members(peer_id, theirs)
+        self._note_members(theirs)
         differs = reply.cluster_hash != self._records.hash
         self._floors.learn(
             theirs.floors, asked.floors_epoch, now, sender=member_of(peer_id), same_now=not differs
@@ -344,7 +324,7 @@ class Exchanges:
         self._differing[peer_id] = [] if buckets is None else differing_buckets(self._records, buckets)
         # A member whose horizon is behind offers what was dropped here, and would be asked all the time.
         dozens = new_records >= SEND_RECORDS // 2
-        if theirs.records.knows_cells and (news or dozens):
+        if news or dozens:
             self._continue_with, self._hastens = peer_id, dozens
 
     def follow_up(self, peer_id: PeerId, theirs: Theirs, now: float, *, news: bool) -> list[Ask]:
@@ -373,15 +353,10 @@ class Exchanges:
             rumors=rumors,
         )
 
-    def _note_members(self, peer_id: PeerId, theirs: Theirs) -> bool:
-        """Whether the other side of an exchange knows the same members, and says so."""
-        if not theirs.members_hash:
-            self._readers.discard(peer_id)
-            return False
-        if self._is_member(peer_id):
-            self._readers.add(peer_id)
-        self._agreed = theirs.members_hash == self._knowledge.table.current().of.hash
-        return self._agreed
+    def _note_members(self, theirs: Theirs) -> bool:
+        """Whether the other side of an exchange knows the same members."""
+        self.agreed = theirs.members_hash == self._knowledge.table.current().of.hash
+        return self.agreed
 
     def _is_member(self, peer_id: PeerId) -> bool:
         state = self._membership.get(peer_id)
@@ -394,7 +369,6 @@ class Exchanges:
             and state.signed is not None
             and state.floors_horizon != self._records.floors.horizon_hash
         )
-
 
 def has_news(delta: Delta) -> bool:
     """Whether a delta says anything besides claims."""

@@ -15,27 +15,33 @@ A member that is home no longer is told for a while yet: others, and it itself, 
 """
 
 from __future__ import annotations
-
-import math
-import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from collections.abc import Set
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from p2pstore.gossip.gossip_messages import HomePush
+from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
+from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS
+from p2pstore.gossip.homes.home_updates import PartitionSets
+from p2pstore.gossip.homes.partition_homes import HomeTable
+from p2pstore.gossip.homes.partition_homes import NO_HOMES
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT
+from p2pstore.gossip.homes.partition_homes import PartitionConfig
+from p2pstore.gossip.homes.partition_homes import partition_of
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.records import LOCATION_BYTES
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import PeerId
+from p2pstore.home_messages import PartitionSet
+from p2pstore.home_messages import Push
 from random import Random
 from typing import Final
-
-from p2pstore.gossip.gossip_messages import HomePush
-from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, LARGEST_SET_RECORDS, PartitionSets
-from p2pstore.gossip.homes.partition_homes import (
-    NO_HOMES,
-    PARTITION_COUNT,
-    HomeTable,
-    PartitionConfig,
-    partition_of,
-)
-from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId
-from p2pstore.home_messages import PartitionSet, Push
+import math
+import struct
 
 MAX_RUNS: Final = 4_096
 """Operations that wait for one home; of more the partitions are sent whole."""
@@ -49,7 +55,6 @@ ANSWER_WEIGHT: Final = 1 / 8
 _NUMBER: Final = struct.Struct("<I")
 COMPOSED_AT_ONCE: Final = 4_096
 """Operations put into messages at a time, at 0.5 us each."""
-
 
 @dataclass(slots=True)
 class _Home:
@@ -76,7 +81,6 @@ class _Home:
     @property
     def idle(self) -> bool:
         return not (self.runs or self.behind or self.audit or self.tokens)
-
 
 class Confirmed:
     """By partition: the members that have confirmed all that was said of it, and those that are home no longer but are
@@ -142,7 +146,6 @@ class Confirmed:
         same = len(chosen) == len(homes) and all(member in chosen for member in homes)
         self.by[partition] = homes if same else tuple(chosen)
 
-
 class HomePushes:
     """See the module's docstring. `keeps_partitions` says whether a member is in partitioned mode."""
 
@@ -165,7 +168,7 @@ class HomePushes:
         self._peer_of = peer_of
         self._keeps = keeps_partitions
         self._homes: dict[Member, _Home] = {}
-        self._tokens: dict[int, Member] = {}
+        self.tokens: dict[int, Member] = {}
         self._last_token = 0
         self._answer_seconds = 0.0
         """In what time homes answer, lately."""
@@ -224,7 +227,7 @@ class HomePushes:
         self.table = table
         for member in [m for m in self._homes if m not in table.members]:
             for token in self._homes.pop(member).tokens:
-                self._tokens.pop(token, None)
+                self.tokens.pop(token, None)
         self._new = {member: None for member in self._new if member in table.members}
         self._bring_up(lacking, now)
 
@@ -240,12 +243,12 @@ class HomePushes:
         """This peer's log goes on under another incarnation: no home has anything of it."""
         self._confirmed.clear()
         self._homes.clear()
-        self._tokens.clear()
+        self.tokens.clear()
         self._bring_up(self.table.by_home, now)
 
     def answered(self, token: int, behind: list[int] | None, now: float) -> None:
         """The outcome of a `Push`: partitions that the home wants whole, or None when nothing came."""
-        member = self._tokens.pop(token, None)
+        member = self.tokens.pop(token, None)
         home = self._homes.get(member) if member is not None else None
         if member is None or home is None or token not in home.tokens:
             return
@@ -256,7 +259,7 @@ class HomePushes:
         if behind is not None and token == min(home.tokens):
             self._answer_seconds += ANSWER_WEIGHT * (now - home.sent_at - self._answer_seconds)
         for other in rest:
-            del self._tokens[other]
+            del self.tokens[other]
         home.push, home.tokens = None, ()
         home.expires_at = home.resend_at = math.inf
         refused = set(home.sent_runs if behind is None else behind)
@@ -280,12 +283,8 @@ class HomePushes:
 
     def home_of(self, token: int) -> PeerId | None:
         """To whom a push that is not answered yet went."""
-        member = self.member_of_token(token)
+        member = self.tokens.get(token)
         return None if member is None else self._peer_of(member)
-
-    def member_of_token(self, token: int) -> Member | None:
-        """As `home_of`."""
-        return self._tokens.get(token)
 
     # --- what to send ------------------------------------------------------------------------
 
@@ -341,7 +340,7 @@ class HomePushes:
 
     def _new_token(self, member: Member, home: _Home) -> int:
         self._last_token += 1
-        self._tokens[self._last_token] = member
+        self.tokens[self._last_token] = member
         home.tokens += (self._last_token,)
         return self._last_token
 
@@ -470,7 +469,7 @@ class HomePushes:
             )
 
     def _expire(self, now: float) -> None:
-        for token, member in list(self._tokens.items()):
+        for token, member in list(self.tokens.items()):
             home = self._homes.get(member)
             if home is None or home.expires_at <= now:
                 self.answered(token, None, now)  # the shell lost it

@@ -7,27 +7,33 @@ what it does not know is nowhere, when it has a view of every live owner, and he
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass, field
-from typing import Final
-
-import numpy
-
-from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS, CheckedUpdate
-from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Set
+from dataclasses import dataclass
+from dataclasses import field
+from p2pstore.gossip.homes.home_updates import CheckedUpdate
+from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS
+from p2pstore.gossip.homes.partition_homes import PartitionConfig
+from p2pstore.gossip.homes.partition_homes import partition_of
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT
+from p2pstore.gossip.locations.location_index import LocationIndex
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
-from p2pstore.gossip.locations.views import Location, Position, who_makes_room
-from p2pstore.gossip.records import LOCATION_BYTES, Member, decode_location
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.locations.views import Position
+from p2pstore.gossip.locations.views import who_makes_room
+from p2pstore.gossip.records import LOCATION_BYTES
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import decode_location
 from p2pstore.home_messages import PartitionSet
 from p2pstore.location_table import BLOCK_ROWS
 from p2pstore.objects import DIGEST_BYTES
+from typing import Final
+import numpy
 
 SWEPT_AT_ONCE: Final = 4_096
 SWEPT_FOR_EACH: Final = 2
 """How many rows of what was dropped are freed for each new record, while there is no room."""
-
 
 @dataclass(slots=True)
 class _View:
@@ -39,7 +45,6 @@ class _View:
     whole: bool = True
     """Whether nothing was missed."""
 
-
 @dataclass(slots=True)
 class _Owner:
     incarnation: int
@@ -49,13 +54,11 @@ class _Owner:
     records: int = 0
     """In all its views."""
 
-
 @dataclass(slots=True)
 class _Completeness:
     until: float
     basis: tuple[int, int]
     complete: bool
-
 
 class HomeViews:
     """See the module's docstring. `touch` is told of every digest that an update is about."""
@@ -215,7 +218,7 @@ class HomeViews:
         found: list[Location] = []
         if self._index is None:
             return found
-        for slot, packed in self._index.find(digest):
+        for slot, packed in self._index.table.find(digest):
             owner, partition = self._of_slot[slot]
             known, view = self._owners[owner], self._views[partition][owner]
             found.append(
@@ -228,7 +231,7 @@ class HomeViews:
         if self._index is None:
             return set()
         keys = [digest for digest in digests if len(digest) == DIGEST_BYTES]
-        queries = self._index.find_many(b"".join(keys)).queries
+        queries = self._index.table.find_many(b"".join(keys)).queries
         return {keys[place] for place in numpy.unique(queries).tolist()}
 
     def contested(self, sets: Iterable[PartitionSet]) -> list[bytes]:
@@ -241,7 +244,9 @@ class HomeViews:
                 whole.records[start : start + DIGEST_BYTES]
                 for start in range(0, len(whole.records), LOCATION_BYTES)
             ]
-            counts = numpy.bincount(self._index.find_many(b"".join(rows)).queries, minlength=len(rows))
+            counts = numpy.bincount(
+                self._index.table.find_many(b"".join(rows)).queries, minlength=len(rows)
+            )
             found += [rows[place] for place in numpy.flatnonzero(counts > 1).tolist()]
         return found
 

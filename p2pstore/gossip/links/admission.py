@@ -12,26 +12,29 @@ remembers the key with which the other one proved itself.
 """
 
 from __future__ import annotations
-
+from p2pstore import wire
+from p2pstore.access.keyring import AllowList
+from p2pstore.access.keyring import KEYLESS
+from p2pstore.access.keyring import KeyRing
+from p2pstore.access.keyring import MAX_KEYS
+from p2pstore.access.keyring import Role
+from p2pstore.access.keyring import key_id_of
+from p2pstore.access.keyring import signer_seed_of
+from p2pstore.errors import P2PStoreError
+from p2pstore.errors import ProtocolMismatch
+from p2pstore.gossip.gossip_messages import Hello
+from p2pstore.gossip.gossip_messages import HelloReply
+from p2pstore.gossip.gossip_messages import Proof
+from p2pstore.gossip.gossip_messages import Welcome
+from p2pstore.gossip.links.identity import Ed25519Verifier
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import format_peer_id
+from p2pstore.wire import Code
+from p2pstore.wire import negotiate_version
+from typing import Final
 import hmac
 import struct
-from typing import Final
-
-from p2pstore import wire
-from p2pstore.access.keyring import (
-    KEYLESS,
-    MAX_KEYS,
-    AllowList,
-    KeyRing,
-    Role,
-    key_id_of,
-    signer_seed_of,
-)
-from p2pstore.errors import P2PStoreError, ProtocolMismatch
-from p2pstore.gossip.gossip_messages import Hello, HelloReply, Proof, Welcome
-from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.records import PeerId, format_peer_id
-from p2pstore.wire import Code, negotiate_version
 
 NONCE_BYTES: Final = 32
 MAX_SOFTWARE_LETTERS: Final = 64
@@ -43,7 +46,6 @@ _MEMBER: Final = b"member"
 
 _CHECK_KEYS: Final = "check --cluster-key-file on both sides"
 
-
 class AdmissionRefused(P2PStoreError):
     """One side does not admit the other; `code` says why to a program, the text to a person. `told` is the part of the
     text that the other side may know."""
@@ -52,26 +54,6 @@ class AdmissionRefused(P2PStoreError):
         super().__init__(text)
         self.code = code
         self.told = told or text
-
-
-def admission_proof(
-    key: bytes,
-    role: bytes,
-    *,
-    opener: PeerId,
-    listener: PeerId,
-    opener_nonce: bytes,
-    listener_nonce: bytes,
-    cluster: str,
-) -> bytes:
-    """HMAC-SHA256 over role, both peer ids, both nonces and the cluster's name, each with its length."""
-    fields = (role, opener, listener, opener_nonce, listener_nonce, cluster.encode())
-    return hmac.digest(key, _message(*fields), "sha256")
-
-
-def _message(*fields: bytes) -> bytes:
-    return _CONTEXT + b"".join(struct.pack("<H", len(field)) + field for field in fields)
-
 
 class _Side:
     """The common part of both ends."""
@@ -133,18 +115,15 @@ class _Side:
         """The role of the other side, once it is admitted."""
         return self.ring.role_of(self.key_id)
 
-    def _proof(self, key: bytes, role: bytes, *, opening: bool) -> bytes:
+    def _text(self, role: bytes, *, opening: bool) -> bytes:
+        """What is proved, or signed: role, both peer ids, both nonces and the cluster's name, each with its length."""
         own, theirs = (self.own_id, self.nonce), (self.peer_id, self._their_nonce)
         (opener, opener_nonce), (listener, listener_nonce) = (own, theirs) if opening else (theirs, own)
-        return admission_proof(
-            key,
-            role,
-            opener=opener,
-            listener=listener,
-            opener_nonce=opener_nonce,
-            listener_nonce=listener_nonce,
-            cluster=self.cluster,
-        )
+        fields = (role, opener, listener, opener_nonce, listener_nonce, self.cluster.encode())
+        return _CONTEXT + b"".join(struct.pack("<H", len(field)) + field for field in fields)
+
+    def _proof(self, key: bytes, role: bytes, *, opening: bool) -> bytes:
+        return hmac.digest(key, self._text(role, opening=opening), "sha256")
 
     def _check(self, key: bytes, role: bytes, proof: bytes, *, opening: bool) -> None:
         """The other side holds the key, and is one of those that may come in."""
@@ -159,7 +138,6 @@ class _Side:
                 "add it to the file of --allow-file there and send that peer SIGHUP",
             )
         self.key_id = key_id_of(key)
-
 
 class Opener(_Side):
     """The side that opened the stream: `hello`, `receive_reply`, `receive_welcome`."""
@@ -210,12 +188,9 @@ class Opener(_Side):
         return AdmissionRefused(refusal.code, f"{refusal}{hint}")
 
     def _is_member(self, signature: bytes) -> bool:
-        message = _message(
-            _MEMBER, self.own_id, self.peer_id, self.nonce, self._their_nonce, self.cluster.encode()
-        )
+        message = self._text(_MEMBER, opening=True)
         verifier = Ed25519Verifier()
         return any(verifier.verify(signer, message, signature) for signer in self.ring.signers)
-
 
 class Listener(_Side):
     """The side that was called: `receive_hello`, `receive_proof`."""
@@ -255,10 +230,7 @@ class Listener(_Side):
         member_key = self.ring.member_key_for(key_id)
         if member_key is None:
             return b""
-        message = _message(
-            _MEMBER, self.peer_id, self.own_id, self._their_nonce, self.nonce, self.cluster.encode()
-        )
-        return Identity(signer_seed_of(member_key)).sign(message)
+        return Identity(signer_seed_of(member_key)).sign(self._text(_MEMBER, opening=False))
 
     def _common_key(self, their_ids: list[bytes]) -> bytes:
         """The first of this side's keys that the opener holds too."""

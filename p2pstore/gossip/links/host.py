@@ -14,48 +14,54 @@ Only Noise is offered: with libp2p's default choice a stranger negotiates plaint
 """
 
 from __future__ import annotations
-
-import logging
-import secrets
-import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import field
 from functools import partial
-from typing import Final, TypeVar
-
-import trio
-
 from p2pstore.access.crowding import ConnectionLimits
-from p2pstore.access.keyring import AllowList, KeyRing
+from p2pstore.access.keyring import AllowList
+from p2pstore.access.keyring import KeyRing
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
-from p2pstore.gossip.links.connection_keeper import Attempts, Connection, ConnectionKeeper, Connections
-from p2pstore.gossip.links.control_link import (
-    ADMISSION_SECONDS,
-    Handler,
-    LinkError,
-    admit_stream,
-    open_asking_stream,
-)
+from p2pstore.gossip.links.admission import AdmissionRefused
+from p2pstore.gossip.links.admission import Listener
+from p2pstore.gossip.links.admission import NONCE_BYTES
+from p2pstore.gossip.links.admission import Opener
+from p2pstore.gossip.links.connection_keeper import Attempts
+from p2pstore.gossip.links.connection_keeper import Connection
+from p2pstore.gossip.links.connection_keeper import ConnectionKeeper
+from p2pstore.gossip.links.connection_keeper import Connections
+from p2pstore.gossip.links.control_link import ADMISSION_SECONDS
+from p2pstore.gossip.links.control_link import Handler
+from p2pstore.gossip.links.control_link import LinkError
+from p2pstore.gossip.links.control_link import admit_stream
+from p2pstore.gossip.links.control_link import open_asking_stream
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.multiplexer import MuxedStream
-from p2pstore.gossip.links.secured_connections import (
-    Arrivals,
-    Dialler,
-    Refusals,
-    Securing,
-    call_back,
-    contain_logging,
-    negotiate_control,
-    reason_of,
-    select_control,
-)
+from p2pstore.gossip.links.secured_connections import Arrivals
+from p2pstore.gossip.links.secured_connections import Dialler
+from p2pstore.gossip.links.secured_connections import Refusals
+from p2pstore.gossip.links.secured_connections import Securing
+from p2pstore.gossip.links.secured_connections import call_back
+from p2pstore.gossip.links.secured_connections import contain_logging
+from p2pstore.gossip.links.secured_connections import negotiate_control
+from p2pstore.gossip.links.secured_connections import reason_of
+from p2pstore.gossip.links.secured_connections import select_control
 from p2pstore.gossip.links.sockets import listen_tcp
-from p2pstore.gossip.records import PeerId, format_peer_id
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import format_peer_id
 from p2pstore.runtime.byte_budget import ByteBudget
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.wire import Message
+from typing import Final
+from typing import TypeVar
+import logging
+import secrets
+import socket
+import trio
 
 logger = logging.getLogger("p2pstore.host")
 
@@ -71,14 +77,11 @@ FAREWELL_SECONDS: Final = 0.5
 CONNECTING_SECONDS: Final = 15.0
 """By when a connection has been made, also when no request waits for it any more."""
 
-
 class _Farewell(LinkError):
     """The connection was closed as useless while a request was on its way: it was not read, and may be made again."""
 
-
 def _ignore(_address: str, _reason: str) -> None:
     return
-
 
 @dataclass(slots=True, kw_only=True)
 class HostSettings:
@@ -109,7 +112,6 @@ class HostSettings:
             nonce=secrets.token_bytes(NONCE_BYTES),
             software=self.software,
         )
-
 
 class ControlHost:
     """This peer's connections. Made by `open_control_host`."""
@@ -234,7 +236,7 @@ class ControlHost:
         """Raise `_Farewell` if that is why a request failed. A write may fail before the farewell was read."""
         with trio.move_on_after(FAREWELL_SECONDS):
             await connection.ended.wait()
-        if connection.muxed.said_goodbye or connection.unused:
+        if connection.muxed.session.said_goodbye or connection.unused:
             raise _Farewell("the connection was closed just when it was used")
 
     async def _asking(self, peer_id: PeerId, addresses: Sequence[str]) -> Connection:
@@ -345,7 +347,7 @@ class ControlHost:
 
     def _forget(self, connection: Connection) -> None:
         connections = self.connections.remove(connection)
-        if connection.muxed.said_goodbye and not connection.parting:
+        if connection.muxed.session.said_goodbye and not connection.parting:
             self.keeper.counts.closed_by_others += 1
         others = any(each.ever_admitted for each in connections)
         lost = connection.ever_admitted and not connection.parted
@@ -394,7 +396,6 @@ class ControlHost:
             self._refusals.dropped(connection.address, reason_of(error))
         finally:
             await stream.close()
-
 
 @asynccontextmanager
 async def open_control_host(

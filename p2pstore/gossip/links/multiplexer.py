@@ -1,18 +1,18 @@
 """Streams over one encrypted connection: `yamux` with tasks and waiting. Shell."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Final, Protocol
-
-import trio
-
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.control_frames import nobodys_account
 from p2pstore.gossip.links.control_link import single_error
-from p2pstore.gossip.links.yamux import GOODBYE, Session, StreamState
+from p2pstore.gossip.links.yamux import GOODBYE
+from p2pstore.gossip.links.yamux import Session
+from p2pstore.gossip.links.yamux import StreamState
 from p2pstore.runtime.byte_budget import Account
 from p2pstore.runtime.trio_tasks import wait_room
+from typing import Final
+from typing import Protocol
+import trio
 
 STRANGER_STREAM_BYTES: Final = 32 * 1024
 """Most bytes that a stream carries before it is admitted."""
@@ -22,14 +22,12 @@ MAX_REPLY_BYTES: Final = 64 * 1024
 """Bytes that wait to be sent in answer to the other side's frames, before it counts as one that does not read."""
 FAREWELL_SECONDS: Final = 0.5
 
-
 class Secured(Protocol):
     """An encrypted connection."""
 
     async def read(self, n: int | None = None) -> bytes: ...
 
     async def write(self, data: bytes) -> None: ...
-
 
 class MuxedStream:
     """One stream. Every failure is an `OSError`. Each side must `close` it in the end."""
@@ -85,7 +83,6 @@ class MuxedStream:
         self._changed.set()
         self._changed = trio.Event()
 
-
 class Multiplexer:
     """The streams of one connection. `accept` is called, and must not wait, for each that the other side
     opens. `account` holds what was not read yet; while its owner has no room, nothing is received."""
@@ -102,18 +99,13 @@ class Multiplexer:
         self._account = account if account is not None else nobodys_account()
         self._unread_bytes = 0
         self._secured = secured
-        self._session = Session(initiator=initiator, max_incoming=max_incoming)
+        self.session = Session(initiator=initiator, max_incoming=max_incoming)
         self._accept = accept
         self._streams: dict[int, MuxedStream] = {}
         self._sending = trio.Lock()
         self._replies = bytearray()
         self._replying = False
         self._over = False
-
-    @property
-    def said_goodbye(self) -> bool:
-        """Whether the other side announced that it closes the connection."""
-        return self._session.said_goodbye
 
     async def run(self) -> None:
         """Take in what comes until the other side says goodbye. Raises `OSError` and `ProtocolError`."""
@@ -128,7 +120,7 @@ class Multiplexer:
                 stream.happened()
 
     async def _take_in(self) -> None:
-        session = self._session
+        session = self.session
         async with trio.open_nursery() as nursery:
             while not session.said_goodbye:
                 try:
@@ -144,16 +136,16 @@ class Multiplexer:
 
     def was_read(self, count: int) -> None:
         """`count` bytes were taken off a stream; the account holds what is unread."""
-        self._session.unread_bytes -= count
+        self.session.unread_bytes -= count
         self._count_unread()
 
     def _count_unread(self) -> None:
-        before, self._unread_bytes = self._unread_bytes, self._session.unread_bytes
+        before, self._unread_bytes = self._unread_bytes, self.session.unread_bytes
         if self._unread_bytes != before:
             self._account.hold(self._unread_bytes - before)
 
     def _dispatch(self, nursery: trio.Nursery) -> None:
-        session = self._session
+        session = self.session
         for state in session.opened:
             stream = self._streams[state.number] = MuxedStream(self, state)
             self._accept(stream)
@@ -183,7 +175,7 @@ class Multiplexer:
 
     async def open_stream(self) -> MuxedStream:
         """A new stream. Raises `OSError`."""
-        state, frame = self._session.open()
+        state, frame = self.session.open()
         stream = self._streams[state.number] = MuxedStream(self, state)
         try:
             await self.send(frame)
@@ -228,10 +220,9 @@ class Multiplexer:
     def _forget(self, stream: MuxedStream) -> bytes:
         if self._streams.get(stream.state.number) is stream:
             del self._streams[stream.state.number]
-        farewell = self._session.close(stream.state)
+        farewell = self.session.close(stream.state)
         self._count_unread()
         return farewell
-
 
 def _lost(error: Exception) -> ConnectionResetError:
     cause: BaseException = error

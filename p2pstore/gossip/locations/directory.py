@@ -6,27 +6,29 @@ seen until the view takes that slot over. Until then the view stands where it st
 """
 
 from __future__ import annotations
-
 from collections.abc import Iterable
-
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT
 from p2pstore.gossip.locations.location_lookups import LocationLookups
 from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.locations.log import REMOVED, OperationRing, SignedRun, check_run
+from p2pstore.gossip.locations.log import OperationRing
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot, Staged, Staging
-from p2pstore.gossip.locations.views import (
-    STEP_RECORDS,
-    Applied,
-    DirectoryConfig,
-    Outcome,
-    View,
-    changing,
-    who_makes_room,
-)
-from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
-
+from p2pstore.gossip.locations.log import REMOVED
+from p2pstore.gossip.locations.log import SignedRun
+from p2pstore.gossip.locations.log import check_run
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot
+from p2pstore.gossip.locations.snapshots import Staged
+from p2pstore.gossip.locations.snapshots import Staging
+from p2pstore.gossip.locations.views import Applied
+from p2pstore.gossip.locations.views import DirectoryConfig
+from p2pstore.gossip.locations.views import Outcome
+from p2pstore.gossip.locations.views import STEP_RECORDS
+from p2pstore.gossip.locations.views import View
+from p2pstore.gossip.locations.views import changing
+from p2pstore.gossip.locations.views import who_makes_room
+from p2pstore.gossip.records import LOCATION_BYTES
+from p2pstore.gossip.records import LogHead
+from p2pstore.gossip.records import Member
 
 class Directory(LocationLookups):
     """Moves views, and bounds them. A view exists once `observe_head` was told of its owner."""
@@ -160,7 +162,7 @@ class Directory(LocationLookups):
         if view is not None:
             view.hidden = False
             self._publish(view)
-            self._watched.heard_of_all(view.slot)
+            self.watched.heard_of_all(view.slot)
 
     @changing
     def forget(self, member: Member) -> None:
@@ -217,14 +219,14 @@ class Directory(LocationLookups):
     @property
     def work_pending(self) -> bool:
         """Whether `work` has something to do."""
-        return bool(self._staging or self._watched.work_pending or self._index.any_discarded)
+        return bool(self._staging or self.watched.work_pending or self._index.any_discarded)
 
     @changing
     def work(self, limit_records: int | None = None) -> bool:
         """Go on with what takes long, a few milliseconds of it (`STEP_RECORDS`). Whether a view was replaced."""
         limit_records = STEP_RECORDS if limit_records is None else limit_records
         self._index.sweep(limit_records)
-        self._watched.work(limit_records)
+        self.watched.work(limit_records)
         staged = self._staging.first
         return staged is not None and self._stage(self._views[staged.member], staged, limit_records)
 
@@ -243,7 +245,7 @@ class Directory(LocationLookups):
         view.sequence = staged.sequence
         view.diverged = False
         if self._agrees(view):  # the head may have come to stand there
-            self._watched.heard_of_all(view.slot)
+            self.watched.heard_of_all(view.slot)
         self._note_moved(view)
         return True
 

@@ -6,21 +6,31 @@ view that passes there with another hash is dropped until its owner gives a snap
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Set
+from contextlib import AbstractContextManager
+from contextlib import nullcontext
+from dataclasses import dataclass
+from dataclasses import field
 from enum import Enum
 from functools import wraps
 from itertools import islice
-from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
-
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT
+from p2pstore.gossip.locations.location_index import LocationIndex
 from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OperationRing, SignedRun
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
+from p2pstore.gossip.locations.log import OperationRing
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.records import LocationRecord, LogHead, Member
-
+from p2pstore.gossip.locations.log import SignedRun
+from p2pstore.gossip.records import LocationRecord
+from p2pstore.gossip.records import LogHead
+from p2pstore.gossip.records import Member
+from typing import Concatenate
+from typing import Final
+from typing import NamedTuple
+from typing import ParamSpec
+from typing import TypeVar
 
 @dataclass(frozen=True, slots=True)
 class DirectoryConfig:
@@ -41,7 +51,6 @@ class DirectoryConfig:
         """More than records: a snapshot is staged beside the view that it replaces."""
         return self.max_records * 3 // 2 + (1 << 16)
 
-
 @dataclass(frozen=True, slots=True)
 class Location:
     """A member's word that it holds a record, as of (`incarnation`, `sequence`) of its log. `hidden`: it is believed
@@ -54,7 +63,6 @@ class Location:
     hidden: bool = False
     hearsay: bool = False
 
-
 class Outcome(Enum):
     APPLIED = "applied"
     GAP = "gap"
@@ -66,14 +74,12 @@ class Outcome(Enum):
     FULL = "full"
     """The directory has no room: the view was dropped."""
 
-
 @dataclass(frozen=True, slots=True)
 class Applied:
     """How `apply` went; `count` operations were new."""
 
     outcome: Outcome
     count: int = 0
-
 
 @dataclass(slots=True)
 class View:
@@ -91,7 +97,6 @@ class View:
     def position(self) -> Position:
         return self.incarnation, self.sequence
 
-
 class ViewPlace(NamedTuple):
     """Where a view stands. Its records changed by operations alone while nothing but `sequence` differs."""
 
@@ -100,12 +105,10 @@ class ViewPlace(NamedTuple):
     hidden: bool
     sequence: int
 
-
 _P = ParamSpec("_P")
 
 _R = TypeVar("_R")
 _T = TypeVar("_T", bound="ViewTable")
-
 
 def exclusive(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
     """Under the lock that `share` was given."""
@@ -116,7 +119,6 @@ def exclusive(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate
             return method(self, *args, **kwargs)
 
     return locked
-
 
 def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
     """Under that lock, and while clients are told that rows move."""
@@ -134,7 +136,6 @@ def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[
                 published.end()
 
     return locked
-
 
 class ViewTable:
     """All views, and where each stands. `salt`: 128 bits that other members cannot guess, for the index. Or
@@ -154,7 +155,7 @@ class ViewTable:
         self._views: dict[Member, View] = {}
         self._of_slot: dict[int, View] = {}
         """The slots that count. A snapshot's does not before it is whole."""
-        self._watched = WatchedKeys(self._index)
+        self.watched = WatchedKeys(self._index)
         self.shares = LocationShares()
         self._relay_limit = self.config.relay_limit
         self._unsettled: set[Member] = set()
@@ -298,7 +299,7 @@ class ViewTable:
         if self._published is not None:
             self._published.count(slot, 0, False)
         del self._of_slot[slot]
-        self._watched.forget(slot)
+        self.watched.forget(slot)
         self._index.discard(slot)
 
     def _share_relay(self) -> None:
@@ -311,7 +312,6 @@ class ViewTable:
             for view in self._views.values():
                 if view.ring is not None:
                     view.ring.resize(limit)
-
 
 class LocationShares:
     """Members whose locations are refused, because they announce more than `MAX_OWN_RECORDS`."""
@@ -347,7 +347,6 @@ class LocationShares:
         self._refused.discard(member)
         self._told.discard(member)
 
-
 def who_makes_room(
     counts: Mapping[Member, int], member: Member, wanted: int, missing: int
 ) -> list[Member]:
@@ -365,13 +364,11 @@ def who_makes_room(
                 return dropped
     return []
 
-
 STEP_RECORDS: Final = 2_048
 """A step of what takes long: one or two milliseconds."""
 
 MAX_AHEAD: Final = 8 * STEP_RECORDS
 """Touched digests that wait to be taken, before more of whole slots are. (Half a million take 10 ms to add.)"""
-
 
 class WatchedKeys:
     """Keys of which gossip brought news, of two live sets: the keys that are held here, and those that are awaited. A

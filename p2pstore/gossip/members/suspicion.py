@@ -11,15 +11,16 @@ the time is over for those whose own probe failed, and the others probe the susp
 """
 
 from __future__ import annotations
-
-import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Final, TypeVar
-
+from dataclasses import dataclass
+from dataclasses import field
 from p2pstore.gossip.exchange.asking import MessageBudget
 from p2pstore.gossip.members.member_table import MembershipConfig
-from p2pstore.gossip.records import Member, PeerId
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import PeerId
+from p2pstore.objects import put_newest
+from typing import Final
+import math
 
 PROOF_PROBES: Final = 3
 """A probe of a suspect is wanted again when it has not ended within this number of probe intervals."""
@@ -28,19 +29,16 @@ LONGEST_MULTIPLIER: Final = 6.0
 JUDGED_AT_ONCE: Final = 128
 """Suspects judged in one step: where thousands die together, the table of homes follows them in steps."""
 
-
 def shortest_suspicion_seconds(multiplier: float, members: int, probe_interval_seconds: float) -> float:
     """How long a confirmed suspect has to refute: it grows with the logarithm of the cluster, as the time
     does that the accusation and the refutation take to spread."""
     return multiplier * max(1.0, math.log10(max(1, members))) * probe_interval_seconds
-
 
 def expected_confirmations(multiplier: float, members: int) -> int:
     """How many confirmations make a suspicion as short as it gets. None are expected in a cluster without
     that many members besides this one and the suspect."""
     expected = int(multiplier) - 2
     return expected if 0 < expected <= members - 2 else 0
-
 
 @dataclass(slots=True)
 class Suspicion:
@@ -106,36 +104,28 @@ class Suspicion:
             return self.failed_at > -math.inf
         return self.failed_at >= self.asked_at > -math.inf
 
-
 MOST: Final = 8
 """The worst score: everything takes nine times as long."""
-
 
 class LocalHealth:
     """A score from 0 (well) to `most`; every wait is multiplied by one more than it."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._score = 0
-
-    @property
-    def score(self) -> int:
-        """0 when all goes well."""
-        return self._score
+        self.score = 0
 
     @property
     def multiplier(self) -> int:
         """By what probe intervals and timeouts are multiplied: 1 when all goes well."""
-        return self._score + 1
+        return self.score + 1
 
     def better(self) -> None:
         """A probe succeeded."""
-        self._score = max(0, self._score - 1)
+        self.score = max(0, self.score - 1)
 
     def worse(self, by: int = 1) -> None:
         """A probe failed, a helper did not even refuse, or an accusation of this peer had to be refuted."""
-        self._score = min(self._most, self._score + by)
-
+        self.score = min(self._most, self.score + by)
 
 ACCUSATIONS_A_SECOND: Final = 2.0
 ACCUSATIONS_AT_ONCE: Final = 64
@@ -145,11 +135,6 @@ DISBELIEVED_SECONDS: Final = 180.0
 MAX_ACCUSERS: Final = 512
 MAX_PAIRS: Final = 4096
 """Those that were heard of last are kept."""
-
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
 
 class Accusers:
     """Limits on probes that accusations cause: 2 a second for one accuser, in bursts of 64; and none about a member
@@ -196,15 +181,6 @@ class Accusers:
     def died(self, accused: Member) -> None:
         """This peer believes it, too."""
         self._unrefuted.pop(accused, None)
-
-
-def put_newest(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
-    """Keep an entry as the newest of at most `most`."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > most:
-        table.popitem(last=False)
-
 
 class Suspects:
     """The suspects of one peer, `me`, and when each is to be probed or judged."""
