@@ -1,38 +1,23 @@
 """The objects that this peer holds: published, changed and withdrawn with what is announced of them. Pure."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Sequence
-from contextlib import closing
-from contextlib import suppress
+
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Final
+
 from p2pstore.core.copies.own_copies import are_kept_elsewhere
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import ObjectTooLarge
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import care_flags
-from p2pstore.gossip.records import writer_of
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Reservation
-from p2pstore.memory.entries import SmallObjectsLent
-from p2pstore.memory.entries import Written
+from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
+from p2pstore.gossip.records import LocationRecord, Tier, care_flags, writer_of
+from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
 from p2pstore.memory.references import Loan
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import round_up
+from p2pstore.memory.segment_layout import GRANULE_BYTES, MAX_TRAILER_BYTES, Pin, round_up
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_count
+from p2pstore.objects import CHUNK_BYTES, Version, chunk_count
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES
 from p2pstore.transfer.peer_messages import KeyInfo
-from typing import Final
-from typing import TYPE_CHECKING
-import struct
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -43,6 +28,7 @@ _PACK_LOCATION: Final = struct.Struct("<16sQHQII").pack
 SUM_BYTES: Final = 8
 USUAL_TRAILER_BYTES: Final = 2_048
 """Upper bound of a usual trailer without its chunk sums."""
+
 
 class OwnObjects:
     """Changes the segment and tells gossip and the SSD tier of each change. `now` is monotonic seconds."""
@@ -235,6 +221,7 @@ class OwnObjects:
     def _are_kept_elsewhere(self, entries: Sequence[ObjectEntry], unix: float) -> list[bool]:
         return are_kept_elsewhere(self._core, entries, unix - self._core.unix_offset_seconds)
 
+
 def location_of(entry: ObjectEntry) -> LocationRecord:
     """The location record of an object in memory."""
     return LocationRecord(
@@ -247,6 +234,7 @@ def location_of(entry: ObjectEntry) -> LocationRecord:
         replicas=entry.replicas,
         pin=entry.pin,
     )
+
 
 def packed_locations(entries: Sequence[ObjectEntry]) -> list[bytes]:
     """`location_of` each, packed: of new objects, which are firm and in memory alone."""
@@ -262,6 +250,7 @@ def packed_locations(entries: Sequence[ObjectEntry]) -> list[bytes]:
         for entry in entries
     ]
 
+
 def location_on_ssd(entry: ColdEntry) -> LocationRecord:
     """The location record of an object that is on the SSD alone."""
     return LocationRecord(
@@ -274,6 +263,7 @@ def location_on_ssd(entry: ColdEntry) -> LocationRecord:
         replicas=entry.replicas,
         pin=entry.pin,
     )
+
 
 def key_info(entry: ObjectEntry | ColdEntry) -> KeyInfo:
     """An object as `ls` shows it."""
@@ -288,6 +278,7 @@ def key_info(entry: ObjectEntry | ColdEntry) -> KeyInfo:
         entry.expires_unix_ms,
         isinstance(entry, ObjectEntry) and entry.references > 0,
     )
+
 
 def _tier_of(entry: ObjectEntry | ColdEntry) -> Tier:
     if not isinstance(entry, ObjectEntry):

@@ -16,18 +16,17 @@ messages is empty, and was not in earlier versions). A reader, admitted with a r
 """
 
 from __future__ import annotations
+
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Annotated, Final
+
 from msgspec import Meta
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import SignedRecord
+
+from p2pstore.gossip.records import Member, PeerId, PeerRecord, SignedRecord
 from p2pstore.home_messages import Push
-from p2pstore.wire import Empty
-from p2pstore.wire import Message
-from typing import Annotated
-from typing import Final
+from p2pstore.wire import Empty, Message
+
 
 class ControlKind(IntEnum):
     HELLO = 1
@@ -38,7 +37,9 @@ class ControlKind(IntEnum):
     LEAVE = 19
     PING_REQUEST = 20
 
+
 # --- admission -------------------------------------------------------------------------------
+
 
 class Hello(Message, frozen=True):
     min_version: int
@@ -48,6 +49,7 @@ class Hello(Message, frozen=True):
     key_ids: list[bytes]
     software: str = ""
 
+
 class HelloReply(Message, frozen=True):
     version: int
     nonce: bytes
@@ -55,16 +57,20 @@ class HelloReply(Message, frozen=True):
     proof: bytes
     software: str = ""
 
+
 class Proof(Message, frozen=True):
     key_id: bytes
     proof: bytes
     software: str = ""
 
+
 class Welcome(Message, frozen=True):
     software: str = ""
     signature: bytes = b""
 
+
 # --- membership ------------------------------------------------------------------------------
+
 
 class Status(IntEnum):
     """A claim about a member. A higher incarnation overrides; within one the higher status does.
@@ -75,6 +81,7 @@ class Status(IntEnum):
     DEAD = 2
     LEFT = 3
 
+
 class Claim(Message, frozen=True):
     """`by` (a member's short name) claims `status` of the incarnation of `peer_id`."""
 
@@ -83,16 +90,19 @@ class Claim(Message, frozen=True):
     status: int
     by: int
 
+
 MAX_CLAIMS: Final = 1024
 """In one message; checked, like all caps on lists here, before anything is done per element."""
 
 Claims = Annotated[list[Claim], Meta(max_length=MAX_CLAIMS)]
+
 
 class Ping(Message, frozen=True):
     """Are you there? `incarnation` is what the sender knows of the receiver; claims ride along."""
 
     incarnation: int
     claims: Claims
+
 
 class Ack(Message, frozen=True):
     """`unix_ms` is the sender's wall clock when it answered; 0 comes from an older one."""
@@ -101,16 +111,19 @@ class Ack(Message, frozen=True):
     claims: Claims
     unix_ms: int = 0
 
+
 class PingRequest(Message, frozen=True):
     """Ping this peer for me (an indirect probe). Answered by `Ack` of the target or an error."""
 
     peer_id: bytes
     timeout_ms: int
 
+
 class Leave(Message, frozen=True):
     """The sender leaves on purpose; `record` is its own, marked leaving."""
 
     record: SignedRecord
+
 
 # --- anti-entropy ----------------------------------------------------------------------------
 
@@ -118,6 +131,7 @@ CLUSTER_BUCKETS: Final = 64
 """Cluster records are compared by the XOR hash of 64 buckets, chosen by the record name's first byte."""
 CLUSTER_CELLS: Final = 64
 """Each bucket is 64 cells, chosen by the name's second byte."""
+
 
 class LogChunk(Message, frozen=True):
     """Operations of one member's log, contiguous from `first_sequence`: packed location records. The member signed
@@ -131,11 +145,13 @@ class LogChunk(Message, frozen=True):
     count: int = 0
     """Operations in packed form (`log`). 0: they are plain."""
 
+
 MAX_RECORDS: Final = 1024
 """Peer records, or cluster records, in one delta."""
 MAX_LOG_CHUNKS: Final = 16_384
 
 SignedRecords = Annotated[list[SignedRecord], Meta(max_length=MAX_RECORDS)]
+
 
 class Delta(Message, frozen=True):
     """News for the receiver: peer records, then log operations, then cluster records. To a receiver that named
@@ -150,6 +166,7 @@ class Delta(Message, frozen=True):
     runs: bytes = b""
     operations: bytes = b""
     signatures: bytes = b""
+
 
 class Exchange(Message, frozen=True):
     """The sender's digest. `cluster_hash` is the XOR of all buckets; `cluster_buckets` (64 u64) is sent
@@ -179,6 +196,7 @@ class Exchange(Message, frozen=True):
     hot: bytes = b""
     unix_ms: int = 0
 
+
 class ExchangeReply(Message, frozen=True):
     """News for the sender, and the replier's own digest, so that the sender can answer with a DELTA.
 
@@ -203,6 +221,7 @@ class ExchangeReply(Message, frozen=True):
     hot: bytes = b""
     unix_ms: int = 0
 
+
 REQUESTS: Final[dict[int, type[Message]]] = {
     ControlKind.HELLO: Hello,
     ControlKind.PROOF: Proof,
@@ -222,6 +241,7 @@ REPLIES: Final[dict[int, type[Message]]] = {
     ControlKind.PING_REQUEST: Ack,
 }
 
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Send a request to a peer on its control stream; the outcome goes to `answered`."""
@@ -231,6 +251,7 @@ class Ask:
     kind: ControlKind
     request: Message
     timeout_seconds: float
+
 
 @dataclass(frozen=True, slots=True)
 class FetchSnapshot:
@@ -243,17 +264,20 @@ class FetchSnapshot:
     timeout_seconds: float
     most_bytes: int
 
+
 @dataclass(frozen=True, slots=True)
 class Contact:
     """Connect to who listens at one of these addresses; then `contacted` or `contact_failed`."""
 
     addresses: tuple[str, ...]
 
+
 @dataclass(frozen=True, slots=True)
 class Duplicate:
     """Another live process uses this peer's identity and has the better right to it: exit."""
 
     record: PeerRecord
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -263,7 +287,9 @@ class Answer:
     token: int
     reply: Message
 
+
 Effect = Ask | FetchSnapshot | Contact | Duplicate | Answer
+
 
 @dataclass(frozen=True, slots=True)
 class Later:
@@ -273,6 +299,7 @@ class Later:
     token: int
     timeout_seconds: float
 
+
 @dataclass(frozen=True, slots=True)
 class HomePush:
     """Send a home peer what it should know of this peer's log; the outcome goes to `push_answered`."""
@@ -281,6 +308,7 @@ class HomePush:
     peer_id: PeerId
     timeout_seconds: float
     message: Push
+
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHead:

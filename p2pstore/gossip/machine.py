@@ -13,42 +13,44 @@ all rings fetches a snapshot from the log's owner. A key's home peers are told o
 """
 
 from __future__ import annotations
+
+import math
 from collections.abc import Sequence
-from functools import cached_property
-from functools import partial
+from functools import cached_property, partial
+from typing import Final
+
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.gossip_messages import Contact
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Duplicate
-from p2pstore.gossip.gossip_messages import Effect
-from p2pstore.gossip.gossip_messages import ExchangeReply
-from p2pstore.gossip.gossip_messages import Later
-from p2pstore.gossip.gossip_messages import Leave
-from p2pstore.gossip.gossip_messages import Ping
-from p2pstore.gossip.gossip_messages import SnapshotHead
-from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.gossip_messages import (
+    Ask,
+    Contact,
+    ControlKind,
+    Duplicate,
+    Effect,
+    ExchangeReply,
+    Later,
+    Leave,
+    Ping,
+    SnapshotHead,
+    Status,
+)
 from p2pstore.gossip.gossip_state import GossipState
 from p2pstore.gossip.homes.partition_homes import Phase
 from p2pstore.gossip.incoming import Incoming
-from p2pstore.gossip.locations.snapshots import CatchUp
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot
-from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.locations.snapshots import most_snapshot_bytes
-from p2pstore.gossip.members.member_table import MAX_INCARNATION
-from p2pstore.gossip.members.member_table import MemberChange
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from typing import Final
-import math
+from p2pstore.gossip.locations.snapshots import (
+    CatchUp,
+    CheckedSnapshot,
+    check_snapshot,
+    most_snapshot_bytes,
+)
+from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberChange
+from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId
+from p2pstore.wire import Code, Failure, Message
+
 
 def too_much_asked() -> Failure:
     """The answer to a peer that asks more often than its `MessageBudget` allows."""
     return Failure(int(Code.BUSY), "that peer asks too much; let it ask less often")
+
 
 class Gossip(GossipState):
     """The state machine: see the module's docstring, and `GossipState` for the arguments."""
@@ -259,9 +261,11 @@ class Gossip(GossipState):
         duplicate, self.own_record.duplicate = self.own_record.duplicate, None
         return [] if duplicate is None else [Duplicate(duplicate)]
 
+
 HOUSEKEEPING_SECONDS: Final = 0.25
 PURGING_SECONDS: Final = 0.05
 """While floors are dropped, step by step."""
+
 
 class Housekeeping:
     """Forgets what is old, follows modes and floors, and fetches the snapshots that are due."""

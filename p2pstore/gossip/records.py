@@ -7,27 +7,22 @@ location logs are vouched for by the set hash in their owner's signed record.
 """
 
 from __future__ import annotations
+
+import hashlib
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
+from typing import Final, TypeVar
+
+import msgspec
+import xxhash
+
 from p2pstore.errors import ProtocolError
 from p2pstore.location_table import LOCATION
 from p2pstore.location_table import LOCATION_BYTES as LOCATION_BYTES
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import Signer
-from p2pstore.objects import Verifier
-from p2pstore.objects import Version
+from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.objects import format_peer_id as format_peer_id
-from p2pstore.wire import Message
-from p2pstore.wire import Signer
-from p2pstore.wire import Verifier
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
-from typing import Final
-from typing import TypeVar
-import hashlib
-import msgspec
-import xxhash
+from p2pstore.wire import Message, Signer, Verifier, decode_body, encode_body
 
 # --- who -------------------------------------------------------------------------------------
 
@@ -44,6 +39,7 @@ _MEMBER_PERSON: Final = b"p2pstore.peer.1"
 _REMEMBERED_NAMES: Final = 4096
 """Names of peers: holders look up that of a reader with each read."""
 
+
 @lru_cache(_REMEMBERED_NAMES)
 def member_of(peer_id: PeerId) -> Member:
     """The peer's 64-bit short name."""
@@ -51,17 +47,21 @@ def member_of(peer_id: PeerId) -> Member:
         hashlib.blake2b(peer_id, digest_size=8, person=_MEMBER_PERSON).digest(), "little"
     )
 
+
 def writer_of(peer_id: PeerId) -> int:
     """The 16-bit hash that a version carries."""
     return writer_of_member(member_of(peer_id))
+
 
 def writer_of_member(member: Member) -> int:
     """`writer_of` the peer with this short name."""
     return member & 0xFFFF
 
+
 def peer_id_from_public_key(public_key: bytes) -> PeerId:
     """The libp2p peer id of a 32-byte ed25519 public key."""
     return ED25519_PREFIX + public_key
+
 
 def public_key_from_peer_id(peer_id: PeerId) -> bytes:
     """The ed25519 public key inside a peer id. Raises `ProtocolError` for another kind of id."""
@@ -69,14 +69,17 @@ def public_key_from_peer_id(peer_id: PeerId) -> bytes:
         raise ProtocolError("a peer id that holds no ed25519 key")
     return peer_id[len(ED25519_PREFIX) :]
 
+
 # --- location records ------------------------------------------------------------------------
 
 _REMOVED: Final = 0x80
+
 
 class Tier(IntEnum):
     DRAM = 0
     SSD = 1
     BOTH = 2
+
 
 class LocationRecord(msgspec.Struct, frozen=True, gc=False):
     """One peer's word that it holds (or, `removed`, no longer holds) a version of a key.
@@ -107,9 +110,11 @@ class LocationRecord(msgspec.Struct, frozen=True, gc=False):
         """The identity of a record among its owner's: digest and version."""
         return self.digest, self.version.clock, self.version.writer
 
+
 def care_flags(replicas: int, pin: int) -> int:
     """The flags of a location record that say how many copies are wanted, and how firmly they are pinned."""
     return (min(max(replicas, 1), 4) - 1) << 3 | (pin & 3) << 5
+
 
 def decode_location(packed: bytes | memoryview, offset: int = 0) -> LocationRecord:
     """The record at `offset`. Every 42 bytes are a record; unknown tiers read as DRAM."""
@@ -127,9 +132,11 @@ def decode_location(packed: bytes | memoryview, offset: int = 0) -> LocationReco
         bool(flags & _REMOVED),
     )
 
+
 def location_hash(packed: bytes) -> int:
     """One held record's part (by XOR) of its log's set hash; the removed flag does not occur."""
     return xxhash.xxh3_64_intdigest(packed)
+
 
 # --- signed records --------------------------------------------------------------------------
 
@@ -140,11 +147,13 @@ MAX_RECORD_BYTES: Final = 16 * 1024
 _PEER_CONTEXT: Final = b"p2pstore peer record 1\0"
 _CLUSTER_CONTEXT: Final = b"p2pstore cluster record 1\0"
 
+
 class SignedRecord(Message, frozen=True):
     """A record's exact bytes and the signature over context and bytes."""
 
     body: bytes
     signature: bytes
+
 
 class TransportOffer(Message, frozen=True):
     """A way to read this peer's segments: `tcp`, `shm`, `rdma`; `parameters` belong to the transport."""
@@ -152,9 +161,11 @@ class TransportOffer(Message, frozen=True):
     name: str
     parameters: bytes = b""
 
+
 class SegmentOffer(Message, frozen=True):
     segment_id: bytes
     data_bytes: int
+
 
 class LogHead(Message, frozen=True):
     """Where the peer's location log stands: its last sequence, and count and XOR hash of what it holds."""
@@ -162,6 +173,7 @@ class LogHead(Message, frozen=True):
     sequence: int = 0
     count: int = 0
     set_hash: int = 0
+
 
 class TakesPart(IntEnum):
     """How a peer takes part in a version of a checkpoint, or in none yet."""
@@ -175,6 +187,7 @@ class TakesPart(IntEnum):
     """As VERIFIED, and others may have it from here."""
     PUBLISHING = 4
     FAILED = 5
+
 
 class Participation(Message, frozen=True):
     """A peer's part in one checkpoint. `name` is `checkpoint_digest` of what it is called and who publishes it, or
@@ -192,9 +205,11 @@ class Participation(Message, frozen=True):
     why: str = ""
     needs_permille: int = 1000
 
+
 MAX_PARTICIPATIONS: Final = 16
 """Of one peer; of a record with more, the first count."""
 MAX_WHY_BYTES: Final = 120
+
 
 class PeerRecord(Message, frozen=True):
     """Identity, addresses and offers of a peer. `sequence` grows with every change within an incarnation.
@@ -239,16 +254,19 @@ class PeerRecord(Message, frozen=True):
     floors_seen: int = 0
     memory_coldest: int = 0
 
+
 class ClusterRecordKind(IntEnum):
     FLOOR = 1
     CHECKPOINT_HEAD = 2
     CHECKPOINT_SWITCH = 3
+
 
 SCOPE_KEY: Final = 0
 SCOPE_NAMESPACE: Final = 1
 SCOPE_KEYS: Final = 2
 MAX_KEYS_OF_FLOOR: Final = 64
 """Keys of one floor record: forbidding them takes its receiver about as long as checking the signature."""
+
 
 class ClusterRecord(Message, frozen=True):
     """Something the whole cluster keeps, whatever becomes of its writer. Highest version per (kind, name) wins.
@@ -271,11 +289,13 @@ class ClusterRecord(Message, frozen=True):
     def version(self) -> Version:
         return Version(self.clock, self.writer)
 
+
 class FloorBody(Message, frozen=True):
     """The body of a floor of keys: their namespace's digest, and with `SCOPE_KEYS` up to 64 digests."""
 
     namespace: bytes = b""
     keys: bytes = b""
+
 
 def floor_of_keys(
     digests: Sequence[bytes], namespace: bytes, version: Version, signer: PeerId
@@ -294,6 +314,7 @@ def floor_of_keys(
         encode_body(FloorBody(namespace, b"" if alone else keys)),
     )
 
+
 def keys_of_floor(record: ClusterRecord) -> tuple[bytes, ...]:
     """The digests that a floor forbids: of keys, or of one namespace with `SCOPE_NAMESPACE`. Raises `ProtocolError` for
     a list of keys that is empty, too long, or not whole."""
@@ -305,21 +326,27 @@ def keys_of_floor(record: ClusterRecord) -> tuple[bytes, ...]:
         raise ProtocolError(f"a floor with {len(keys):,} bytes of keys")
     return tuple(keys[at : at + DIGEST_BYTES] for at in range(0, len(keys), DIGEST_BYTES))
 
+
 class NewerFormat(ProtocolError):
     """A record of a format that this version does not know: left alone, and no reason to refuse what came with it."""
+
 
 def read_peer_record(signed: SignedRecord) -> PeerRecord:
     """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` for a long or malformed one."""
     return _read(signed, PeerRecord, PEER_RECORD_FORMAT)
 
+
 def read_cluster_record(signed: SignedRecord) -> ClusterRecord:
     """Decode without checking the signature. Raises `NewerFormat`, and `ProtocolError` for a long or malformed one."""
     return _read(signed, ClusterRecord, CLUSTER_RECORD_FORMAT)
 
+
 _Record = TypeVar("_Record", PeerRecord, ClusterRecord)
+
 
 class _FormatOnly(Message, frozen=True):
     format: int
+
 
 def _read(signed: SignedRecord, kind: type[_Record], known_format: int) -> _Record:
     if len(signed.body) > MAX_RECORD_BYTES:
@@ -329,10 +356,12 @@ def _read(signed: SignedRecord, kind: type[_Record], known_format: int) -> _Reco
         raise NewerFormat(f"a record of format {number}; this version knows up to {known_format}")
     return decode_body(kind, signed.body)
 
+
 def sign_peer_record(record: PeerRecord, signer: Signer) -> SignedRecord:
     """The record as it travels."""
     body = encode_body(record)
     return SignedRecord(body, signer.sign(_PEER_CONTEXT + body))
+
 
 def open_peer_record(signed: SignedRecord, verifier: Verifier) -> PeerRecord:
     """`read_peer_record` and check the signature. Raises `ProtocolError` when its peer did not sign it."""
@@ -342,10 +371,12 @@ def open_peer_record(signed: SignedRecord, verifier: Verifier) -> PeerRecord:
         raise ProtocolError(f"a peer record that {format_peer_id(record.peer_id)} did not sign")
     return record
 
+
 def sign_cluster_record(record: ClusterRecord, signer: Signer) -> SignedRecord:
     """The record as it travels; `record.signer` must be the signer."""
     body = encode_body(record)
     return SignedRecord(body, signer.sign(_CLUSTER_CONTEXT + body))
+
 
 def open_cluster_record(signed: SignedRecord, verifier: Verifier) -> ClusterRecord:
     """`read_cluster_record`, and check the signature and the keys of a floor. Raises `ProtocolError` when its signer

@@ -1,45 +1,38 @@
 """A peer's own memory: where it is, as the settings say, and its checks beside the event loop. Shell."""
 
 from __future__ import annotations
+
+import logging
+import time
 from collections import deque
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from p2pstore.config import MemoryPiece
-from p2pstore.config import PeerConfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from p2pstore.config import MemoryPiece, PeerConfig
 from p2pstore.core.copies.memory_return import FATES
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.operation import CheckReturned
 from p2pstore.errors import ConfigError
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.kept_memory import Expected
-from p2pstore.memory.kept_memory import Kept
-from p2pstore.memory.kept_memory import checksum_of
-from p2pstore.memory.kept_memory import checksum_of_quotas
-from p2pstore.memory.mapped.kept_file import KeptMemory
-from p2pstore.memory.mapped.kept_file import boot_id
-from p2pstore.memory.mapped.kept_file import create_file_memory
-from p2pstore.memory.mapped.kept_file import open_kept_memory
-from p2pstore.memory.mapped.mapped_memory import JoinedMemory
-from p2pstore.memory.mapped.mapped_memory import PIECE_BYTES
-from p2pstore.memory.mapped.mapped_memory import SharedMemory
-from p2pstore.memory.mapped.mapped_memory import advise_huge_pages
-from p2pstore.memory.mapped.mapped_memory import create_memory
-from p2pstore.memory.mapped.mapped_memory import prefault
+from p2pstore.memory.kept_memory import Expected, Kept, checksum_of, checksum_of_quotas
+from p2pstore.memory.mapped.kept_file import KeptMemory, boot_id, create_file_memory, open_kept_memory
+from p2pstore.memory.mapped.mapped_memory import (
+    PIECE_BYTES,
+    JoinedMemory,
+    SharedMemory,
+    advise_huge_pages,
+    create_memory,
+    prefault,
+)
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.memory.segment_layout import round_up
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import format_bytes
-from p2pstore.objects import root_checksum
+from p2pstore.memory.segment_layout import plan_geometry, round_up
+from p2pstore.objects import chunk_sums, format_bytes, root_checksum
 from p2pstore.runtime.side_by_side import PIECE_BYTES as HASHED_AT_ONCE
-from pathlib import Path
-from typing import Final
-from typing import TYPE_CHECKING
-import logging
-import time
-import trio
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -47,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("p2pstore.peer")
 
 SegmentMemory = SharedMemory | JoinedMemory
+
 
 def create_segment_memory(config: PeerConfig, last_segment_id: bytes = b"") -> SegmentMemory:
     """Memory for the segment of a peer with these settings, whose last life had the segment of that id. Raises
@@ -81,10 +75,12 @@ def create_segment_memory(config: PeerConfig, last_segment_id: bytes = b"") -> S
         advise_huge_pages(joined.view)  # advice on the memories is of their own mappings
     return joined
 
+
 def _first(config: PeerConfig, size: int) -> SharedMemory:
     if config.memory_path is not None:
         return create_file_memory(Path(config.memory_path), size)
     return create_memory(size, "p2pstore", huge_pages=config.huge_pages, numa_node=config.numa_node)
+
 
 def _further(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> SharedMemory:
     try:
@@ -103,7 +99,9 @@ def _further(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> Shar
             raise ConfigError(f"more_memory: {problem}") from error
         raise
 
+
 PAUSE_SECONDS: Final = 0.001
+
 
 async def provide_pages(memory: SegmentMemory, config: PeerConfig) -> None:
     """Have the kernel provide the memory, on a thread: fresh pages fill at 1.3 GB/s, used ones at 13. Stops early
@@ -128,7 +126,9 @@ async def provide_pages(memory: SegmentMemory, config: PeerConfig) -> None:
         await trio.to_thread.run_sync(run)
         nursery.cancel_scope.cancel()
 
+
 LOOK_SECONDS: Final = 1.0
+
 
 def begin_with_kept(node: Node, memory: KeptMemory) -> None:
     """Have the core look at what an earlier life left. Call it before the node runs."""
@@ -145,6 +145,7 @@ def begin_with_kept(node: Node, memory: KeptMemory) -> None:
             extra={"event": "memory_open", "path": str(memory.path)},
         )
 
+
 async def tell_what_returned(node: Node) -> None:
     """Log what became of what an earlier life left, when all of it was looked at."""
     while True:
@@ -152,6 +153,7 @@ async def tell_what_returned(node: Node) -> None:
             _log_what_returned(node.core.counters)
             return
         await trio.sleep(LOOK_SECONDS)
+
 
 def _log_what_returned(counted: Mapping[str, int]) -> None:
     objects = {fate: counted.get(f"kept_objects_{fate}", 0) for fate in FATES}
@@ -166,6 +168,7 @@ def _log_what_returned(counted: Mapping[str, int]) -> None:
             extra={"event": "memory_returned", **objects},
         )
 
+
 async def watch_earlier_clients(segment: Segment, memory: KeptMemory) -> None:
     """Keep extents of earlier clients until these have unmapped the memory."""
     while segment.returned.has_earlier_clients:
@@ -174,11 +177,13 @@ async def watch_earlier_clients(segment: Segment, memory: KeptMemory) -> None:
             return
         await trio.sleep(LOOK_SECONDS)
 
+
 RESTORE_SECONDS: Final = 1.0
 RESTORE_COUNT: Final = 256
 """Index entries and slots that are looked at in one step, which takes up to 1 ms."""
 MAX_TOGETHER: Final = 64
 """Objects that are hashed by one visit to a thread, of `HASHED_AT_ONCE` together: their puts go on in one step."""
+
 
 class CopyChecks:
     """Carries out `CheckObject`: short objects together, and long ones one after the other in pieces of 4 MiB, beside
@@ -229,6 +234,7 @@ class CopyChecks:
             return [b"".join(sums)]
         return await trio.to_thread.run_sync(_sums_of, [payload_of(entry) for entry in entries])
 
+
 def _take(queue: deque[ObjectEntry]) -> list[ObjectEntry]:
     """The next ones, of at most 4 MiB together, or a longer one."""
     taken = [queue.popleft()]
@@ -238,8 +244,10 @@ def _take(queue: deque[ObjectEntry]) -> list[ObjectEntry]:
         total += taken[-1].length
     return taken
 
+
 def _sums_of(payloads: list[memoryview]) -> list[bytes]:
     return [chunk_sums(payload) for payload in payloads]
+
 
 class MemoryGuard:
     """Keeps the parts of this peer's memory intact that only the peer may write: clients may write anywhere."""

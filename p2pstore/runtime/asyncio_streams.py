@@ -6,36 +6,37 @@ task sleeps, and what it received is lost when the task is cancelled before it r
 """
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager
-from contextlib import asynccontextmanager
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.runtime.flow import Flow
-from p2pstore.runtime.streams import BytesLike
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
-from p2pstore.runtime.streams import Event
-from p2pstore.runtime.streams import HelperTask
-from p2pstore.runtime.streams import NonblockingStream
-from p2pstore.runtime.streams import SEND_PIECE_BYTES
-from p2pstore.runtime.streams import StartHelper
-from p2pstore.runtime.streams import advance
-from p2pstore.runtime.streams import connect_first
-from p2pstore.runtime.streams import connect_nonblocking
-from p2pstore.runtime.streams import flatten_parts
-from p2pstore.runtime.streams import gather
-from p2pstore.runtime.streams import stalled
-from p2pstore.runtime.streams import tune_tcp
-from typing import Any
-from typing import TypeVar
+
 import asyncio
 import contextlib
 import math
 import socket
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.runtime.flow import Flow
+from p2pstore.runtime.streams import (
+    DEFAULT_PROGRESS_SECONDS,
+    SEND_PIECE_BYTES,
+    BytesLike,
+    Event,
+    HelperTask,
+    NonblockingStream,
+    StartHelper,
+    advance,
+    connect_first,
+    connect_nonblocking,
+    flatten_parts,
+    gather,
+    stalled,
+    tune_tcp,
+)
 
 T = TypeVar("T")
+
 
 class AsyncioStream(NonblockingStream):
     """A `ByteStream` under asyncio."""
@@ -122,6 +123,7 @@ class AsyncioStream(NonblockingStream):
             wait.abort()
         self._sock.close()
 
+
 class _Wait:
     """One wait for a socket to become readable or writable. The loop knows the socket only meanwhile."""
 
@@ -159,9 +161,11 @@ class _Wait:
             forget = self._loop.remove_writer if self._writable else self._loop.remove_reader
             forget(self._descriptor)
 
+
 def _settle(outcome: asyncio.Future[bool], value: bool) -> None:
     if not outcome.done():
         outcome.set_result(value)
+
 
 class _AsyncioEvent:
     def __init__(self) -> None:
@@ -180,6 +184,7 @@ class _AsyncioEvent:
         finally:
             expiry.cancel()
 
+
 class _AsyncioHelper:
     """A helper of the asyncio driver."""
 
@@ -195,6 +200,7 @@ class _AsyncioHelper:
 
     def connected(self) -> None:
         """A task that is cancelled takes care of its connection itself."""
+
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:
     """Cancel tasks and wait for their ends, through any cancellation, which is raised then; else what one raised."""
@@ -212,6 +218,7 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
     for failure in failures:
         if failure is not None:
             raise failure
+
 
 class AsyncioDriver:
     """The `Driver` of the asyncio client."""
@@ -279,6 +286,7 @@ class AsyncioDriver:
     def interrupted(self, error: Exception) -> BaseException:
         return error
 
+
 async def _resolve(host: str, port: int) -> list[Any]:
     """The addresses of a host. A numeric one needs no thread."""
     numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -286,6 +294,7 @@ async def _resolve(host: str, port: int) -> list[Any]:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
     loop = asyncio.get_running_loop()
     return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
 
 async def _connect(sock: socket.socket, address: Any) -> None:
     async def writable(sock: socket.socket) -> None:

@@ -10,16 +10,14 @@ is no credit for later.
 """
 
 from __future__ import annotations
+
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Final, NamedTuple
+
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.objects import KIB
-from p2pstore.objects import MIB
-from p2pstore.objects import format_bytes
-from p2pstore.objects import put_newest
-from typing import Final
-from typing import NamedTuple
-import math
+from p2pstore.objects import KIB, MIB, format_bytes, put_newest
 
 LOWEST_RATE: Final = 16 * KIB
 """Bytes a second; several readers that share a link of 100 KB/s stay above it."""
@@ -49,6 +47,7 @@ FORGOTTEN: Final = 0.1
 SHARE_OF_NEWEST: Final = 0.5
 MAX_HOLDERS: Final = 1024
 
+
 class Haste(NamedTuple):
     """Limits of one holder in a read: seconds to each answer, and the minimum rate. Tight where others have the
     object."""
@@ -60,10 +59,13 @@ class Haste(NamedTuple):
     begin_seconds: float = math.inf
     """For the first answer to begin, where another holder is asked next."""
 
+
 NO_HASTE: Final = Haste()
+
 
 class Outrun(DeadlineExceeded):
     """Bytes came, but another holder is expected to bring them sooner."""
+
 
 class Flow:
     """The bytes of one exchange, as one side receives or sends them."""
@@ -110,6 +112,7 @@ class Flow:
             return DeadlineExceeded(f"the connection made next to no progress: {text}")
         return Outrun(f"{text}: another holder is expected to be faster")
 
+
 class HolderRates:
     """Recent rates of holders, in bytes a second, and how soon they begin to answer, by peer id."""
 
@@ -153,6 +156,7 @@ class HolderRates:
         """The least rate of a holder where these others have the same, for one of `readers` of one object."""
         best = max((self.expected(each, now) for each in others), default=0.0)
         return max(LOWEST_RATE, min(best / PATIENCE, MOST_LEAST_RATE) / readers)
+
 
 def is_outrun(left_seconds: float, seconds_instead: float) -> bool:
     """Whether to leave a reader that needs `left_seconds` for the rest, when another one needs `seconds_instead`."""

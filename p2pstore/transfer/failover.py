@@ -5,25 +5,21 @@ and the caller sees an error only when no copy is left.
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Sequence
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import Unavailable
-from p2pstore.wire import Code
 from random import Random
-from typing import Final
-from typing import Protocol
-from typing import TYPE_CHECKING
-from typing import TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+from p2pstore.errors import NoSuchKey, P2PStoreError, Unavailable
+from p2pstore.wire import Code
 
 if TYPE_CHECKING:
-    from p2pstore.transfer.transport import RemoteCopy
-    from p2pstore.transfer.transport import Transport
+    from p2pstore.transfer.transport import RemoteCopy, Transport
 
 MAX_ATTEMPTS: Final = 16
 """Holders that are asked for one object before the caller hears of it."""
+
 
 class PullFailed(P2PStoreError):
     """One holder did not deliver. `code` is a `wire.Code`; (`incarnation`, `sequence`) is how far its log
@@ -51,17 +47,20 @@ class PullFailed(P2PStoreError):
         self.keep = keep
         self.others = tuple(others)
 
+
 class TooSlow(PullFailed):
     """The holder delivers, but another one is expected to be done sooner."""
 
     def __init__(self, text: str) -> None:
         super().__init__(Code.DEADLINE_EXCEEDED, text)
 
+
 class AnotherVersion(PullFailed):
     """The holder has another version than the one that is being read, as others have."""
 
     def __init__(self) -> None:
         super().__init__(Code.STALE, "the holder replaced the object while it was read")
+
 
 class Unannounced(PullFailed):
     """The holder has a version that it did not write, and that is not the one which its writer vouches for."""
@@ -70,6 +69,7 @@ class Unannounced(PullFailed):
         super().__init__(
             Code.STALE, "the holder has another version than the one that its writer vouches for"
         )
+
 
 @dataclass(frozen=True, slots=True)
 class HolderReport:
@@ -88,15 +88,19 @@ class HolderReport:
     others: tuple[int, ...] = ()
     """As in `PullFailed`."""
 
+
 def is_silence(failure: object) -> bool:
     """Whether a holder failed by not answering in time."""
     return isinstance(failure, PullFailed | HolderReport) and failure.code == Code.DEADLINE_EXCEEDED
+
 
 class _Held(Protocol):
     @property
     def member(self) -> int: ...
 
+
 H = TypeVar("H", bound=_Held)
+
 
 class SilentHolders:
     """Holders that did not answer in time, over the reads of a batch: each is waited for once."""
@@ -119,6 +123,7 @@ class SilentHolders:
         tried = [each for each in holders if self._hurried.get(each.member, True)]
         return sorted(tried, key=lambda each: each.member in self._hurried)
 
+
 def order_copies(copies: Sequence[RemoteCopy], rng: Random) -> list[RemoteCopy]:
     """Copies in the order to try them: this host, then the less loaded of two random ones.
 
@@ -135,9 +140,11 @@ def order_copies(copies: Sequence[RemoteCopy], rng: Random) -> list[RemoteCopy]:
         ordered.append(choice)
     return ordered
 
+
 def _is_near(copy: RemoteCopy) -> bool:
     """Whether it is in the memory of this host."""
     return copy.same_host and not copy.on_ssd
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -151,6 +158,7 @@ class Attempt:
     """Whether that other holder was not asked yet."""
     others: tuple[RemoteCopy, ...] = ()
     """Copies to read instead when this holder is slower than those are expected to be."""
+
 
 class PullAttempts:
     """The course of one read over several holders.

@@ -1,17 +1,16 @@
 """Issues tickets: one per peer and scope, cached until half of its time is over. `read_tickets` checks them."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from p2pstore.access.keyring import KeyRing
-from p2pstore.objects import Signer
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.read_tickets import TICKET_SECONDS
-from p2pstore.transfer.read_tickets import issue_ticket
-from p2pstore.transfer.transport import RemotePeer
-from p2pstore.wire import Signer
+
 import os
 import time
+from collections.abc import Callable
+
+from p2pstore.access.keyring import KeyRing
+from p2pstore.transfer.read_tickets import TICKET_SECONDS, GrantedTicket, Scope, issue_ticket
+from p2pstore.transfer.transport import RemotePeer
+from p2pstore.wire import Signer
+
 
 class TicketOffice:
     """Issues tickets in this peer's name. A signature costs 50 us, so tickets are cached for half of their 120 s.

@@ -2,49 +2,36 @@
 `p2pstore.transfer.reading.arriving` for destinations."""
 
 from __future__ import annotations
-from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
-from p2pstore.errors import BufferTooSmall
-from p2pstore.errors import P2PStoreError
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.memory.segment_layout import trailer_matches
-from p2pstore.objects import Announced
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from p2pstore.objects import ZERO_VERSION
-from p2pstore.objects import format_bytes
-from p2pstore.transfer.data_messages import Keeps
-from p2pstore.transfer.failover import Attempt
-from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.failover import PullAttempts
-from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import Destination
-from p2pstore.transfer.reading.arriving import ONLY_READER
-from p2pstore.transfer.reading.arriving import ResumableDestination
-from p2pstore.transfer.reading.arriving import resumable
-from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transfer_trace import TransportTry
-from p2pstore.wire import Code
-from typing import Final
-from typing import NamedTuple
-from typing import Protocol
-from typing import runtime_checkable
+
 import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+from p2pstore.errors import BufferTooSmall, P2PStoreError
+from p2pstore.memory.segment_layout import (
+    Slot,
+    SlotState,
+    TrailerBody,
+    decode_slot,
+    decode_trailer,
+    trailer_matches,
+)
+from p2pstore.objects import MIB, ZERO_VERSION, Announced, Version, format_bytes
+from p2pstore.transfer.data_messages import Keeps
+from p2pstore.transfer.failover import Attempt, HolderReport, PullAttempts, PullFailed
+from p2pstore.transfer.read_tickets import GrantedTicket
+from p2pstore.transfer.reading.arriving import ONLY_READER, Destination, ResumableDestination, resumable
+from p2pstore.transfer.transfer_trace import ReadWatch, TransportTry
+from p2pstore.wire import Code
 
 SLICED_BYTES: Final = 64 * MIB
 """Least length of an object that is read from several holders at once. Below, joining costs too much."""
 HURRIED_ANSWER_SECONDS: Final = 1.5
 """Longest wait for a holder while others could be asked. One lost packet of a connection's first two is repeated within
 1 s."""
+
 
 @dataclass(frozen=True, slots=True)
 class RemotePeer:
@@ -68,6 +55,7 @@ class RemotePeer:
     announced: Announced | None = field(default=None, kw_only=True)
     """The versions that it may send; None for any version, to look at whatever a peer has."""
 
+
 @dataclass(frozen=True, slots=True)
 class RemoteCopy(RemotePeer):
     """One copy of an object and the ways to it. `member` is the holder's short name, `socket` the path
@@ -87,6 +75,7 @@ class RemoteCopy(RemotePeer):
     """It is on its holder's SSD alone, who brings it to memory when asked: over TCP in passing, over other transports
     first. These leave it to TCP where that is used."""
 
+
 class Pulled(NamedTuple):
     """A delivered and verified object: `length` bytes lie in the destination."""
 
@@ -94,6 +83,7 @@ class Pulled(NamedTuple):
     trailer: TrailerBody
     length: int
     transport: str
+
 
 class Transport(Protocol):
     """A way to read objects of other peers."""
@@ -116,6 +106,7 @@ class Transport(Protocol):
         """
         ...
 
+
 @runtime_checkable
 class TeamTransport(Transport, Protocol):
     """A transport that can read one object from several holders at once."""
@@ -126,6 +117,7 @@ class TeamTransport(Transport, Protocol):
         """`pull`, helped by others as far as that is worth it. Nothing of it runs any more after return, error or
         cancellation."""
         ...
+
 
 def check_object(slot_bytes: bytes, trailer_bytes: bytes, digest: bytes) -> tuple[Slot, TrailerBody]:
     """Slot and trailer out of private copies, verified. Raises `PullFailed` (STALE) when they are not those of
@@ -142,12 +134,14 @@ def check_object(slot_bytes: bytes, trailer_bytes: bytes, digest: bytes) -> tupl
         raise PullFailed(Code.STALE, "the holder's checksums do not belong to the object")
     return slot, trailer
 
+
 class Share(NamedTuple):
     """The part of an object that one holder brought."""
 
     member: int
     transport: str
     length_bytes: int
+
 
 class PullReport(NamedTuple):
     """The end of a read over several holders: `pulled` from `copy` (or most of it, where there are `shares`), or
@@ -175,6 +169,7 @@ class PullReport(NamedTuple):
             raise self.error
         return self.pulled
 
+
 def failed_report(copy: RemoteCopy, transports: Sequence[Transport], failure: PullFailed) -> PullReport:
     """The report of a read that was tried once, from this copy by the first transport that offers itself."""
     attempts = PullAttempts([copy], transports)
@@ -182,11 +177,13 @@ def failed_report(copy: RemoteCopy, transports: Sequence[Transport], failure: Pu
     attempts.failed(failure)
     return PullReport(None, None, tuple(attempts.reports), attempts.error())
 
+
 def hurried(copy: RemoteCopy, others: Iterable[bytes], *, soon: bool = False) -> RemoteCopy:
     """A copy whose holder gets little time, because others (by their peer ids) have the object, too. `soon`: as for a
     `RemotePeer`, unless an SSD is read for it."""
     seconds, soon = HURRIED_ANSWER_SECONDS, soon and not copy.on_ssd
     return replace(copy, answer_seconds=seconds, soon=soon, others=tuple(others))
+
 
 async def pull_with_failover(
     copies: Sequence[RemoteCopy],
@@ -241,6 +238,7 @@ async def pull_with_failover(
         )
     return PullReport(None, None, tuple(attempts.reports), attempts.error(), tuple(attempts.fallbacks))
 
+
 async def _pull(
     attempt: Attempt,
     transport: Transport,
@@ -258,10 +256,12 @@ async def _pull(
         return await transport.pull_together(copy, digest, destination, helpers)
     return await transport.pull(copy, digest, destination)
 
+
 def _brought_first(destination: ResumableDestination) -> int | None:
     """Bytes of the attempt's own holder, where they were counted."""
     arriving = destination.arriving
     return None if arriving is None else arriving.brought_bytes[ONLY_READER]
+
 
 class Helpers:
     """Other holders that may bring parts of the large object of one attempt. Not for several threads at once."""
@@ -318,6 +318,7 @@ class Helpers:
         """The copy that it comes from."""
         return self._copies[share.member]
 
+
 class BufferDestination:
     """A caller's writable buffer: the value goes to its beginning.
 
@@ -348,6 +349,7 @@ class BufferDestination:
             raise too_small(slot.length, self._view)
         return self._view[: slot.length]
 
+
 def too_small(length: int, room: memoryview) -> BufferTooSmall:
     """The error of a read into a buffer that has less room than the object needs."""
     return BufferTooSmall(
@@ -355,6 +357,7 @@ def too_small(length: int, room: memoryview) -> BufferTooSmall:
         f"{len(room):,}: give one of that length, or use get()",
         length,
     )
+
 
 def announcing(destination: Destination, announced: Announced | None) -> Destination:
     """The destination, for one read from a holder that may send this. One that can be given nothing is wrapped."""

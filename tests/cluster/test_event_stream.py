@@ -1,26 +1,23 @@
 """Streams of events about keys, of real peers to real ZeroMQ consumers."""
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import zmq
+
 from p2pstore import blocking
 from p2pstore.objects import MIB
-from p2pstore.peer.event_stream import COMMAND
-from p2pstore.peer.event_stream import GREETING
-from p2pstore.peer.event_stream import MORE
-from p2pstore.peer.event_stream import READY
-from p2pstore.peer.event_stream import frame
-from pathlib import Path
-from tests.cluster.processes import ProcessCluster
-from tests.cluster.processes import new_cluster
-from tests.cluster.processes import until
+from p2pstore.peer.event_stream import COMMAND, GREETING, MORE, READY, frame
+from tests.cluster.processes import ProcessCluster, new_cluster, until
 from tests.cluster.test_roles import keys
 from tests.event_consumer import Consumers
 from tests.ports import free_port
-from typing import NamedTuple
-import os
-import pytest
-import socket
-import zmq
+
 
 @pytest.fixture
 def consumers() -> Iterator[Consumers]:
@@ -29,10 +26,12 @@ def consumers() -> Iterator[Consumers]:
         yield opened
         opened.close()
 
+
 @pytest.fixture
 def cluster() -> Iterator[ProcessCluster]:
     with new_cluster(3, halves=False) as cluster:
         yield cluster
+
 
 class Stream(NamedTuple):
     """Endpoints of a stream, and the options of a peer that publishes it."""
@@ -43,8 +42,10 @@ class Stream(NamedTuple):
     def options(self, *more: str) -> list[str]:
         return ["--kv-events", self.endpoint, "--kv-events-replay", self.replay, *more]
 
+
 def new_stream() -> Stream:
     return Stream(*(f"tcp://127.0.0.1:{free_port('127.0.0.1')}" for _ in "ab"))
+
 
 def test_a_consumer_of_one_peer_knows_what_it_holds(
     cluster: ProcessCluster, consumers: Consumers
@@ -76,6 +77,7 @@ def test_a_consumer_of_one_peer_knows_what_it_holds(
     peer.client.put("new", b"value")
     early.wait(lambda state: state.keys == {"new"})
     assert early.state.next > before
+
 
 def test_the_fleet_by_any_peer_and_by_another_when_that_one_dies(
     cluster: ProcessCluster, consumers: Consumers
@@ -112,6 +114,7 @@ def test_the_fleet_by_any_peer_and_by_another_when_that_one_dies(
         lambda state: state.keys == {each for each in wanted if each.startswith("p1/")} | {"both"}
     )
 
+
 def test_a_reader_without_memory_serves_the_fleet(
     cluster: ProcessCluster, consumers: Consumers, tmp_path: Path
 ) -> None:
@@ -122,6 +125,7 @@ def test_a_reader_without_memory_serves_the_fleet(
     cluster.start([server], *stream.options("--kv-events-of", "fleet", *options))
     holder.client.put_many([(f"key {number}", b"value") for number in range(100)])
     consumers.follow(*stream).wait(lambda state: len(state.keys) == 100)
+
 
 def test_slow_many_and_hostile_consumers_harm_nobody(
     cluster: ProcessCluster, consumers: Consumers
@@ -153,6 +157,7 @@ def test_slow_many_and_hostile_consumers_harm_nobody(
             follower.wait(lambda state: state.keys == wanted)
     assert peer.client.get("new") == b"value"
 
+
 def flood(endpoint: str, part: bytes) -> None:
     """Send this again and again after a handshake by hand, until the peer has enough."""
     with socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2]))) as raw:
@@ -160,6 +165,7 @@ def flood(endpoint: str, part: bytes) -> None:
         with suppress(ConnectionError):
             for _ in range(20_000):
                 raw.sendall(part + os.urandom(1000))
+
 
 def test_strangers_leave_nothing_in_a_peer_s_memory(
     cluster: ProcessCluster, consumers: Consumers
@@ -175,6 +181,7 @@ def test_strangers_leave_nothing_in_a_peer_s_memory(
     peer.client.put("key", b"value")
     follower.wait(lambda state: state.keys == {"key"})
     assert peer.resident_bytes() < before + 32 * MIB
+
 
 def test_an_endpoint_that_is_none(cluster: ProcessCluster) -> None:
     peer = cluster.peers[0]

@@ -3,49 +3,60 @@
 Whatever they send costs at most a dropped connection; the peer goes on serving its neighbour meanwhile.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import nullcontext
-from contextlib import suppress
+import logging
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from functools import partial
-from p2pstore import blocking
-from p2pstore import errors
-from p2pstore.access.keyring import KeyRing
-from p2pstore.access.keyring import key_id_of
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+from p2pstore import blocking, errors
+from p2pstore.access.keyring import KeyRing, key_id_of
 from p2pstore.addresses import split_address
 from p2pstore.blocking import BlockingClient
-from p2pstore.gossip.gossip_messages import Claim
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import Hello
-from p2pstore.gossip.gossip_messages import HelloReply
-from p2pstore.gossip.gossip_messages import Leave
-from p2pstore.gossip.gossip_messages import LogChunk
-from p2pstore.gossip.gossip_messages import MAX_CLAIMS
-from p2pstore.gossip.gossip_messages import MAX_LOG_CHUNKS
-from p2pstore.gossip.gossip_messages import MAX_RECORDS
-from p2pstore.gossip.gossip_messages import Ping
-from p2pstore.gossip.gossip_messages import Proof
-from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.gossip_messages import (
+    MAX_CLAIMS,
+    MAX_LOG_CHUNKS,
+    MAX_RECORDS,
+    Claim,
+    ControlKind,
+    Delta,
+    Hello,
+    HelloReply,
+    Leave,
+    LogChunk,
+    Ping,
+    Proof,
+    Status,
+)
 from p2pstore.gossip.links import connection_keeper as connection_module
 from p2pstore.gossip.links import control_link as link_module
 from p2pstore.gossip.links import host as host_module
-from p2pstore.gossip.links import secured_connections as refusals_module
 from p2pstore.gossip.links import secured_connections
+from p2pstore.gossip.links import secured_connections as refusals_module
 from p2pstore.gossip.links.admission import Opener
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.multiplexer import MuxedStream
 from p2pstore.gossip.locations.log import REMOVED
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import read_peer_record
-from p2pstore.gossip.records import sign_cluster_record
-from p2pstore.gossip.records import sign_peer_record
-from p2pstore.home_messages import MAX_PUSHED_OPERATIONS
-from p2pstore.home_messages import Push
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    ClusterRecord,
+    SignedRecord,
+    read_peer_record,
+    sign_cluster_record,
+    sign_peer_record,
+)
+from p2pstore.home_messages import MAX_PUSHED_OPERATIONS, Push
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local import server as local_server
@@ -53,71 +64,58 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
-from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.runtime.trio_streams import TrioStream
+from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import data_messages as data
 from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.read_tickets import issue_ticket
+from p2pstore.transfer.read_tickets import GrantedTicket, Scope, issue_ticket
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.serving.serving_limits import ServerLimits
-from p2pstore.wire import CONTROL_LIMITS
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from p2pstore.wire import HEADER
-from p2pstore.wire import MAX_CONTROL_VERSION
-from p2pstore.wire import MIN_CONTROL_VERSION
-from p2pstore.wire import Message
-from p2pstore.wire import PREFACE_DATA
-from p2pstore.wire import PREFACE_LOCAL
-from p2pstore.wire import decode_body
-from p2pstore.wire import decode_header
-from p2pstore.wire import encode_frame
-from pathlib import Path
-from random import Random
-from tests.cluster.flooding import flood
-from tests.cluster.flooding import flooded
+from p2pstore.wire import (
+    CONTROL_LIMITS,
+    HEADER,
+    MAX_CONTROL_VERSION,
+    MIN_CONTROL_VERSION,
+    PREFACE_DATA,
+    PREFACE_LOCAL,
+    Code,
+    Failure,
+    Message,
+    decode_body,
+    decode_header,
+    encode_frame,
+)
+from tests.cluster.flooding import flood, flooded
 from tests.cluster.machines import Machine
 from tests.cluster.machines import Peer as Process
-from tests.cluster.peers import cluster
-from tests.cluster.peers import config
-from tests.cluster.peers import write_private
-from tests.cluster.test_attacks import PATIENCE_SECONDS
-from tests.cluster.test_attacks import still_well
-from tests.cluster.test_control_host import Attacker
-from tests.cluster.test_control_host import stranger_host
+from tests.cluster.peers import cluster, config, write_private
+from tests.cluster.test_attacks import PATIENCE_SECONDS, still_well
+from tests.cluster.test_control_host import Attacker, stranger_host
 from tests.present import present
-from tests.waiting import eventually
-from tests.waiting import until
-from typing import Any
-import logging
-import msgspec
-import os
-import pytest
-import struct
-import time
-import trio
+from tests.waiting import eventually, until
 
 SECONDS = 10.0
 MIB = 1024 * 1024
 
 # --- floods ----------------------------------------------------------------------------------
 
+
 def descriptors_of(process: int) -> int:
     return len(os.listdir(f"/proc/{process}/fd"))
+
 
 def private_bytes_of(process: int) -> int:
     text = Path(f"/proc/{process}/status").read_text()
     [line] = [line for line in text.splitlines() if line.startswith("RssAnon:")]
     return int(line.split()[1]) * 1024
 
+
 def patient(peer: Process) -> BlockingClient:
     """A client that gives up only a peer that hangs, however busy the machine is."""
     return blocking.connect(peer.ready["socket"], timeout=PATIENCE_SECONDS)
+
 
 @pytest.mark.slow
 def test_ten_thousand_connections(machine: Machine) -> None:
@@ -168,6 +166,7 @@ def test_ten_thousand_connections(machine: Machine) -> None:
     assert len(log.splitlines()) < 400
     assert "Traceback" not in log
 
+
 async def test_a_stranger_from_another_host_is_let_in_through_a_crowd(tmp_path: Path) -> None:
     """The crowd's longest waiting connection goes for it."""
     async with cluster(tmp_path, 1) as (peer,):
@@ -180,6 +179,7 @@ async def test_a_stranger_from_another_host_is_let_in_through_a_crowd(tmp_path: 
         for sock in crowd:
             sock.close()
         await until(lambda: not len(host.arrivals.strangers))
+
 
 async def test_lines_about_strangers_are_few_however_many_hosts_they_come_from(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +194,9 @@ async def test_lines_about_strangers_are_few_however_many_hosts_they_come_from(
     lines = [r for r in caplog.records if r.name == "p2pstore.host" and r.levelno > logging.DEBUG]
     assert len(lines) == 5
 
+
 # --- slow beginnings -------------------------------------------------------------------------
+
 
 @pytest.fixture
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +204,7 @@ def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ADMISSION_SECONDS", 1.0)
     monkeypatch.setattr(local_server, "HELLO_SECONDS", 1.0)
     monkeypatch.setattr(data_server, "ServerLimits", partial(ServerLimits, hello_seconds=1.0))
+
 
 @pytest.mark.usefixtures("short_deadlines")
 async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
@@ -260,18 +263,23 @@ async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
             assert 1 < sent[f"{name}False"] < len(beginning), name
         await still_well(victim, neighbour)
 
+
 # --- proofs that belong to another peer ------------------------------------------------------
+
 
 def secured(tmp_path: Path) -> dict[str, object]:
     """Settings of a cluster with a key, and the file."""
     return {"cluster_key_file": write_private(tmp_path / "cluster.key", KEY.hex())}
 
+
 KEY = b"k" * 32
+
 
 async def raw_stream(host: ControlHost, peer: Peer) -> tuple[Any, MuxedStream]:
     """A stream to a peer on which nothing was said yet."""
     attacker = await Attacker.connect(host, peer.node.host)
     return attacker.connection, attacker.stream
+
 
 async def read_frame(stream: MuxedStream) -> tuple[int, int, bytes]:
     """Kind, flags and body of what comes next."""
@@ -284,12 +292,14 @@ async def read_frame(stream: MuxedStream) -> tuple[int, int, bytes]:
                     return header.kind, header.flags, buffer[HEADER.size :]
             buffer += await stream.read(65536)
 
+
 async def refusal(stream: MuxedStream) -> tuple[int, str]:
     """Code and text with which the other side refuses."""
     _, flags, body = await read_frame(stream)
     assert flags & 2, "it was not refused"
     failure = decode_body(Failure, body)
     return failure.code, failure.text
+
 
 async def test_a_recorded_admission_cannot_be_played_again(tmp_path: Path) -> None:
     """Not on another connection, and not by another identity: nonce and peer ids are part of the proof."""
@@ -317,6 +327,7 @@ async def test_a_recorded_admission_cannot_be_played_again(tmp_path: Path) -> No
             assert "does not match" in text
         await still_well(victim, neighbour)
 
+
 async def test_a_proof_cannot_be_reflected(tmp_path: Path) -> None:
     """A thief without a key sends back the victim's proof, or has one victim prove to another."""
     async with (
@@ -342,6 +353,7 @@ async def test_a_proof_cannot_be_reflected(tmp_path: Path) -> None:
         assert victim.node.host.connected() == [neighbour.node.core.peer_id]
         await still_well(victim, neighbour)
 
+
 def ticket(
     audience: Peer,
     signer: Any,
@@ -360,9 +372,11 @@ def ticket(
         namespace=namespace,
     )
 
+
 async def open_data(peer: Peer, granted: GrantedTicket) -> DataConnection:
     stream = await TrioDriver().connect_tcp(*split_address(peer.data[0], "data"), SECONDS)
     return await DataConnection.open(stream, granted)
+
 
 async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
     """Overheard without its secret, for another peer, out of time, in another's name, with more rights."""
@@ -391,7 +405,9 @@ async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
                 raise AssertionError(f"a ticket {name} was taken")
         await still_well(victim, neighbour)
 
+
 # --- words in another peer's name ------------------------------------------------------------
+
 
 async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
     """A member, properly admitted, sends what others never said. It is refused whole, and nothing changes."""
@@ -445,6 +461,7 @@ async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
         assert await victim.get("k") == b"value"
         await still_well(victim, neighbour)
 
+
 async def test_an_old_record_does_not_come_back(tmp_path: Path) -> None:
     """Signed by its owner, but of earlier: with other addresses, or from before it left."""
     async with cluster(tmp_path, 1) as (victim,), stranger_host() as liar:
@@ -470,11 +487,14 @@ async def test_an_old_record_does_not_come_back(tmp_path: Path) -> None:
             assert (state.record.name, state.leaving) == ("life 3", True)
         await still_well(victim)
 
+
 async def ask(host: ControlHost, peer: Peer, kind: int, message: Message) -> None:
     await host.ask(peer.node.core.peer_id, [peer.control], kind, message, SECONDS)
 
+
 async def tell(host: ControlHost, peer: Peer, delta: Delta) -> None:
     await ask(host, peer, ControlKind.DELTA, delta)
+
 
 async def test_a_log_that_its_owner_did_not_write_is_not_believed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -504,6 +524,7 @@ async def test_a_log_that_its_owner_did_not_write_is_not_believed(
         assert caplog.text.count("passed on changes") == 1
         await still_well(victim, neighbour)
 
+
 async def test_claims_that_a_living_peer_is_dead_are_refuted(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
         accused = neighbour.node.core
@@ -513,6 +534,7 @@ async def test_claims_that_a_living_peer_is_dead_are_refuted(tmp_path: Path) -> 
             await tell(liar, victim, Delta([], [], [], [claim]))
             await until(lambda: victim.node.core.live_peers() == [accused.peer_id])
         await still_well(victim, neighbour)
+
 
 async def test_what_a_living_peer_holds_is_read_while_a_member_says_that_it_is_dead(
     tmp_path: Path,
@@ -534,6 +556,7 @@ async def test_what_a_living_peer_holds_is_read_while_a_member_says_that_it_is_d
             await trio.sleep(0.04)  # as often as that: the attack, not a wait
         assert accused.gossip.membership.own.incarnation <= incarnation + 8
         await still_well(victim, neighbour)
+
 
 async def test_members_that_a_member_made_up_do_not_count_and_hide_no_newcomer(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
@@ -557,7 +580,9 @@ async def test_members_that_a_member_made_up_do_not_count_and_hide_no_newcomer(t
             assert victim.node.core.gossip.membership.refused_count == 0
             await still_well(victim, neighbour, newcomer)
 
+
 # --- too much --------------------------------------------------------------------------------
+
 
 def too_long() -> Iterator[tuple[str, str, int, Message]]:
     """Every list that has a cap, one longer than that: (port, name, kind, message)."""
@@ -582,6 +607,7 @@ def too_long() -> Iterator[tuple[str, str, int, Message]]:
     yield "local", "plans", LocalKind.PLAN, local.Plan(digest * 16_385)
     yield "local", "keys", LocalKind.REMOVE, local.Remove("default", ["k"] * 16_385)
 
+
 async def test_lists_that_are_too_long_are_refused(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as host:
         for port, name, kind, message in too_long():
@@ -601,6 +627,7 @@ async def test_lists_that_are_too_long_are_refused(tmp_path: Path) -> None:
                         await victim._link.request(LocalKind(kind), message, local.Located)
         await still_well(victim, neighbour)
 
+
 OVERSIZED: list[tuple[str, int, int]] = [
     ("data", 1024 * 1024 + 1, 0),
     ("data", 0, 16 * 1024 * 1024 + 1),
@@ -609,6 +636,7 @@ OVERSIZED: list[tuple[str, int, int]] = [
     ("local", 0, 1),
     ("local", 0xFFFF_FFFF, 0),
 ]
+
 
 @pytest.mark.parametrize("admitted", [False, True])
 async def test_frames_that_announce_too_much_end_their_connection_at_once(
@@ -643,13 +671,16 @@ async def test_frames_that_announce_too_much_end_their_connection_at_once(
             stream.close()
         await still_well(victim)
 
+
 # --- the multiplexer -------------------------------------------------------------------------
 
 SYN, ACK, FIN, RST = 1, 2, 4, 8
 DATA, WINDOW, PINGED, GO_AWAY = 0, 1, 2, 3
 
+
 def yamux(kind: int, flags: int, stream: int, length: int, payload: bytes = b"") -> bytes:
     return struct.pack("!BBHII", 0, kind, flags, stream, length) + payload
+
 
 def abuse() -> dict[str, Callable[[int], bytes]]:
     """Frames that an attacker may write after Noise, in turn."""
@@ -673,6 +704,7 @@ def abuse() -> dict[str, Callable[[int], bytes]]:
         "farewells": lambda n: yamux(GO_AWAY, 0, 0, n % 4),
         "garbage": lambda n: rng.randbytes(12),
     }
+
 
 @pytest.mark.parametrize("admitted", [False, True])
 @pytest.mark.parametrize("name", abuse())
@@ -703,6 +735,7 @@ async def test_abuse_of_the_multiplexer(
         await still_well(victim)
     loud = [r for r in caplog.records if r.levelno >= logging.ERROR and r.name.startswith("p2p")]
     assert not loud, loud
+
 
 async def test_a_stranger_is_not_collected_for(tmp_path: Path) -> None:
     """The multiplexer reads a whole frame of up to 16 MiB before it is checked."""

@@ -1,61 +1,54 @@
 """The promises of a store, in every world: a peer in this process, and clients for trio, threads and
 asyncio, against one real cluster of two peers."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from p2pstore import aio
-from p2pstore import blocking
-from p2pstore import errors
-from p2pstore.aio import AioClient
-from p2pstore.blocking import BlockingClient
-from p2pstore.checkpoint.client.checkpoint_calls import BlockingCheckpoints
-from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
-from p2pstore.client import writing
-from p2pstore.client.fetcher import Fetcher
-from p2pstore.client.object_store import ObjectStore
-from p2pstore.client.trio_client import Client
-from p2pstore.local import server
-from p2pstore.local.local_connection import LocalConnection
-from p2pstore.objects import KIB
-from p2pstore.objects import MIB
-from p2pstore.objects import chunk_sums
-from p2pstore.wire import Limits
-from pathlib import Path
-from simulation.segment_checks import check_segment
-from tests.contract.worlds import ASYNC_WORLDS
-from tests.contract.worlds import Cluster
-from tests.contract.worlds import Store
-from tests.contract.worlds import WORLDS
-from tests.contract.worlds import peer_process
-from tests.odd_tensors import odd_arrays
-from tests.odd_tensors import odd_tensors
-from tests.optional import require_torch
-from tests.waiting import eventually
-from typing import Any
 import gc
 import inspect
 import itertools
 import multiprocessing
-import numpy as np
 import os
-import p2pstore
 import pickle
-import pytest
 import random
 import re
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import p2pstore
+from p2pstore import aio, blocking, errors
+from p2pstore.aio import AioClient
+from p2pstore.blocking import BlockingClient
+from p2pstore.checkpoint.client.checkpoint_calls import BlockingCheckpoints, Checkpoints
+from p2pstore.client import writing
+from p2pstore.client.fetcher import Fetcher
+from p2pstore.client.object_store import ObjectStore
+from p2pstore.client.trio_client import Client
+from p2pstore.local import server
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.objects import KIB, MIB, chunk_sums
+from p2pstore.wire import Limits
+from simulation.segment_checks import check_segment
+from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store, peer_process
+from tests.odd_tensors import odd_arrays, odd_tensors
+from tests.optional import require_torch
+from tests.waiting import eventually
 
 _numbers = itertools.count()
+
 
 @pytest.fixture
 def key() -> str:
     """A key that no other test uses; so are all that begin with it."""
     return f"{next(_numbers):04}/"
+
 
 @pytest.fixture
 def tidy(cluster: Cluster, key: str) -> Iterator[None]:
@@ -70,21 +63,26 @@ def tidy(cluster: Cluster, key: str) -> Iterator[None]:
     eventually(lambda: leased_bytes(cluster) == 0)
     cluster.on_near(lambda: check_segment(segment))
 
+
 def pattern(length: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed + length).integers(0, 256, length, np.uint8).tobytes()
 
+
 # --- one protocol -------------------------------------------------------------------------------
+
 
 def public_methods(kind: type) -> set[str]:
     return {
         name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name, None))
     }
 
+
 def parameters(kind: type, name: str) -> list[tuple[str, Any, Any, Any]]:
     signature = inspect.signature(getattr(kind, name))
     return [
         (each.name, each.kind, each.default, each.annotation) for each in signature.parameters.values()
     ]
+
 
 @pytest.mark.parametrize("kind", [p2pstore.Peer, Client, AioClient, BlockingClient])
 def test_all_worlds_have_the_same_methods(kind: type) -> None:
@@ -115,16 +113,20 @@ def test_all_worlds_have_the_same_methods(kind: type) -> None:
         else:
             assert returns == wanted, name
 
+
 def test_checkpoints_are_the_same_in_all_worlds() -> None:
     assert public_methods(BlockingCheckpoints) == public_methods(Checkpoints)
     for name in public_methods(Checkpoints):
         assert parameters(BlockingCheckpoints, name) == parameters(Checkpoints, name), name
 
+
 def test_the_protocol_is_what_stores_are(cluster: Cluster) -> None:
     for store in cluster.stores.values():
         assert isinstance(store.real, ObjectStore)
 
+
 # --- put and get --------------------------------------------------------------------------------
+
 
 def test_put_and_get(store: Store, key: str, cluster: Cluster) -> None:
     first = store.put(key, b"value")
@@ -144,6 +146,7 @@ def test_put_and_get(store: Store, key: str, cluster: Cluster) -> None:
     with pytest.raises(errors.NoSuchKey, match=re.escape(repr(key))) as caught:
         store.get(key)
     assert isinstance(caught.value, KeyError)
+
 
 def test_a_conflict_is_kept_overwritten_or_an_error(store: Store, key: str) -> None:
     first = store.put(key, b"value", on_conflict="error")
@@ -173,6 +176,7 @@ def test_a_conflict_is_kept_overwritten_or_an_error(store: Store, key: str) -> N
             with pytest.raises(ValueError, match="contradicts"):
                 getattr(store, name)(*args, overwrite=True, on_conflict=policy)
 
+
 def test_the_ttl_of_a_second_put_is_that_of_all_copies(store: Store, key: str, cluster: Cluster) -> None:
     def ends(peer: Any) -> list[float | None]:
         page = peer.list_keys(key, local=True)
@@ -191,10 +195,12 @@ def test_the_ttl_of_a_second_put_is_that_of_all_copies(store: Store, key: str, c
     assert store.put(key, b"value", ttl=0.05).status == "unchanged"
     eventually(lambda: not store.contains(key) and not cluster.distant.contains(key))
 
+
 async def fill_falsely(driver: Any, target: memoryview, source: Any, *_: Any) -> bytes:
     """Put other bytes than announced, as a broken client does."""
     target[:] = bytes(len(source))
     return chunk_sums(source)
+
 
 def test_an_object_with_false_checksums_is_in_nobodys_way(
     store: Store, key: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
@@ -213,6 +219,7 @@ def test_an_object_with_false_checksums_is_in_nobodys_way(
                 assert store.remove(where)
                 eventually(lambda where=where: not cluster.distant.contains(where))  # type: ignore[misc]
 
+
 @pytest.mark.parametrize("length", [100, 5 * MIB])
 def test_a_holder_drops_what_a_reader_found_spoilt(
     store: Store, key: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, length: int
@@ -228,6 +235,7 @@ def test_a_holder_drops_what_a_reader_found_spoilt(
         eventually(lambda name=name: not cluster.distant.contains(name))  # type: ignore[misc]
         eventually(lambda name=name: not store.contains(name))  # type: ignore[misc]
 
+
 def test_batches_whose_answers_fit_no_frame_are_asked_for_in_parts(
     store: Store, key: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +249,7 @@ def test_batches_whose_answers_fit_no_frame_are_asked_for_in_parts(
     assert [bytes(each.value) for each in store.take_leases(keys)] == [b"v"] * 300
     assert [each.value for each in store.get_many(keys)] == [b"v"] * 300
     assert [each.value for each in store.remove_many(keys)] == [True] * 300
+
 
 @pytest.mark.parametrize("length", [0, 1, 4095, 65_537, MIB + 1, 5 * MIB + 3])
 def test_values_of_all_sizes(store: Store, key: str, cluster: Cluster, length: int) -> None:
@@ -257,6 +266,7 @@ def test_values_of_all_sizes(store: Store, key: str, cluster: Cluster, length: i
             assert view.readonly
             assert view == value
 
+
 @pytest.mark.usefixtures("tidy")
 def test_values_of_several_parts(store: Store, key: str, cluster: Cluster) -> None:
     value = np.arange((66 * MIB + 8) // 8, dtype="<u8")
@@ -269,6 +279,7 @@ def test_values_of_several_parts(store: Store, key: str, cluster: Cluster) -> No
         assert np.array_equal(np.frombuffer(view, "<u8"), value)
     del view
 
+
 def test_a_buffer_of_no_bytes(store: Store, key: str) -> None:
     store.put(key, b"")
     assert store.get(key) == b""
@@ -277,6 +288,7 @@ def test_a_buffer_of_no_bytes(store: Store, key: str) -> None:
     with pytest.raises(errors.BufferTooSmall) as caught:
         store.get_into(key + "1", bytearray())
     assert caught.value.needed == 1
+
 
 def test_a_buffer_that_is_too_small_is_left_alone(store: Store, key: str, cluster: Cluster) -> None:
     store.put(key, bytes(range(100)))
@@ -287,6 +299,7 @@ def test_a_buffer_that_is_too_small_is_left_alone(store: Store, key: str, cluste
             store.get_into(name, buffer)
         assert caught.value.needed == 100
         assert buffer == b"\xff" * 99
+
 
 def test_replicas(store: Store, key: str, cluster: Cluster) -> None:
     result = store.put(key, b"value", replicas=2)
@@ -299,12 +312,14 @@ def test_replicas(store: Store, key: str, cluster: Cluster) -> None:
     with pytest.raises(errors.NoSuchKey, match="no/such"):
         store.replicate("no/such", 2)
 
+
 def test_a_time_to_live(store: Store, key: str) -> None:
     store.put(key, b"value", ttl=0.05)
     time.sleep(0.06)
     for read in (store.get, store.take_lease, store.get_tensor):
         with pytest.raises(errors.NoSuchKey):
             read(key)
+
 
 def test_waiting_for_a_key(store: Store, key: str, cluster: Cluster) -> None:
     timer = threading.Timer(0.1, cluster.distant.put, (key, b"value"))
@@ -319,6 +334,7 @@ def test_waiting_for_a_key(store: Store, key: str, cluster: Cluster) -> None:
         store.get_into(key + "never", bytearray(1), wait=0.1)
     assert 0.4 <= time.monotonic() - started < 5
 
+
 def test_each_waits_only_as_long_as_it_wants_to(store: Store, key: str, cluster: Cluster) -> None:
     """Those who want the same absent object in place share its fetch, but not their patience."""
     with ThreadPoolExecutor(1) as pool:
@@ -332,7 +348,9 @@ def test_each_waits_only_as_long_as_it_wants_to(store: Store, key: str, cluster:
         cluster.distant.put(key, b"value")
         assert patient.result(10) == b"value"
 
+
 # --- batches ------------------------------------------------------------------------------------
+
 
 def test_batches(store: Store, key: str, cluster: Cluster) -> None:
     items = [(f"{key}{number}", bytes([number % 256]) * number) for number in range(300)]
@@ -388,6 +406,7 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
     assert [each.value for each in removed] == [True, True, False, None]
     assert isinstance(removed[3].error, ValueError)
 
+
 def test_odd_values_and_buffers_fail_alone_and_stay_as_they_are(store: Store, key: str) -> None:
     """Each with good ones before and behind it, which are put and got."""
     torch = require_torch()
@@ -416,6 +435,7 @@ def test_odd_values_and_buffers_fail_alone_and_stay_as_they_are(store: Store, ke
     assert not store.get_many_into([(f"{key}value", expanded)])[0].ok
     assert expanded.sum() == 0
 
+
 @pytest.mark.parametrize("first", [10, 100_000])
 def test_batches_of_values_of_all_sizes(store: Store, key: str, cluster: Cluster, first: int) -> None:
     lengths = [first, 10, 0, 100_000, 16 * KIB, 16 * KIB + 1, 64 * KIB + 1, 2 * MIB, 5, 5 * MIB + 3]
@@ -432,6 +452,7 @@ def test_batches_of_values_of_all_sizes(store: Store, key: str, cluster: Cluster
         assert [bytes(each) for each in views[:-1]] == [value for _, value in items]
         assert isinstance(views[-1], errors.NoSuchKey)
         assert not any(each.readonly for each in views[:-1])
+
 
 def test_a_batch_of_one_gives_what_it_gives_among_others(
     store: Store, key: str, cluster: Cluster
@@ -473,6 +494,7 @@ def test_a_batch_of_one_gives_what_it_gives_among_others(
                 among_others.value.location,
             )
 
+
 @pytest.mark.parametrize("count", [2, 15, 16, 17, 31, 32, 33, 70])
 def test_batches_of_few_and_of_many_say_the_same(
     store: Store, key: str, cluster: Cluster, count: int
@@ -498,6 +520,7 @@ def test_batches_of_few_and_of_many_say_the_same(
         assert [each.ok for each in got] == there
         assert [bytes(b) if ok else None for b, ok in zip(buffers, there, strict=True)] == expected
 
+
 def test_new_views_of_one(store: Store, key: str, cluster: Cluster) -> None:
     store.put(f"{key}here", b"here")
     cluster.distant.put(f"{key}there", b"there")
@@ -515,6 +538,7 @@ def test_new_views_of_one(store: Store, key: str, cluster: Cluster) -> None:
         assert str(refused) == f"no memory for {len(name)} bytes"
     (missing,) = store.get_new_views([f"{key}nope"], refuse)
     assert isinstance(missing, errors.NoSuchKey)
+
 
 def test_results_that_are_errors_keep_no_buffers_and_no_views(
     store: Store, key: str, cluster: Cluster
@@ -543,6 +567,7 @@ def test_results_that_are_errors_keep_no_buffers_and_no_views(
     finally:
         gc.enable()
 
+
 def test_batches_of_nothing(store: Store) -> None:
     assert store.put_many([]) == store.get_many_into([]) == []
     assert store.get_many([]) == store.take_leases([]) == []
@@ -550,6 +575,7 @@ def test_batches_of_nothing(store: Store) -> None:
     assert store.match_prefix([]) == 0
     assert store.match_prefix_by_peer([]) == []
     assert store.prefetch([]) is None
+
 
 def test_many_calls_at_once(store: Store, key: str) -> None:
     puts = store.together([("put", f"{key}{n}", pattern(4096, n)) for n in range(64)])
@@ -562,7 +588,9 @@ def test_many_calls_at_once(store: Store, key: str) -> None:
     views = store.together([("take_lease", f"{key}{n}") for n in range(64)])
     assert all(view == value for view, value in zip(views, gets, strict=False))
 
+
 # --- asking and changing ------------------------------------------------------------------------
+
 
 def test_contains_and_locate(store: Store, key: str, cluster: Cluster) -> None:
     assert store.contains(key) is False
@@ -573,6 +601,7 @@ def test_contains_and_locate(store: Store, key: str, cluster: Cluster) -> None:
     assert (place.peer, place.tier, place.local, place.reachable) == ("far", "dram", False, True)
     assert place.peer_id.startswith("12D3Koo")
     assert place.size_hint == 4096
+
 
 def test_listing(store: Store, key: str, cluster: Cluster) -> None:
     store.put(key + "a", b"1", pin="soft", ttl=60)
@@ -588,6 +617,7 @@ def test_listing(store: Store, key: str, cluster: Cluster) -> None:
     assert [each.key for each in store.list_keys(key, local=True).keys] == [key + "a"]
     assert [each.key for each in store.list_keys(key, pinned=True).keys] == [key + "a"]
 
+
 def test_pins(store: Store, key: str) -> None:
     store.put(key, b"value")
     for pin in ("hard", "soft"):
@@ -598,6 +628,7 @@ def test_pins(store: Store, key: str) -> None:
     for change in (store.pin, store.unpin):
         with pytest.raises(errors.NoSuchKey, match="no/such"):
             change("no/such")
+
 
 def test_a_pin_of_what_only_another_peer_holds(store: Store, key: str, cluster: Cluster) -> None:
     cluster.distant.put(key, b"value")
@@ -617,16 +648,19 @@ def test_a_pin_of_what_only_another_peer_holds(store: Store, key: str, cluster: 
         with pytest.raises(errors.NoSuchKey):
             store.pin(key, fetch=fetch)
 
+
 def test_prefetch(store: Store, key: str, cluster: Cluster) -> None:
     cluster.distant.put(key, b"value")
     store.prefetch([key, key + "nope"])
     eventually(lambda: {each.peer for each in store.locate(key)} == {"near", "far"})
+
 
 def test_peers_and_statistics(store: Store) -> None:
     assert {(each.name, each.status) for each in store.peers()} == {("near", "alive"), ("far", "alive")}
     assert {each.name for each in store.peers(everyone=True)} >= {"near", "far"}
     assert {"peer", "cluster"} <= set(store.statistics())
     assert "peer" in store.statistics(cluster=False)
+
 
 @pytest.mark.parametrize("world", WORLDS[1:])
 def test_flush_ends_a_namespace_and_no_other(world: str, cluster: Cluster, key: str) -> None:
@@ -646,6 +680,7 @@ def test_flush_ends_a_namespace_and_no_other(world: str, cluster: Cluster, key: 
         assert store.get("k") == b"far"
     close(store)
 
+
 def close(store: Store) -> None:
     """End a store that a test made; peers and trio clients end with their loop."""
     if store.world == "asyncio":
@@ -653,11 +688,14 @@ def close(store: Store) -> None:
     elif store.world == "blocking":
         store.close()
 
+
 # --- leases -------------------------------------------------------------------------------------
+
 
 def leased_bytes(cluster: Cluster) -> int:
     leased: int = cluster.on_near(lambda: cluster.near.node.core.segment.leased_bytes)
     return leased
+
 
 def test_a_view_outlives_its_block_but_not_for_ever(store: Store, key: str, cluster: Cluster) -> None:
     eventually(lambda: leased_bytes(cluster) == 0)
@@ -684,6 +722,7 @@ def test_a_view_outlives_its_block_but_not_for_ever(store: Store, key: str, clus
     gc.collect()
     eventually(lambda: leased_bytes(cluster) == 0)
 
+
 @pytest.mark.usefixtures("tidy")
 def test_leases_are_limited(store: Store, key: str) -> None:
     views = []
@@ -697,7 +736,9 @@ def test_leases_are_limited(store: Store, key: str) -> None:
     del views
     gc.collect()
 
+
 # --- tensors ------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(
     "tensor",
@@ -724,6 +765,7 @@ def test_numpy_tensors(store: Store, key: str, tensor: Any, cluster: Cluster) ->
         assert got.flags.writeable
     assert store.locate(key)[0].pin == "soft"
 
+
 def test_what_is_no_tensor(store: Store, key: str) -> None:
     store.put(key, b"1234")
     with pytest.raises(errors.P2PStoreError, match=r"is not a tensor.*use get"):
@@ -736,6 +778,7 @@ def test_what_is_no_tensor(store: Store, key: str) -> None:
     for bad in (np.zeros((4, 4)).T[1:], np.zeros(8)[::2]):
         with pytest.raises(ValueError, match="ascontiguousarray"):
             store.put_tensor(key, bad)
+
 
 def test_torch_tensors(store: Store, key: str, cluster: Cluster) -> None:
     torch = require_torch()
@@ -772,7 +815,9 @@ def test_torch_tensors(store: Store, key: str, cluster: Cluster) -> None:
         with pytest.raises(errors.P2PStoreError, match="install ml_dtypes"):
             store.get_tensor(key + "b", framework="numpy")
 
+
 # --- registered memory --------------------------------------------------------------------------
+
 
 def test_registered_memory(store: Store, key: str, cluster: Cluster) -> None:
     memory = bytearray(8192)
@@ -794,6 +839,7 @@ def test_registered_memory(store: Store, key: str, cluster: Cluster) -> None:
         with pytest.raises(ValueError, match=text):
             store.register(bad)
 
+
 @pytest.mark.parametrize("world", ["blocking", "asyncio"])
 def test_what_is_registered_ends_with_the_store(world: str, cluster: Cluster) -> None:
     store = cluster.store(world)
@@ -805,6 +851,7 @@ def test_what_is_registered_ends_with_the_store(world: str, cluster: Cluster) ->
         len(registered)
     with pytest.raises(errors.StoreClosed):
         store.register(memory)
+
 
 # --- arguments ----------------------------------------------------------------------------------
 
@@ -881,6 +928,7 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
     ("get_into", ("k", "1"), {}, TypeError, "value"),
 ]
 
+
 def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -894,6 +942,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(
         assert type(caught.value) in (TypeError, ValueError), (name, args, options)
         assert text in str(caught.value), (name, args, options, str(caught.value))
     assert store.contains_many(["no/such"]) == [False]
+
 
 @pytest.mark.parametrize("connect", [p2pstore.connect, blocking.connect, aio.connect])
 def test_arguments_of_connect(connect: Callable[..., Any], cluster: Cluster) -> None:
@@ -911,7 +960,9 @@ def test_arguments_of_connect(connect: Callable[..., Any], cluster: Cluster) -> 
     with pytest.raises(TypeError):
         connect(7)
 
+
 # --- errors -------------------------------------------------------------------------------------
+
 
 @pytest.mark.usefixtures("tidy")
 def test_what_fits_nowhere_is_refused_at_once(store: Store, key: str) -> None:
@@ -921,6 +972,7 @@ def test_what_fits_nowhere_is_refused_at_once(store: Store, key: str) -> None:
     with pytest.raises(errors.ObjectTooLarge, match="4 GiB"):
         store.put(key, np.zeros(4096 * MIB + 1, np.uint8))
     assert time.monotonic() - started < 1
+
 
 @pytest.mark.usefixtures("tidy")
 def test_what_does_not_fit_here_goes_to_another_peer(store: Store, key: str, cluster: Cluster) -> None:
@@ -934,12 +986,14 @@ def test_what_does_not_fit_here_goes_to_another_peer(store: Store, key: str, clu
     assert store.get_into(key + "elsewhere", buffer) == 50 * MIB
     assert buffer == value
 
+
 @pytest.mark.parametrize("world", WORLDS[1:])
 def test_connecting_to_nobody(world: str, cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(errors.NoLocalPeer, match="mooncake-p2p join"):
         cluster.store(world, str(tmp_path / "nobody"))
     with pytest.raises(errors.ConfigError, match=r"107.*--socket"):
         cluster.store(world, "/" + "x" * 107)
+
 
 def test_a_peer_that_hangs_and_dies(cluster: Cluster, tmp_path: Path, key: str) -> None:
     with peer_process(tmp_path, "victim", "--bootstrap", cluster.near.control) as victim:
@@ -966,6 +1020,7 @@ def test_a_peer_that_hangs_and_dies(cluster: Cluster, tmp_path: Path, key: str) 
             with pytest.raises(errors.Unavailable):
                 store.take_lease(key)
 
+
 @pytest.mark.parametrize("world", ["blocking", "asyncio"])
 def test_a_store_that_was_closed(world: str, cluster: Cluster, key: str) -> None:
     store = cluster.store(world)
@@ -977,6 +1032,7 @@ def test_a_store_that_was_closed(world: str, cluster: Cluster, key: str) -> None
         with pytest.raises(errors.StoreClosed, match="closed"):
             getattr(store, name)(*args)
     assert view == b"value"
+
 
 EVERY_METHOD: list[tuple[str, tuple[Any, ...]]] = [
     *(("put", ("k", b"")), ("put_tensor", ("k", np.zeros(1))), ("put_many", ([],))),
@@ -991,16 +1047,20 @@ EVERY_METHOD: list[tuple[str, tuple[Any, ...]]] = [
     *(("prefetch", ([],)), ("replicate", ("k", 2)), ("flush", ())),
 ]
 
+
 def test_the_list_of_methods_is_whole() -> None:
     named = {name for name, _ in EVERY_METHOD} - {"take_lease"} | {"lease", "transfers"}
     assert named == public_methods(ObjectStore)
 
+
 # --- cancellation -------------------------------------------------------------------------------
+
 
 def fetcher_of(store: Store) -> Fetcher:
     session = store.real._session if store.world == "blocking" else store.real
     fetcher: Fetcher = session._live.fetcher
     return fetcher
+
 
 def read_by(fetcher: Fetcher, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read from other peers by this transport alone."""
@@ -1010,6 +1070,7 @@ def read_by(fetcher: Fetcher, transport: str, monkeypatch: pytest.MonkeyPatch) -
     if transport != "shm":  # mapped memory is read without a look at these
         monkeypatch.setattr(fetcher.holders._shm, "mapped", lambda _: ())
 
+
 @pytest.fixture(params=["shm", "tcp"])
 def transport(request: pytest.FixtureRequest, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the stores read from the far peer, which is on the same host."""
@@ -1017,6 +1078,7 @@ def transport(request: pytest.FixtureRequest, cluster: Cluster, monkeypatch: pyt
         read_by(fetcher_of(store), request.param, monkeypatch)
     name: str = request.param
     return name
+
 
 @pytest.mark.usefixtures("tidy", "transport")
 @pytest.mark.parametrize("world", ASYNC_WORLDS)
@@ -1049,6 +1111,7 @@ def test_cancelled_at_any_point_nothing_leaks(world: str, cluster: Cluster, key:
     assert store.get(key + "small") == b"value"
     eventually(lambda: leased_bytes(cluster) == 0)
 
+
 @pytest.mark.parametrize("world", ASYNC_WORLDS)
 def test_cancelling_one_call_leaves_the_others_alone(world: str, cluster: Cluster, key: str) -> None:
     store = cluster.stores[world]
@@ -1069,7 +1132,9 @@ def test_cancelling_one_call_leaves_the_others_alone(world: str, cluster: Cluste
         assert not thread.is_alive()
     assert results == [True] * 90
 
+
 # --- other processes ----------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_store_pickles_as_its_socket(world: str, cluster: Cluster, key: str) -> None:
@@ -1098,10 +1163,12 @@ def test_a_store_pickles_as_its_socket(world: str, cluster: Cluster, key: str) -
         assert cluster.trio.run(opened.get, key) == b"value"
     close(store)
 
+
 def get_elsewhere(client: Any, key: str) -> bytes:
     value: bytes = client.get(key)
     client.close()
     return value
+
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_client_travels_to_another_process(method: str, cluster: Cluster, key: str) -> None:
@@ -1111,6 +1178,7 @@ def test_a_client_travels_to_another_process(method: str, cluster: Cluster, key:
         assert pool.apply_async(get_elsewhere, (cluster.distant, key)).get(60) == b"value"
         pool.close()
         pool.join()
+
 
 def step(result: Any) -> Any:
     """The result of a call; of an asynchronous one, as far as it gets without waiting."""
@@ -1123,6 +1191,7 @@ def step(result: Any) -> Any:
     finally:
         result.close()
     raise AssertionError("it waits for something")
+
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("world", WORLDS)
@@ -1159,6 +1228,7 @@ def test_a_forked_child_can_do_nothing_and_does_no_harm(
     assert leased_bytes(cluster) > 0
     assert bytes(view) == b"value"
     close(store)
+
 
 def in_the_child(real: Any) -> None:
     for name, args in EVERY_METHOD:

@@ -1,43 +1,33 @@
 """Having copies made of objects that were published together, from the side of the writer."""
 
 from collections.abc import Sequence
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from p2pstore.core.copies import replicate as replicate_together
 from p2pstore.core.copies.proofs import signed_proofs
 from p2pstore.core.copies.replicate import PutAmongMany
-from p2pstore.core.operation import AskPeer
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import AskPeer, PutEnd
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import open_peer_record
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import digests_in_slots
+from p2pstore.gossip.records import PeerId, SignedRecord, open_peer_record
+from p2pstore.memory.segment_layout import Pin, SlotState, decode_slot, digests_in_slots
 from p2pstore.objects import KIB
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import ReplicateMany
-from p2pstore.transfer.peer_messages import Replicated
-from p2pstore.transfer.peer_messages import ReplicatedMany
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
+from p2pstore.transfer.peer_messages import Replicate, Replicated, ReplicatedMany, ReplicateMany
+from p2pstore.wire import Code, Failure
 from simulation.put_columns import columns_of_facts
 from simulation.signer import SimulatedVerifier
-from tests.unit.core_harness import HOLDER
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import digest_of
-from typing import Any
-import pytest
+from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, digest_of
 
 FULL = int(Code.CAPACITY_EXCEEDED)
 KEYS = [f"k{number}" for number in range(12)]
+
 
 def world_of(others: int, memory_bytes: int = 1024 * KIB) -> Harness:
     """A peer among others that understand REPLICATE_MANY."""
@@ -45,6 +35,7 @@ def world_of(others: int, memory_bytes: int = 1024 * KIB) -> Harness:
     for other in world.others:
         world.offer(other)
     return world
+
 
 def put(
     world: Harness, keys: Sequence[str] = KEYS, replicas: int = 2, size: int = 5, **options: Any
@@ -56,24 +47,30 @@ def put(
     assert all(isinstance(end, PutAmongMany) for end in ends)
     return [end for end in ends if isinstance(end, PutAmongMany)]
 
+
 def asks_of(world: Harness) -> list[AskPeer]:
     return world.asks(DataKind.REPLICATE_MANY)
+
 
 def digests_asked(ask: AskPeer) -> list[bytes]:
     assert isinstance(ask.request, ReplicateMany)
     return digests_in_slots(ask.request.slots)
 
+
 def held(ask: AskPeer, *codes: int) -> ReplicatedMany:
     """The answer to a question; without codes, that all is held."""
     return ReplicatedMany(bytes(codes) or bytes(len(digests_asked(ask))))
+
 
 def copies(ends: Sequence[PutAmongMany]) -> list[int]:
     results = [end.result for end in ends]
     assert all(isinstance(result, PutEnd) and result.status is PutStatus.CREATED for result in results)
     return [result.copies for result in results if isinstance(result, PutEnd)]
 
+
 def targets(world: Harness, key: str, count: int) -> set[PeerId]:
     return set(world.core.gossip.rank(digest_of(key))[:count])
+
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_each_target_gets_one_message_for_all_that_it_is_to_pull(replicas: int) -> None:
@@ -91,6 +88,7 @@ def test_each_target_gets_one_message_for_all_that_it_is_to_pull(replicas: int) 
     assert copies(ends) == [replicas] * len(KEYS)
     assert all(isinstance(end.result, PutEnd) and end.result.wanted == replicas for end in ends)
     world.check_idle()
+
 
 def test_a_message_has_all_that_the_target_needs() -> None:
     world = world_of(1)
@@ -111,6 +109,7 @@ def test_a_message_has_all_that_the_target_needs() -> None:
         assert world.core.proofs.of(entry, world.now) == proof, "the writer keeps it, too"
     assert world.core.counters["version_signatures"] == 1
 
+
 def test_what_is_to_be_copied_is_not_evicted_before() -> None:
     world = world_of(1)
     ends = put(world)
@@ -120,6 +119,7 @@ def test_what_is_to_be_copied_is_not_evicted_before() -> None:
     world.answer(ask, held(ask))
     assert all(entry is not None and not entry.references for entry in entries)
     assert copies(ends) == [2] * len(KEYS)
+
 
 def test_one_that_is_refused_goes_to_the_next_candidate_alone() -> None:
     world = world_of(3)
@@ -134,6 +134,7 @@ def test_one_that_is_refused_goes_to_the_next_candidate_alone() -> None:
     assert copies(ends) == [2]
     world.check_idle()
 
+
 def test_a_copy_that_was_made_counts_when_another_one_fails() -> None:
     world = world_of(3)
     ends = put(world, ["k"], replicas=3)
@@ -147,6 +148,7 @@ def test_a_copy_that_was_made_counts_when_another_one_fails() -> None:
     assert copies(ends) == [3]
     world.check_idle()
 
+
 def test_when_nobody_else_is_left_there_are_fewer_copies() -> None:
     world = world_of(1)
     ends = put(world)
@@ -156,11 +158,13 @@ def test_when_nobody_else_is_left_there_are_fewer_copies() -> None:
     assert not world.asks(DataKind.REPLICATE)
     world.check_idle()
 
+
 def test_alone_there_is_one_copy_at_once() -> None:
     world = world_of(0)
     ends = put(world)
     assert copies(ends) == [1] * len(KEYS)
     world.check_idle()
+
 
 def test_a_target_without_memory_is_not_asked() -> None:
     world = world_of(2)
@@ -168,6 +172,7 @@ def test_a_target_without_memory_is_not_asked() -> None:
     put(world)
     (ask,) = asks_of(world)
     assert ask.peer_id == world.others[1].peer_id
+
 
 @pytest.mark.parametrize("reply", [None, Failure(int(Code.UNAVAILABLE), "leaving"), Replicated(1, 1)])
 def test_a_target_that_fails_is_passed_over(reply: Any) -> None:
@@ -184,6 +189,7 @@ def test_a_target_that_fails_is_passed_over(reply: Any) -> None:
     assert copies(ends) == [2]
     world.check_idle()
 
+
 @pytest.mark.parametrize("code", [Code.UNSUPPORTED, Code.PROTOCOL_MISMATCH])
 def test_older_targets_are_asked_for_each_object(code: Code) -> None:
     world = world_of(1)
@@ -196,6 +202,7 @@ def test_older_targets_are_asked_for_each_object(code: Code) -> None:
         world.answer(ask, Replicated(1, 1))
     assert copies(ends) == [2] * len(KEYS)
     world.check_idle()
+
 
 @pytest.mark.parametrize(
     ("limit", "most"), [("WINDOW_BYTES", 100), ("WINDOW_TRAILER_BYTES", 150), ("MAX_REPLICATED", 5)]
@@ -216,12 +223,14 @@ def test_much_goes_in_windows_one_after_the_other(
     assert copies(ends) == [2] * len(KEYS)
     world.check_idle()
 
+
 def test_a_value_beyond_the_limit_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicate_together, "WINDOW_BYTES", 10)
     world = world_of(1)
     put(world, size=25)
     (ask,) = asks_of(world)
     assert len(digests_asked(ask)) == 1
+
 
 def test_windows_that_wait_fail_with_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicate_together, "MAX_REPLICATED", 5)
@@ -232,6 +241,7 @@ def test_windows_that_wait_fail_with_the_one_before(monkeypatch: pytest.MonkeyPa
     assert copies(ends) == [1] * len(KEYS)
     assert not asks_of(world)
     world.check_idle()
+
 
 @pytest.mark.parametrize("when", ["together", "alone"])
 def test_cancelled_it_holds_nothing_and_the_objects_stay(when: str) -> None:
@@ -248,6 +258,7 @@ def test_cancelled_it_holds_nothing_and_the_objects_stay(when: str) -> None:
     assert world.value("a") == world.value("b") == bytes(5)
     world.forget_effects()
     world.check_idle()
+
 
 @given(
     replicas=st.integers(2, 5),

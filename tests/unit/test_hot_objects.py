@@ -1,60 +1,55 @@
 """Readers of a hot object: served, or sent on to others; and the reads that a holder does not see."""
 
 from __future__ import annotations
-from collections import Counter
-from collections import deque
+
+from collections import Counter, deque
+from random import Random
+
+import pytest
+
 from p2pstore.core.gets import reads as hot_objects
 from p2pstore.core.gets import reads as read_reports
-from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.fetch_operation import MOST_HOPS
-from p2pstore.core.gets.reads import ANSWER_SECONDS
-from p2pstore.core.gets.reads import FIRST_PAUSE_SECONDS
-from p2pstore.core.gets.reads import HALF_LIFE_SECONDS
-from p2pstore.core.gets.reads import HotObjects
-from p2pstore.core.gets.reads import KEPT_SHARE
-from p2pstore.core.gets.reads import LAST_PAUSE_SECONDS
-from p2pstore.core.gets.reads import LOST_SECONDS
-from p2pstore.core.gets.reads import MAX_LOSERS
-from p2pstore.core.gets.reads import MOST_KEEPERS
-from p2pstore.core.gets.reads import MOST_TRANSFERS
-from p2pstore.core.gets.reads import REPORT_SECONDS
-from p2pstore.core.gets.reads import SentOn
-from p2pstore.core.operation import PullObject
-from p2pstore.core.operation import PullOutcome
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
+from p2pstore.core.gets.fetch_operation import MOST_HOPS, FetchOperation
+from p2pstore.core.gets.reads import (
+    ANSWER_SECONDS,
+    FIRST_PAUSE_SECONDS,
+    HALF_LIFE_SECONDS,
+    KEPT_SHARE,
+    LAST_PAUSE_SECONDS,
+    LOST_SECONDS,
+    MAX_LOSERS,
+    MOST_KEEPERS,
+    MOST_TRANSFERS,
+    REPORT_SECONDS,
+    HotObjects,
+    SentOn,
+)
+from p2pstore.core.operation import PullObject, PullOutcome
+from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.memory import segment_objects
-from p2pstore.memory.segment_objects import COUNTED
-from p2pstore.memory.segment_objects import MostRead
+from p2pstore.memory.segment_objects import COUNTED, MostRead
 from p2pstore.objects import MIB
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Keeps
+from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import MAX_READ_COUNTS
-from p2pstore.transfer.peer_messages import ReadCount
-from p2pstore.transfer.peer_messages import Reads
-from p2pstore.transfer.peer_messages import ReadsTaken
+from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, Locations, ReadCount, Reads, ReadsTaken
 from p2pstore.wire import Code
-from random import Random
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import RemoteObject
-from tests.unit.core_harness import digest_of
-import pytest
+from tests.unit.core_harness import Harness, Other, RemoteObject, digest_of
 
 KEY = digest_of("hot")
 LENGTH = 4 * MIB
 MEMORY = KEPT_SHARE * LENGTH
 
+
 def read(hot: HotObjects, reader: int, keeps: Keeps = Keeps.BY_PEER, now: float = 0.0) -> SentOn | None:
     return hot.read(KEY, LENGTH, reader, MEMORY, keeps, now)
+
 
 def test_who_reads_alone_is_served() -> None:
     hot = HotObjects()
     assert read(hot, 1) is None
     assert read(hot, 2, now=60.0) is None, "the first one was long ago"
     assert read(hot, 3, Keeps.YES, now=120.0) is None
+
 
 def test_clients_that_read_what_others_just_read_have_their_peer_keep_it() -> None:
     hot = HotObjects()
@@ -66,11 +61,13 @@ def test_clients_that_read_what_others_just_read_have_their_peer_keep_it() -> No
     assert read(hot, 4) == SentOn([2, 3])
     assert read(hot, 4, Keeps.YES) == SentOn([2, 3])
 
+
 def test_who_insists_is_served() -> None:
     hot = HotObjects()
     for reader in range(10):
         read(hot, reader, Keeps.YES)
     assert read(hot, 10, Keeps.NO) is None
+
 
 def test_a_small_peer_does_not_give_up_its_memory_for_one_object() -> None:
     hot = HotObjects()
@@ -78,6 +75,7 @@ def test_a_small_peer_does_not_give_up_its_memory_for_one_object() -> None:
     assert hot.read(KEY, LENGTH, 2, MEMORY, Keeps.BY_PEER, 0.0) == SentOn([])
     for memory_bytes in (MEMORY - 1, 0):
         assert hot.read(KEY, LENGTH, 3, memory_bytes, Keeps.BY_PEER, 0.0) is None
+
 
 def test_a_keeper_that_comes_again_is_served_again() -> None:
     """It lost what it was sent, or others would wait for it in vain."""
@@ -87,16 +85,19 @@ def test_a_keeper_that_comes_again_is_served_again() -> None:
     assert read(hot, 4, Keeps.YES) == SentOn([1, 2, 3])
     assert read(hot, 2, Keeps.YES) is None
 
+
 def test_what_nobody_keeps_is_not_sent_on() -> None:
     hot = HotObjects()
     for reader in range(10):
         assert read(hot, reader, Keeps.NO) is None
     assert read(hot, 10, Keeps.YES) is None
 
+
 def test_what_one_peer_reads_again_and_again_it_keeps() -> None:
     hot = HotObjects()
     answers = [read(hot, 1, now=second) for second in (0.0, 1.0, 2.0, 3.0)]
     assert answers == [None, None, None, SentOn([])]
+
 
 def kept(hot: HotObjects, reader: int, now: float) -> float:
     """One peer reads the object until it is to keep it, and is sent it: when that was."""
@@ -105,6 +106,7 @@ def kept(hot: HotObjects, reader: int, now: float) -> float:
             assert read(hot, reader, Keeps.YES, now=now + turn) is None
             return now + turn
     raise AssertionError("it is not hot")
+
 
 def test_who_loses_what_it_was_to_keep_reads_without_keeping_for_a_while() -> None:
     hot = HotObjects()
@@ -118,12 +120,14 @@ def test_who_loses_what_it_was_to_keep_reads_without_keeping_for_a_while() -> No
         seconds = min(2 * seconds, LAST_PAUSE_SECONDS)
     assert seconds == LAST_PAUSE_SECONDS
 
+
 def test_who_lost_something_long_ago_is_trusted_as_before() -> None:
     hot = HotObjects()
     assert read(hot, 1, now=kept(hot, 1, 0.0) + 1.0) is None
     now = kept(hot, 1, 10 * FIRST_PAUSE_SECONDS) + 1.0
     assert read(hot, 1, now=now) is None
     assert kept(hot, 1, now + FIRST_PAUSE_SECONDS)
+
 
 def test_who_loses_one_object_is_to_keep_no_other_one_either() -> None:
     hot = HotObjects()
@@ -134,12 +138,14 @@ def test_who_loses_one_object_is_to_keep_no_other_one_either() -> None:
         assert hot.read(digest_of("other"), LENGTH, 1, MEMORY, Keeps.BY_PEER, at) is None
     assert hot.read(digest_of("other"), LENGTH, 2, MEMORY, Keeps.BY_PEER, at) == SentOn([])
 
+
 def test_what_is_on_its_way_is_not_lost_nor_what_was_kept_for_long() -> None:
     hot = HotObjects()
     now = kept(hot, 1, 0.0)
     assert read(hot, 1, now=now + 0.1) == SentOn([]), "another client of the same peer"
     now = kept(hot, 1, now + LOST_SECONDS + 1.0)
     assert now > LOST_SECONDS
+
 
 def test_of_many_readers_at_once_also_those_that_lose_it_are_sent_on() -> None:
     hot = HotObjects()
@@ -149,6 +155,7 @@ def test_of_many_readers_at_once_also_those_that_lose_it_are_sent_on() -> None:
         assert read(hot, reader, keeps, now=now) is None
     assert read(hot, 1, now=now) == SentOn([2, 3])
 
+
 def test_however_often_it_is_read_what_is_remembered_is_as_much_as_there_are_readers() -> None:
     hot = HotObjects()
     for turn in range(10_000):
@@ -156,6 +163,7 @@ def test_however_often_it_is_read_what_is_remembered_is_as_much_as_there_are_rea
     assert list(hot._objects[KEY].sent_at) == [1, 2, 0]
     assert read(hot, 7, Keeps.NO, now=100.0) is None
     assert list(hot._objects[KEY].sent_at) == [7], "the others read it long ago"
+
 
 def test_a_bounded_number_of_readers_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     hot = HotObjects()
@@ -168,10 +176,12 @@ def test_a_bounded_number_of_readers_is_remembered(monkeypatch: pytest.MonkeyPat
     assert list(hot._pauses) == list(range(2 * 8, 3 * 8))
     assert MAX_LOSERS > 8
 
+
 def test_heat_decays() -> None:
     hot = HotObjects()
     for turn in range(20):
         assert read(hot, 1, now=turn * HALF_LIFE_SECONDS) is None
+
 
 def test_the_readers_of_a_bounded_number_of_objects_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
@@ -182,6 +192,7 @@ def test_the_readers_of_a_bounded_number_of_objects_are_remembered(
         hot.read(digest_of(str(number)), LENGTH, 1, MEMORY, Keeps.YES, 0.0)
     assert len(hot) == 8
     assert hot.read(digest_of("99"), LENGTH, 2, MEMORY, Keeps.BY_PEER, 0.0) == SentOn([])
+
 
 @pytest.mark.parametrize("readers", [2, 4, 16, 64])
 @pytest.mark.parametrize("seed", range(20))
@@ -205,12 +216,15 @@ def test_a_holder_serves_a_few_whoever_comes_first(seed: int, readers: int) -> N
     assert served.total() == readers
     assert max(served.values()) <= MOST_TRANSFERS
 
+
 # --- a peer that is sent on ------------------------------------------------------------------
+
 
 def fetching(world: Harness) -> tuple[FetchOperation, RemoteObject]:
     """A fetch of what the first of the others holds."""
     thing = world.hold(world.others[0], "k", b"value")
     return world.core.operations.fetch(digest_of("k"), world.now), thing
+
 
 def sent_on(world: Harness, pull: PullObject, *keepers: Other) -> None:
     """The holder that was asked names these."""
@@ -219,8 +233,10 @@ def sent_on(world: Harness, pull: PullObject, *keepers: Other) -> None:
     )
     world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
 
+
 def asked(pull: PullObject) -> list[bytes]:
     return [copy.peer_id for copy in pull.copies]
+
 
 def test_a_fetch_that_is_sent_on_asks_a_keeper() -> None:
     world = Harness(others=3)
@@ -233,6 +249,7 @@ def test_a_fetch_that_is_sent_on_asks_a_keeper() -> None:
     assert world.deliver(pull, thing) is operation.result
     world.check_idle()
 
+
 def test_when_the_keeper_has_nothing_the_holder_has_to_send_it() -> None:
     world = Harness(others=3)
     operation, thing = fetching(world)
@@ -243,6 +260,7 @@ def test_when_the_keeper_has_nothing_the_holder_has_to_send_it() -> None:
     assert pull.insist
     world.deliver(pull, thing)
     assert operation.result is not None
+
 
 def test_who_is_sent_from_one_to_the_other_insists_in_the_end() -> None:
     world = Harness(others=MOST_HOPS + 3)
@@ -256,6 +274,7 @@ def test_who_is_sent_from_one_to_the_other_insists_in_the_end() -> None:
     world.deliver(pull, thing)
     assert operation.result is not None
 
+
 def test_strangers_and_this_peer_itself_are_no_keepers() -> None:
     world = Harness(others=1)
     fetching(world)
@@ -265,6 +284,7 @@ def test_strangers_and_this_peer_itself_are_no_keepers() -> None:
     )
     world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
     assert world.pull_wanted().insist
+
 
 def test_when_nobody_delivers_the_fetch_ends() -> None:
     world = Harness(others=3)
@@ -277,6 +297,7 @@ def test_when_nobody_delivers_the_fetch_ends() -> None:
     assert isinstance(operation.result, Unavailable)
     world.check_idle()
 
+
 def told(world: Harness) -> dict[bytes, dict[bytes, int]]:
     """The reports since the last call: read counts by member and object."""
     found: dict[bytes, dict[bytes, int]] = {}
@@ -286,6 +307,7 @@ def told(world: Harness) -> dict[bytes, dict[bytes, int]]:
         counts = found.setdefault(ask.peer_id, {})
         counts |= {item.digest: item.count for item in ask.request.items}
     return found
+
 
 def test_reads_are_told_to_their_holders_together_and_once() -> None:
     world = Harness(others=2)
@@ -306,6 +328,7 @@ def test_reads_are_told_to_their_holders_together_and_once() -> None:
     world.pass_time(10 * REPORT_SECONDS)
     assert told(world) == {}
 
+
 def test_what_is_read_elsewhere_stays_there_when_room_is_made() -> None:
     world = Harness(others=1)
     value = bytes(20_000)
@@ -318,6 +341,7 @@ def test_what_is_read_elsewhere_stays_there_when_room_is_made() -> None:
     world.stored("new", value)
     assert world.find(keys[0]) is not None
     assert world.find(keys[1]) is None
+
 
 def test_a_pull_that_its_holder_did_not_see_is_told_and_others_are_not() -> None:
     world = Harness(others=1)
@@ -333,6 +357,7 @@ def test_a_pull_that_its_holder_did_not_see_is_told_and_others_are_not() -> None
         world.core.operations.pulled(pull.operation, outcome, world.now)
     world.pass_time(2 * REPORT_SECONDS)
     assert told(world) == {holder.peer_id: {digest_of("shm"): 1, digest_of("rdma"): 1}}
+
 
 def test_reports_are_bounded_and_those_who_do_not_answer_get_none() -> None:
     world = Harness(others=2)
@@ -352,8 +377,10 @@ def test_reports_are_bounded_and_those_who_do_not_answer_get_none() -> None:
     with pytest.raises(ProtocolError):
         world.serve(first, DataKind.READS, Reads(too_many))
 
+
 def digest(number: int) -> bytes:
     return number.to_bytes(16, "big")
+
 
 def test_a_steady_rate_is_told_as_it_is() -> None:
     reads = MostRead()
@@ -365,6 +392,7 @@ def test_a_steady_rate_is_told_as_it_is() -> None:
     assert rate == pytest.approx(30, rel=0.02)
     assert other == pytest.approx(10, rel=0.02)
 
+
 def test_what_was_read_long_ago_counts_less() -> None:
     reads = MostRead()
     reads.read(digest(1), 100, 1000.0)
@@ -374,6 +402,7 @@ def test_what_was_read_long_ago_counts_less() -> None:
     assert (first, second) == (digest(2), digest(1))
     assert rate / other == pytest.approx(10 / (100 / 16))
     assert reads.most(2, later + 1e6) == []
+
 
 def test_the_hottest_stand_out_of_any_number_of_others() -> None:
     """Half of a million reads go to a few; the others never come twice. Memory stays bounded."""
@@ -387,6 +416,7 @@ def test_the_hottest_stand_out_of_any_number_of_others() -> None:
     told = [int.from_bytes(each, "big") for each, _ in reads.most(8, 2.0)]
     assert told == [number for number, _ in real.most_common(8)]
 
+
 def test_one_pass_over_all_objects_leaves_the_hot_ones() -> None:
     reads = MostRead()
     for _ in range(200):
@@ -394,6 +424,7 @@ def test_one_pass_over_all_objects_leaves_the_hot_ones() -> None:
     for number in range(2, 100 * COUNTED):
         reads.read(digest(number), 1, 1.0)
     assert reads.most(1, 1.0)[0][0] == digest(1)
+
 
 def test_years_and_a_clock_that_is_set_back_do_no_harm() -> None:
     reads = MostRead()

@@ -1,17 +1,13 @@
 """ZeroMQ's protocol with consumers that keep to it, and that do not. With libzmq: `test_event_stream.py`."""
 
-from p2pstore.errors import ProtocolError
-from p2pstore.peer.event_stream import COMMAND
-from p2pstore.peer.event_stream import GREETING
-from p2pstore.peer.event_stream import LONG
-from p2pstore.peer.event_stream import MORE
-from p2pstore.peer.event_stream import READY
-from p2pstore.peer.event_stream import ZeroMQConnection
-from p2pstore.peer.event_stream import frame
-from trio.testing import memory_stream_pair
 import pytest
+from trio.testing import memory_stream_pair
+
+from p2pstore.errors import ProtocolError
+from p2pstore.peer.event_stream import COMMAND, GREETING, LONG, MORE, READY, ZeroMQConnection, frame
 
 HELLO = GREETING + frame(COMMAND, READY + b"\x0bSocket-Type\0\0\0\x06DEALER")
+
 
 async def heard(sent: bytes, count: int) -> tuple[list[list[bytes]], bytes]:
     """`count` messages that a connection gets of the consumer's bytes, and its answer."""
@@ -25,6 +21,7 @@ async def heard(sent: bytes, count: int) -> tuple[list[list[bytes]], bytes]:
     await near.send_eof()
     return messages, b"".join([bytes(each) async for each in far])
 
+
 async def test_messages_of_parts_and_pings() -> None:
     sent = HELLO + frame(MORE, b"") + frame(0, b"12345678")
     sent += frame(COMMAND, b"\x04PING\0\x0acontext") + frame(0, bytes(1000))
@@ -34,6 +31,7 @@ async def test_messages_of_parts_and_pings() -> None:
     said = b"\x01\x00\x02" + (300).to_bytes(8) + bytes(300)
     assert answer == GREETING + ready + b"\x04\x0c\x04PONGcontext" + said
     assert len(GREETING) == 64
+
 
 @pytest.mark.parametrize(
     ("sent", "complaint"),

@@ -15,36 +15,31 @@ manifest has no links. A pattern is for a whole relative path, and `*` in it mat
 """
 
 from __future__ import annotations
-from blake3 import blake3
-from collections.abc import Collection
-from collections.abc import Sequence
+
+import hmac
+import re
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from enum import IntEnum
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
-from p2pstore.checkpoint.content.pieces import Extent
-from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.content.pieces import PieceLayout
-from p2pstore.checkpoint.content.pieces import PieceMap
-from p2pstore.checkpoint.content.pieces import full_map
-from p2pstore.checkpoint.content.pieces import pieces_in
-from p2pstore.errors import CheckpointRefused
-from p2pstore.errors import ProtocolError
-from p2pstore.objects import Signer
-from p2pstore.objects import Verifier
-from p2pstore.objects import check_checkpoint_name
-from p2pstore.objects import format_peer_id
-from p2pstore.wire import Message
-from p2pstore.wire import Signer
-from p2pstore.wire import Verifier
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
-from typing import Annotated
-from typing import Final
-import hmac
+from typing import Annotated, Final
+
 import msgspec
-import re
+from blake3 import blake3
+
+from p2pstore.checkpoint.content.pieces import (
+    NO_PIECES,
+    Extent,
+    PieceLayout,
+    PieceMap,
+    full_map,
+    pieces_in,
+)
+from p2pstore.errors import CheckpointRefused, ProtocolError
+from p2pstore.objects import check_checkpoint_name, format_peer_id
+from p2pstore.wire import Message, Signer, Verifier, decode_body, encode_body
 
 MANIFEST_FORMAT: Final = 1
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
@@ -56,12 +51,14 @@ VERSION_BYTES: Final = 16
 _CONTEXT: Final = b"p2pstore checkpoint manifest 1\0"
 _PERMISSIONS: Final = 0o777
 
+
 class FileHashes(IntEnum):
     """How a large file's hash is computed; that of a file below one piece is always the BLAKE3 of its bytes."""
 
     OF_BYTES = 0
     OF_PIECES = 1
     """The BLAKE3 of the concatenated hashes of its pieces."""
+
 
 class FileEntry(Message, frozen=True, gc=False):
     """One file, or one named tensor (then with dtype and shape). `mode` has permission bits only: there are no links,
@@ -73,6 +70,7 @@ class FileEntry(Message, frozen=True, gc=False):
     hash: bytes
     dtype: str = ""
     shape: Annotated[list[int], msgspec.Meta(max_length=MAX_DIMENSIONS)] = []  # noqa: RUF012  # msgspec copies it
+
 
 class Manifest(Message, frozen=True, dict=True, gc=True):
     """The content of a version. `files` are in the order of their paths; `piece_hashes` are the concatenated hashes of
@@ -134,6 +132,7 @@ class Manifest(Message, frozen=True, dict=True, gc=True):
         """Whether these are the bytes of the piece. Takes 0.13 s for 1 GB, without the GIL."""
         return hash_of(data) == self.piece_hash(piece)
 
+
 class SignedManifest(Message, frozen=True, dict=True, gc=True):
     """A manifest as it travels and is stored: its exact bytes, the signer, and the signature."""
 
@@ -152,17 +151,21 @@ class SignedManifest(Message, frozen=True, dict=True, gc=True):
         """The version that the bytes are."""
         return version_of(self.body)
 
+
 def hash_of(data: bytes | bytearray | memoryview) -> bytes:
     """The BLAKE3 of a piece or a small file."""
     return blake3(data).digest()
+
 
 def version_of(body: bytes) -> bytes:
     """The version of a manifest's bytes."""
     return hash_of(body)[:VERSION_BYTES]
 
+
 def format_version(version: bytes) -> str:
     """32 hexadecimal digits: the name of a version, and of its directory."""
     return version.hex()
+
 
 def make_manifest(
     name: str,
@@ -176,6 +179,7 @@ def make_manifest(
     _check(manifest)
     return manifest
 
+
 def sign_manifest(manifest: Manifest, signer: Signer) -> SignedManifest:
     """Encode and sign; for worker threads. Raises `CheckpointRefused` when it is too long."""
     body = encode_body(manifest)
@@ -186,6 +190,7 @@ def sign_manifest(manifest: Manifest, signer: Signer) -> SignedManifest:
     signed = SignedManifest(body, signer.peer_id, signer.sign(_CONTEXT + hash_of(body)))
     signed.__dict__["manifest"] = manifest  # it was checked when it was made
     return signed
+
 
 def open_manifest(
     signed: SignedManifest, *, version: bytes, publisher: bytes, verifier: Verifier
@@ -206,6 +211,7 @@ def open_manifest(
         raise CheckpointRefused("a manifest that its publisher did not sign")
     return signed.manifest
 
+
 def read_manifest(body: bytes) -> Manifest:
     """Decode and check a manifest. Takes 0.5 s for 100,000 files, in steps of microseconds between which other threads
     run: for worker threads. Raises `CheckpointRefused`."""
@@ -223,6 +229,7 @@ def read_manifest(body: bytes) -> Manifest:
     _check(manifest)
     return manifest
 
+
 def unchanged_pieces(old: Manifest, new: Manifest) -> dict[int, int]:
     """Pieces of `new` that `old` has as well, by hash, at any place: number in `new` -> number in `old`."""
     known = {old.piece_hash(piece): piece for piece in range(old.layout.count)}
@@ -232,8 +239,10 @@ def unchanged_pieces(old: Manifest, new: Manifest) -> dict[int, int]:
         if new.piece_hash(piece) in known
     }
 
+
 class _FormatOnly(Message, frozen=True):
     format: int
+
 
 class _FilesApart(Message, frozen=True):
     """A `Manifest` with its files not decoded: in one call that would keep the GIL, and the event loop, for 200 ms."""
@@ -245,6 +254,7 @@ class _FilesApart(Message, frozen=True):
     piece_hashes: bytes
     file_hashes: int = FileHashes.OF_BYTES
 
+
 def _decode(body: bytes) -> Manifest:
     """Raises `ProtocolError`."""
     apart = decode_body(_FilesApart, body)
@@ -252,6 +262,7 @@ def _decode(body: bytes) -> Manifest:
     return Manifest(
         apart.format, apart.name, apart.piece_bytes, files, apart.piece_hashes, apart.file_hashes
     )
+
 
 def _check(manifest: Manifest) -> None:
     """Check names, sizes and numbers. Raises `CheckpointRefused`."""
@@ -272,6 +283,7 @@ def _check(manifest: Manifest) -> None:
         )
     manifest.copies  # noqa: B018  # found here, where a worker thread has time for it
 
+
 # --- names of files, and patterns that choose files ----------------------------------------------
 
 MAX_PATH_BYTES: Final = 1024
@@ -286,6 +298,7 @@ RESERVED_PREFIX: Final = ".p2pstore"
 _PLAIN_PART: Final = r"[\w\-+=,@~ ][\w.\-+=,@~ ]*"
 _PLAIN: Final = re.compile(f"{_PLAIN_PART}(?:/{_PLAIN_PART})*", re.ASCII)
 """Short paths of these characters need no further check."""
+
 
 def check_path(path: str) -> None:
     """Raises `CheckpointRefused` for a path that is not plain and relative, with the reason."""
@@ -303,6 +316,7 @@ def check_path(path: str) -> None:
     if parts[0].startswith(RESERVED_PREFIX):
         raise CheckpointRefused(f"names in {RESERVED_PREFIX}* are reserved: {path[:80]!r}")
 
+
 def check_paths(paths: Sequence[str]) -> None:
     """Check each path; and that they are in order, each once, none below another. Raises `CheckpointRefused`."""
     files = set(paths)
@@ -317,6 +331,7 @@ def check_paths(paths: Sequence[str]) -> None:
         if first >= second:
             raise CheckpointRefused(f"paths are in order, each once: {second[:80]!r} comes too late")
 
+
 def _check_part(part: str, path: str) -> None:
     if part in ("", ".", ".."):
         raise CheckpointRefused(f"a path with the part {part!r}: {path[:80]!r}")
@@ -326,6 +341,7 @@ def _check_part(part: str, path: str) -> None:
         raise CheckpointRefused(f"control characters or backslashes in a path: {path[:80]!r}")
     if any("\ud800" <= character <= "\udfff" for character in part):
         raise CheckpointRefused(f"a path that is not UTF-8: {path[:80]!r}")
+
 
 NAMED_FILES: Final = 8
 NEAREST: Final = 3
@@ -337,6 +353,7 @@ WILDCARDS: Final = frozenset("*?[")
 BOOKKEEPING_FOLDERS: Final = (".git", ".cache/huggingface", ".locks", ".hg", ".svn")
 BOOKKEEPING_SUFFIXES: Final = (".incomplete", ".lock", ".crdownload", ".aria2")
 
+
 def bookkeeping_in(path: str) -> str:
     """The folder or suffix that marks a path as bookkeeping of a download or version control; empty for others."""
     around = f"/{path}/"
@@ -345,9 +362,11 @@ def bookkeeping_in(path: str) -> str:
             return folder
     return next((suffix for suffix in BOOKKEEPING_SUFFIXES if path.endswith(suffix)), "")
 
+
 def is_asked_for(path: str, mark: str, include: Sequence[str]) -> bool:
     """Whether a pattern with such a mark matches the path: then the file is wanted."""
     return any(mark in pattern and fnmatchcase(path, pattern) for pattern in include)
+
 
 def is_chosen(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether a path matches some `include`, if there are any, and no `exclude`."""
@@ -355,9 +374,11 @@ def is_chosen(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool
         return False
     return not include or matches(path, include)
 
+
 def matches(name: str, patterns: Collection[str]) -> bool:
     """Whether a name equals or matches one of these patterns (it may contain brackets itself)."""
     return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
 
 def choose_files(
     manifest: Manifest, include: Sequence[str], exclude: Sequence[str]
@@ -375,6 +396,7 @@ def choose_files(
         )
     return None if len(chosen) == len(manifest.files) else chosen
 
+
 def unmatched(paths: Collection[str], patterns: Sequence[str]) -> list[str]:
     """The patterns without a match."""
     found = []
@@ -384,6 +406,7 @@ def unmatched(paths: Collection[str], patterns: Sequence[str]) -> list[str]:
         if not WILDCARDS & set(pattern) or not any(fnmatchcase(path, pattern) for path in paths):
             found.append(pattern)
     return found
+
 
 def nearest(wanted: str, known: Collection[str]) -> str:
     """Suggestions for a name or pattern without a match, to be appended to an error."""

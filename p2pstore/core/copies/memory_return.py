@@ -1,23 +1,17 @@
 """Objects of an earlier life, in memory and on the SSD: held back, checked, and published again in steps."""
 
 from __future__ import annotations
+
+import math
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from itertools import filterfalse
-from itertools import islice
-from p2pstore.core.operation import CheckReturned
-from p2pstore.core.operation import ColdObject
-from p2pstore.core.operation import ColdSorted
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import filterfalse, islice
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.operation import CheckReturned, ColdObject, ColdSorted
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.memory.segment_layout import SlotState
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from typing import Final
-from typing import TYPE_CHECKING
-import math
+from p2pstore.objects import MIB, Version
 
 if TYPE_CHECKING:
     from p2pstore.core.operation import Operation
@@ -34,6 +28,7 @@ FATES: Final = ("returned", "damaged", "discarded")
 """Fates of objects of an earlier life: published again, bytes damaged, or possibly removed meanwhile."""
 BATCHES_UNDER_WAY: Final = 2
 """One is checked while another one is published."""
+
 
 class MemoryReturn:
     """The objects that are left to be looked at, the oldest first: so those put last are the last to be evicted."""
@@ -110,6 +105,7 @@ class MemoryReturn:
         """`fate` is one of `FATES`."""
         self._core.counters[f"kept_objects_{fate}"] += 1
         self._core.counters[f"kept_bytes_{fate}"] += entry.length
+
 
 class EarlierLife:
     """Objects of an earlier life, held back until all floors made meanwhile are known here; and the clock up to which

@@ -5,22 +5,20 @@ going through it but a place.
 """
 
 from __future__ import annotations
+
 from collections.abc import Sequence
-from p2pstore.core.operation import CheckObject
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import Operation
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from p2pstore.core.operation import CheckObject, KnownCopy, Operation
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.records import Tier
 from p2pstore.location_table import RECORD
 from p2pstore.memory.segment_layout import SlotState
-from p2pstore.objects import KIB
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import root_checksum
+from p2pstore.objects import KIB, chunk_sums, root_checksum
 from p2pstore.transfer.peer_messages import CopyChecked
-from typing import Final
-from typing import TYPE_CHECKING
-import numpy as np
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -34,6 +32,7 @@ PASSED_OVER: Final = 64
 _SOFT: Final = 0x04
 _MORE_REPLICAS: Final = 0x18
 """In the flags of a location record: not 0 when more than one copy is wanted."""
+
 
 class OwnCopies:
     """One walk over the firm copies that this peer holds when the walk begins. Objects added meanwhile are left out,
@@ -74,15 +73,18 @@ class OwnCopies:
         digests = digests_of(packed)
         return [digests[place] for place in np.flatnonzero(wanted).tolist()]
 
+
 def held_here(core: PeerCore, digest: bytes, now: float) -> ObjectEntry | ColdEntry | None:
     """The entry that this peer serves under a digest, from memory or from its SSD."""
     return core.objects.find(digest, now) or core.cold.find(digest, now)
+
 
 def are_kept_elsewhere(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> list[bool]:
     """Of each object whether a living peer holds a firm copy of the same version in memory, and comes before this one
     in rendezvous order: of those that hold it, one does not give it up because of the others."""
     mentioned = core.gossip.locations.mentioned({entry.digest for entry in entries})
     return [entry.digest in mentioned and _is_kept_elsewhere(core, entry, now) for entry in entries]
+
 
 def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
     mine = (entry.version.clock, entry.version.writer)
@@ -98,6 +100,7 @@ def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
         if weight(holding.member, entry.digest) > my_weight:
             return True
     return False
+
 
 def other_firm_copies(
     core: PeerCore, held: ObjectEntry | ColdEntry, now: float
@@ -116,8 +119,10 @@ def other_firm_copies(
         return None
     return [copy for copy, version in others if version == mine and not copy.record.soft]
 
+
 INLINE_BYTES: Final = 4 * KIB
 """Values up to this are compared at once, in about 3 us; longer ones by the shell, in a thread."""
+
 
 class CheckOperation(Operation):
     """Compare an object's bytes in memory with its checksums, unless it was found good (`again`: always), and withdraw
@@ -141,6 +146,7 @@ class CheckOperation(Operation):
         core = self.core
         good = core.copies.own_location(self._digest, now) is not None
         self.finish(CopyChecked(good, core.incarnation, core.gossip.log.sequence), now)
+
 
 class Checks:
     """Comparisons under way. Each object is compared by one at a time, however many wait for it."""

@@ -1,34 +1,24 @@
 """Comparing a put with the copies that other peers hold of its key. Pure."""
 
 from __future__ import annotations
+
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
-from enum import auto
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import Reply
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import decode_trailer
+from p2pstore.memory.segment_layout import Slot, TrailerBody, decode_slot, decode_trailer
 from p2pstore.objects import Version
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Get
-from p2pstore.transfer.data_messages import GetItem
-from p2pstore.transfer.data_messages import ObjectStatus
-from p2pstore.transfer.data_messages import Objects
+from p2pstore.transfer.data_messages import DataKind, Get, GetItem, Objects, ObjectStatus
 from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.peer_messages import CheckCopy
-from p2pstore.transfer.peer_messages import CopyChecked
+from p2pstore.transfer.peer_messages import CheckCopy, CopyChecked
 from p2pstore.wire import Code
-from typing import Final
-from typing import TYPE_CHECKING
-import math
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -47,6 +37,7 @@ GO_ON_PER_STEP: Final = 32
 
 Then = Callable[[Reply, float], None]
 """Called with the holder's answer about that object alone: `Objects` of one item, or what came instead of any."""
+
 
 class CompareOperation(Operation):
     """Ask one holder for slots and trailers. Requests until the first tick go in one question."""
@@ -99,6 +90,7 @@ class CompareOperation(Operation):
         elif not self.done:
             self.set_alarm(now)
 
+
 class Comparisons:
     """Questions to holders about single objects, which go to each holder together."""
 
@@ -116,10 +108,12 @@ class Comparisons:
         record = copy.record
         operation.add(GetItem(record.digest, first_chunk=SLOT_ONLY, slot=record.slot), then)
 
+
 def is_described(known: ObjectEntry | TrailerBody, facts: PutFacts) -> bool:
     """Whether an object has the dtype and shape of the put's tensor, if it is one."""
     described = (known.dtype, tuple(known.shape)) == (facts.dtype, tuple(facts.shape))
     return described or not facts.dtype
+
 
 class Likeness(Enum):
     """How a copy elsewhere compares with the value that is put."""
@@ -129,6 +123,7 @@ class Likeness(Enum):
     """The bytes are the same; dtype, shape or end are to be those of the copy."""
     OTHER = auto()
 
+
 @dataclass(frozen=True, slots=True)
 class StandingCopy:
     """A copy elsewhere that decides a put. `expires_unix_ms` counts where it is the same."""
@@ -137,6 +132,7 @@ class StandingCopy:
     version: Version
     likeness: Likeness
     expires_unix_ms: int = 0
+
 
 class CompareCopies(Operation):
     """Ask holders in turn what they have under a put's key. The result is a `StandingCopy`, None without one."""

@@ -1,46 +1,34 @@
 """Publishing what a client wrote."""
 
 from __future__ import annotations
+
+import math
 from collections.abc import Hashable
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.floors import WAIT_SECONDS
-from p2pstore.core.floors import WAIT_STEP_SECONDS
+from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import PutEnd
-from p2pstore.core.puts.comparing import CHECK_TIMEOUT_SECONDS
-from p2pstore.core.puts.comparing import CompareCopies
-from p2pstore.core.puts.comparing import Likeness
-from p2pstore.core.puts.comparing import is_described
+from p2pstore.core.operation import KnownCopy, Operation, PutEnd
+from p2pstore.core.puts.comparing import CHECK_TIMEOUT_SECONDS, CompareCopies, Likeness, is_described
 from p2pstore.core.puts.lifetimes import MAX_TTL_MS
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Written
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.objects import Version
-from p2pstore.objects import check_object_length
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.put_facts import PutFacts
-from p2pstore.put_facts import PutStatus
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import math
-import msgspec
+from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
+from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.memory.segment_layout import SlotState, TrailerBody
+from p2pstore.objects import Version, check_object_length, key_digest, root_checksum
+from p2pstore.put_facts import PutFacts, PutStatus
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.ssd_tier.index import ColdEntry
 
 MAX_REPLICAS: Final = 64
+
 
 def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
     """The object's trailer when it is put at this wall-clock time."""
@@ -55,6 +43,7 @@ def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
         facts.shape,
     )
 
+
 def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
     """Raise `ValueError` or `ObjectTooLarge` for arguments that no put may have."""
     if not 1 <= replicas <= MAX_REPLICAS:
@@ -64,6 +53,7 @@ def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
     if length < 0:
         raise ValueError(f"a value of {length:,} bytes")
     check_object_length(length)
+
 
 class PutOperation(Operation):
     """Publish a reservation as an object, unless the key exists; then make the other copies. The result is a `PutEnd`;

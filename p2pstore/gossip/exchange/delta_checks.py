@@ -6,52 +6,51 @@ either is taken; the rest is as if it had not come, and the next digests ask for
 """
 
 from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
+
 from msgspec.structs import replace
+
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.digests import DigestTable
-from p2pstore.gossip.exchange.digests import check_runs
-from p2pstore.gossip.exchange.digests import read_runs
+from p2pstore.gossip.exchange.digests import DigestTable, check_runs, read_runs
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
-from p2pstore.gossip.gossip_messages import Claim
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import LogChunk
-from p2pstore.gossip.gossip_messages import MAX_CLAIMS
-from p2pstore.gossip.gossip_messages import MAX_RECORDS
+from p2pstore.gossip.gossip_messages import MAX_CLAIMS, MAX_RECORDS, Claim, Delta, LogChunk
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.log import MAX_OPERATION_BYTES
-from p2pstore.gossip.locations.log import MAX_SIGNED_OPERATIONS
-from p2pstore.gossip.locations.log import Position
-from p2pstore.gossip.locations.log import SignedRun
-from p2pstore.gossip.locations.log import check_run
-from p2pstore.gossip.locations.log import is_signed
-from p2pstore.gossip.locations.log import pack_operations
-from p2pstore.gossip.locations.log import unpack_operations
-from p2pstore.gossip.members.member_table import MAX_INCARNATION
-from p2pstore.gossip.members.member_table import check_claim
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import ClusterRecordKind
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import NewerFormat
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import SCOPE_KEY
-from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.gossip.records import keys_of_floor
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import open_cluster_record
-from p2pstore.gossip.records import open_peer_record
-from p2pstore.gossip.records import read_cluster_record
-from p2pstore.gossip.records import read_peer_record
-from p2pstore.objects import Verifier
+from p2pstore.gossip.locations.log import (
+    MAX_OPERATION_BYTES,
+    MAX_SIGNED_OPERATIONS,
+    Position,
+    SignedRun,
+    check_run,
+    is_signed,
+    pack_operations,
+    unpack_operations,
+)
+from p2pstore.gossip.members.member_table import MAX_INCARNATION, check_claim
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    SCOPE_KEY,
+    SCOPE_NAMESPACE,
+    ClusterRecord,
+    ClusterRecordKind,
+    Member,
+    NewerFormat,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    format_peer_id,
+    keys_of_floor,
+    member_of,
+    open_cluster_record,
+    open_peer_record,
+    read_cluster_record,
+    read_peer_record,
+)
 from p2pstore.objects import put_newest
 from p2pstore.wire import Verifier
-from typing import Final
 
 MAX_CHECKS: Final = 40
 """Signatures of one delta that are checked: 4 ms."""
@@ -79,6 +78,7 @@ MAX_SEQUENCE: Final = 1 << 62
 
 MAX_RECORD_SEQUENCE: Final = (1 << 32) - 1
 
+
 @dataclass(frozen=True, slots=True)
 class CheckedDelta:
     """A delta whose every part is well formed and whose signatures are right."""
@@ -87,6 +87,7 @@ class CheckedDelta:
     logs: list[LogChunk]
     cluster_records: list[tuple[ClusterRecord, SignedRecord]]
     claims: list[Claim]
+
 
 class DeltaChecks:
     """Checks what others send, against what this peer knows. `accepts_clock(clock, now)` raises this peer's clock."""
@@ -253,6 +254,7 @@ class DeltaChecks:
             raise ProtocolError(f"a log head with sequence {record.head.sequence}")
         return record, signed
 
+
 def chunk_of(member: Member, incarnation: int, run: SignedRun) -> LogChunk:
     """A run as it travels."""
     return LogChunk(
@@ -263,6 +265,7 @@ def chunk_of(member: Member, incarnation: int, run: SignedRun) -> LogChunk:
         signature=run.signature,
         count=len(run.operations) // LOCATION_BYTES,
     )
+
 
 def plain_chunk(chunk: LogChunk) -> LogChunk:
     """A received chunk, with its operations as they were before `chunk_of`. Raises `ProtocolError`."""
@@ -275,13 +278,16 @@ def plain_chunk(chunk: LogChunk) -> LogChunk:
         raise ProtocolError("a run of operations that is longer than it says")
     return replace(chunk, operations=operations, count=0)
 
+
 def run_of(chunk: LogChunk) -> SignedRun:
     """The signed run of a received chunk."""
     return SignedRun(chunk.first_sequence, chunk.operations, chunk.signature)
 
+
 def work_microseconds(operations: int) -> int:
     """About how long it takes to check and carry out a run: few operations one by one, many side by side."""
     return CHECK_MICROSECONDS + min(OPERATION_MICROSECONDS * operations, RUN_MICROSECONDS + operations)
+
 
 def check_claims(claims: list[Claim]) -> None:
     """Raise `ProtocolError` for too many claims or for one that makes no sense."""
@@ -290,8 +296,10 @@ def check_claims(claims: list[Claim]) -> None:
     for claim in claims:
         check_claim(claim)
 
+
 MAX_FLOORS: Final = 4096
 """Names of floors that are remembered. Beyond it every key counts as one of them."""
+
 
 class FutureRecords:
     """Only the highest stamps are kept. They mean nothing any more when the clock has reached them."""
@@ -325,16 +333,19 @@ class FutureRecords:
         names = ((SCOPE_KEY, digest), (SCOPE_NAMESPACE, namespace))
         return max(self._beyond, *(self._floors.get(name, 0) for name in names)) > above
 
+
 def _digests(record: ClusterRecord) -> tuple[bytes, ...]:
     try:
         return keys_of_floor(record)
     except ProtocolError:  # its signature was not checked: it may say anything
         return ()
 
+
 MAX_SENDERS: Final = 1_024
 
 Life = tuple[PeerId, int]
 """A peer, and its incarnation as it is known."""
+
 
 class WrongRuns:
     """Peers that passed on a run of a log that its owner did not sign. Nothing is taken from them until they

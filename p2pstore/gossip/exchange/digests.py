@@ -9,28 +9,31 @@ Columns are numpy's, so that a digest of a thousand members is compared in micro
 """
 
 from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import xxhash
 from numpy.typing import NDArray
+
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import LogChunk
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.log import MAX_OPERATION_BYTES
-from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.log import SIGNATURE_BYTES
-from p2pstore.gossip.locations.log import SignedRun
-from p2pstore.gossip.locations.log import pack_operations
-from p2pstore.gossip.locations.log import unpack_operations
+from p2pstore.gossip.locations.log import (
+    MAX_OPERATION_BYTES,
+    SIGNATURE_BYTES,
+    OwnLog,
+    SignedRun,
+    pack_operations,
+    unpack_operations,
+)
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import LOCATION_BYTES, Member
 from p2pstore.objects import put_newest
-from typing import Any
-from typing import Final
-import numpy as np
-import xxhash
 
 Column = NDArray[np.uint64]
 
@@ -52,6 +55,7 @@ assert (DIGEST_ENTRY_BYTES, POSITION_BYTES, RUN_BYTES) == (28, 9, 9)
 _LOW: Final = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT: Final = np.uint64(32)
 
+
 class MemberSet:
     """Which members a peer knows, and at which incarnations: columns in ascending order of member."""
 
@@ -64,6 +68,7 @@ class MemberSet:
 
     def __len__(self) -> int:
         return len(self.members)
+
 
 @dataclass(frozen=True, slots=True)
 class Digest:
@@ -107,7 +112,9 @@ class Digest:
         mine = self.of.members
         return members is mine or (len(members) == len(mine) and bool((members == mine).all()))
 
+
 # --- in full ---------------------------------------------------------------------------------
+
 
 def pack_digest(digest: Digest) -> bytes:
     """28 bytes a member."""
@@ -117,6 +124,7 @@ def pack_digest(digest: Digest) -> bytes:
     rows["record_sequence"] = digest.record_sequences
     rows["log_sequence"] = digest.log_sequences
     return rows.tobytes()
+
 
 def unpack_digest(packed: bytes) -> Digest:
     """Raises `ProtocolError` when the bytes are not whole entries, or too many."""
@@ -131,7 +139,9 @@ def unpack_digest(packed: bytes) -> Digest:
     )
     return Digest(MemberSet(members, incarnations), records, logs)
 
+
 # --- among those who know the same members ---------------------------------------------------
+
 
 def pack_positions(digest: Digest) -> bytes | None:
     """9 bytes a member; None when a log is too long for them."""
@@ -144,9 +154,11 @@ def pack_positions(digest: Digest) -> bytes | None:
     rows["log_high"] = logs >> _HIGH_SHIFT
     return rows.tobytes()
 
+
 def pack_record_positions(digest: Digest) -> bytes:
     """4 bytes a member: of who wants no logs, among others who want none."""
     return digest.record_sequences.astype("<u4").tobytes()
+
 
 def unpack_positions(packed: bytes, of: MemberSet) -> Digest:
     """The digest of a peer with these members, with logs or without. Raises `ProtocolError` for another size."""
@@ -159,12 +171,14 @@ def unpack_positions(packed: bytes, of: MemberSet) -> Digest:
     logs = rows["log_low"].astype(np.uint64) | rows["log_high"].astype(np.uint64) << _HIGH_SHIFT
     return Digest(of, rows["record_sequence"].astype(np.uint64), logs)
 
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """A signed run of the log of the member at a place in a `MemberSet`."""
 
     place: int
     signed: SignedRun
+
 
 def pack_runs(runs: list[Run]) -> tuple[bytes, bytes, bytes]:
     """(9 bytes a run, their packed operations one after the other, 64 bytes of signature a run)."""
@@ -179,6 +193,7 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, bytes, bytes]:
         b"".join(pack_operations(run.signed.operations) for run in runs),
         b"".join(run.signed.signature for run in runs),
     )
+
 
 def check_runs(packed: bytes, operations: bytes, signatures: bytes) -> tuple[NDArray[Any], bytes]:
     """The runs as rows, and their unpacked operations. Raises `ProtocolError` when they make no sense."""
@@ -201,6 +216,7 @@ def check_runs(packed: bytes, operations: bytes, signatures: bytes) -> tuple[NDA
             f"{len(operations):,} bytes of operations for runs of another length altogether"
         )
     return rows, b"".join(plain)
+
 
 def read_runs(
     rows: NDArray[Any], operations: bytes, signatures: bytes, of: MemberSet
@@ -225,6 +241,7 @@ def read_runs(
         yield LogChunk(member, incarnation, sequence, operations[begin:end], signature)
         begin = end
 
+
 def _rows(packed: bytes, row: np.dtype[Any], what: str) -> NDArray[Any]:
     count, rest = divmod(len(packed), row.itemsize)
     if rest:
@@ -233,8 +250,10 @@ def _rows(packed: bytes, row: np.dtype[Any], what: str) -> NDArray[Any]:
         raise ProtocolError(f"{what} with {count:,} entries; at most {MAX_DIGEST_ENTRIES:,}")
     return np.frombuffer(packed, row)
 
+
 REMEMBERED_SETS: Final = 8
 """Answers that refer to one of these sets of members are understood."""
+
 
 class DigestTable:
     """See the module's docstring."""

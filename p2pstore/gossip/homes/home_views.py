@@ -7,33 +7,27 @@ what it does not know is nowhere, when it has a view of every live owner, and he
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Set
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore.gossip.homes.home_updates import CheckedUpdate
-from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS
-from p2pstore.gossip.homes.partition_homes import PartitionConfig
-from p2pstore.gossip.homes.partition_homes import partition_of
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT
-from p2pstore.gossip.locations.location_index import LocationIndex
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy
+
+from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS, CheckedUpdate
+from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
-from p2pstore.gossip.locations.views import Location
-from p2pstore.gossip.locations.views import Position
-from p2pstore.gossip.locations.views import who_makes_room
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import decode_location
+from p2pstore.gossip.locations.views import Location, Position, who_makes_room
+from p2pstore.gossip.records import LOCATION_BYTES, Member, decode_location
 from p2pstore.home_messages import PartitionSet
 from p2pstore.location_table import BLOCK_ROWS
 from p2pstore.objects import DIGEST_BYTES
-from typing import Final
-import numpy
 
 SWEPT_AT_ONCE: Final = 4_096
 SWEPT_FOR_EACH: Final = 2
 """How many rows of what was dropped are freed for each new record, while there is no room."""
+
 
 @dataclass(slots=True)
 class _View:
@@ -45,6 +39,7 @@ class _View:
     whole: bool = True
     """Whether nothing was missed."""
 
+
 @dataclass(slots=True)
 class _Owner:
     incarnation: int
@@ -54,11 +49,13 @@ class _Owner:
     records: int = 0
     """In all its views."""
 
+
 @dataclass(slots=True)
 class _Completeness:
     until: float
     basis: tuple[int, int]
     complete: bool
+
 
 class HomeViews:
     """See the module's docstring. `touch` is told of every digest that an update is about."""

@@ -10,42 +10,29 @@ counts what it is asked for and looks for; counts are halved every few seconds.
 """
 
 from __future__ import annotations
-from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from collections.abc import Set
-from contextlib import AbstractContextManager
-from contextlib import nullcontext
-from dataclasses import dataclass
-from enum import Enum
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import DirectoryMode
-from p2pstore.gossip.homes.partition_homes import PartitionConfig
-from p2pstore.gossip.homes.partition_homes import Phase
-from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.location_lookups import Denials
-from p2pstore.gossip.locations.location_lookups import Holding
-from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.views import Location
-from p2pstore.gossip.locations.views import Position
-from p2pstore.gossip.members.member_table import MAX_INCARNATION
-from p2pstore.gossip.members.member_table import MemberTable
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import member_of
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import Version
-from typing import Final
+
 import math
 import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.homes.home_views import HomeViews
+from p2pstore.gossip.homes.partition_homes import DirectoryMode, PartitionConfig, Phase
+from p2pstore.gossip.locations.directory import Directory
+from p2pstore.gossip.locations.location_lookups import Denials, Holding
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.views import Location, Position
+from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberTable
+from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId, decode_location, member_of
+from p2pstore.objects import DIGEST_BYTES, Version
 
 _NEVER: Final[Position] = (-1, 0)
+
 
 class Word(Enum):
     """The source of a statement that a member holds something."""
@@ -55,6 +42,7 @@ class Word(Enum):
     HOME = "home"
     """That of a home of the key."""
     HEARSAY = "hearsay"
+
 
 class KnownLocations:
     """See the module's docstring. Of the methods only `holders` may be called from other threads: see `share`."""
@@ -234,13 +222,16 @@ class KnownLocations:
         if digest in self._held or digest in self._awaited:
             self._directory.watched.touch(digest)
 
+
 def _position(location: Location) -> Position:
     return location.incarnation, location.sequence
+
 
 HOLDERS_PER_KEY: Final = 64
 
 _Source = tuple[Member, bool]
 """Of whom something was said, and whether by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
@@ -264,6 +255,7 @@ class _Heard:
     def _version(self) -> tuple[int, int]:
         version = decode_location(self.operation).version
         return version.clock, version.writer
+
 
 class LocationCache:
     """At most `limit` locations, none older than `seconds`."""
@@ -349,6 +341,7 @@ class LocationCache:
         if not heard:
             del self._keys[digest]
 
+
 HOT_SECONDS: Final = 0.5
 
 HOT_AGAIN_SECONDS: Final = 10.0
@@ -362,6 +355,7 @@ HOLDERS_OF_EACH: Final = 4
 
 _REMOVED: Final = 0x80
 _ROW: Final = struct.Struct(f"<QQQ{LOCATION_BYTES}s")
+
 
 class HotKeys:
     """Counts uses of keys."""
@@ -385,12 +379,14 @@ class HotKeys:
         hot = [(uses, digest) for digest, uses in self._uses.items() if uses >= HOT_USES]
         return [digest for _, digest in sorted(hot, reverse=True)[:MAX_HOT]]
 
+
 def pack_hot(locations: Iterable[Location]) -> bytes:
     """66 bytes each: `u64 member | u64 incarnation | u64 sequence | location record`."""
     return b"".join(
         _ROW.pack(each.member, each.incarnation, each.sequence, each.record.encode())
         for each in locations
     )
+
 
 def unpack_hot(packed: bytes) -> Iterator[tuple[Member, Position, bytes]]:
     """(member, place in its log, packed record). Raises `ProtocolError` for nonsense, before the first."""
@@ -404,6 +400,7 @@ def unpack_hot(packed: bytes) -> Iterator[tuple[Member, Position, bytes]]:
         if max(incarnation, sequence) >= MAX_INCARNATION:
             raise ProtocolError("a hot location at an impossible place of a log")
     return ((member, (first, second), record) for member, first, second, record in rows)
+
 
 class HotKeyNews:
     """Tells others of hot keys, and learns of theirs. Nothing happens while this peer follows all logs."""

@@ -12,29 +12,26 @@ remembers the key with which the other one proved itself.
 """
 
 from __future__ import annotations
-from p2pstore import wire
-from p2pstore.access.keyring import AllowList
-from p2pstore.access.keyring import KEYLESS
-from p2pstore.access.keyring import KeyRing
-from p2pstore.access.keyring import MAX_KEYS
-from p2pstore.access.keyring import Role
-from p2pstore.access.keyring import key_id_of
-from p2pstore.access.keyring import signer_seed_of
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolMismatch
-from p2pstore.gossip.gossip_messages import Hello
-from p2pstore.gossip.gossip_messages import HelloReply
-from p2pstore.gossip.gossip_messages import Proof
-from p2pstore.gossip.gossip_messages import Welcome
-from p2pstore.gossip.links.identity import Ed25519Verifier
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.wire import Code
-from p2pstore.wire import negotiate_version
-from typing import Final
+
 import hmac
 import struct
+from typing import Final
+
+from p2pstore import wire
+from p2pstore.access.keyring import (
+    KEYLESS,
+    MAX_KEYS,
+    AllowList,
+    KeyRing,
+    Role,
+    key_id_of,
+    signer_seed_of,
+)
+from p2pstore.errors import P2PStoreError, ProtocolMismatch
+from p2pstore.gossip.gossip_messages import Hello, HelloReply, Proof, Welcome
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
+from p2pstore.gossip.records import PeerId, format_peer_id
+from p2pstore.wire import Code, negotiate_version
 
 NONCE_BYTES: Final = 32
 MAX_SOFTWARE_LETTERS: Final = 64
@@ -46,6 +43,7 @@ _MEMBER: Final = b"member"
 
 _CHECK_KEYS: Final = "check --cluster-key-file on both sides"
 
+
 class AdmissionRefused(P2PStoreError):
     """One side does not admit the other; `code` says why to a program, the text to a person. `told` is the part of the
     text that the other side may know."""
@@ -54,6 +52,7 @@ class AdmissionRefused(P2PStoreError):
         super().__init__(text)
         self.code = code
         self.told = told or text
+
 
 class _Side:
     """The common part of both ends."""
@@ -139,6 +138,7 @@ class _Side:
             )
         self.key_id = key_id_of(key)
 
+
 class Opener(_Side):
     """The side that opened the stream: `hello`, `receive_reply`, `receive_welcome`."""
 
@@ -191,6 +191,7 @@ class Opener(_Side):
         message = self._text(_MEMBER, opening=True)
         verifier = Ed25519Verifier()
         return any(verifier.verify(signer, message, signature) for signer in self.ring.signers)
+
 
 class Listener(_Side):
     """The side that was called: `receive_hello`, `receive_proof`."""

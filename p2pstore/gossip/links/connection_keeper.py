@@ -1,40 +1,31 @@
 """A host's connections: those with neighbours stay open, those without a use are closed. Shell around `crowding`."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import contextmanager
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
+
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import chain
-from p2pstore.access.crowding import ConnectionLimits
-from p2pstore.access.crowding import Holder
-from p2pstore.access.crowding import SPARE_AFTER_SECONDS
-from p2pstore.access.crowding import Use
-from p2pstore.access.crowding import idle
-from p2pstore.access.crowding import next_due
-from p2pstore.access.crowding import surplus
-from p2pstore.access.crowding import yielding
-from p2pstore.gossip.links.control_link import ADMISSION_SECONDS
-from p2pstore.gossip.links.control_link import Activity
-from p2pstore.gossip.links.control_link import AskingStream
-from p2pstore.gossip.links.control_link import LinkError
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import trio
+
+from p2pstore.access.crowding import (
+    SPARE_AFTER_SECONDS,
+    ConnectionLimits,
+    Holder,
+    Use,
+    idle,
+    next_due,
+    surplus,
+    yielding,
+)
+from p2pstore.gossip.links.control_link import ADMISSION_SECONDS, Activity, AskingStream, LinkError
 from p2pstore.gossip.links.multiplexer import Multiplexer
 from p2pstore.gossip.links.sockets import GuardedSocket
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
+from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.runtime.byte_budget import Account
-from typing import Final
-from typing import Generic
-from typing import NamedTuple
-from typing import TypeVar
-import trio
+
 
 class ConnectionKeeper:
     """Watches over `connections`, the newest of each peer last. Call `review` when one was added."""
@@ -145,15 +136,18 @@ class ConnectionKeeper:
         """Whether it leads to a neighbour, and is not the spare one of two."""
         return connection.peer_id in self.kept and self.newest(connection.peer_id) is connection
 
+
 async def _part(connection: Connection) -> None:
     """Close a connection with a farewell, so that the other side does not take it for a loss."""
     await connection.muxed.say_goodbye()
     connection.abort()
 
+
 MAX_ATTEMPTS: Final = 256
 """Under way at once. Gossip talks to some dozens of peers at a time, and an attempt lasts seconds at most."""
 
 T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class _Attempt(Generic[T]):
@@ -161,6 +155,7 @@ class _Attempt(Generic[T]):
     ended: trio.Event = field(default_factory=trio.Event)
     result: T | None = None
     error: Exception | None = None
+
 
 class Attempts(Generic[T]):
     """Attempts to get something of a peer: one per key, however many want it."""
@@ -221,8 +216,10 @@ class Attempts(Generic[T]):
                 del self._under_way[peer_id, key]
             attempt.ended.set()
 
+
 _STRANGER_BYTES: Final = 256 * 1024
 """All that a connection may carry before it is admitted: a handshake is 1 KiB."""
+
 
 @dataclass(slots=True)
 class ConnectionCounts:
@@ -242,6 +239,7 @@ class ConnectionCounts:
     refused_full: int = 0
     """Not admitted because all places were taken."""
 
+
 class ControlBytes(NamedTuple):
     """Encrypted bytes that connections carried, both ways."""
 
@@ -255,6 +253,7 @@ class ControlBytes(NamedTuple):
             self.sent + sum(connection.sent_bytes for connection in each),
             self.received + sum(connection.received_bytes for connection in each),
         )
+
 
 class Connection:
     """One authenticated connection; its tasks run in its own nursery. `muxed` is set before any of them."""
@@ -354,6 +353,7 @@ class Connection:
         if not self.ever_admitted and self._sock.received_bytes > _STRANGER_BYTES:
             self._sock.abort()
             raise ConnectionResetError("it sends more than a handshake needs")
+
 
 class Connections(dict[PeerId, list[Connection]]):
     """A host's connections by peer, the newest of each last; and the bytes of those that are over."""

@@ -14,54 +14,48 @@ Only Noise is offered: with libp2p's default choice a stranger negotiates plaint
 """
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
-from functools import partial
-from p2pstore.access.crowding import ConnectionLimits
-from p2pstore.access.keyring import AllowList
-from p2pstore.access.keyring import KeyRing
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.links.admission import AdmissionRefused
-from p2pstore.gossip.links.admission import Listener
-from p2pstore.gossip.links.admission import NONCE_BYTES
-from p2pstore.gossip.links.admission import Opener
-from p2pstore.gossip.links.connection_keeper import Attempts
-from p2pstore.gossip.links.connection_keeper import Connection
-from p2pstore.gossip.links.connection_keeper import ConnectionKeeper
-from p2pstore.gossip.links.connection_keeper import Connections
-from p2pstore.gossip.links.control_link import ADMISSION_SECONDS
-from p2pstore.gossip.links.control_link import Handler
-from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.control_link import admit_stream
-from p2pstore.gossip.links.control_link import open_asking_stream
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.multiplexer import MuxedStream
-from p2pstore.gossip.links.secured_connections import Arrivals
-from p2pstore.gossip.links.secured_connections import Dialler
-from p2pstore.gossip.links.secured_connections import Refusals
-from p2pstore.gossip.links.secured_connections import Securing
-from p2pstore.gossip.links.secured_connections import call_back
-from p2pstore.gossip.links.secured_connections import contain_logging
-from p2pstore.gossip.links.secured_connections import negotiate_control
-from p2pstore.gossip.links.secured_connections import reason_of
-from p2pstore.gossip.links.secured_connections import select_control
-from p2pstore.gossip.links.sockets import listen_tcp
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.runtime.byte_budget import ByteBudget
-from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.wire import Message
-from typing import Final
-from typing import TypeVar
+
 import logging
 import secrets
 import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeVar
+
 import trio
+
+from p2pstore.access.crowding import ConnectionLimits
+from p2pstore.access.keyring import AllowList, KeyRing
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
+from p2pstore.gossip.links.connection_keeper import Attempts, Connection, ConnectionKeeper, Connections
+from p2pstore.gossip.links.control_link import (
+    ADMISSION_SECONDS,
+    Handler,
+    LinkError,
+    admit_stream,
+    open_asking_stream,
+)
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.multiplexer import MuxedStream
+from p2pstore.gossip.links.secured_connections import (
+    Arrivals,
+    Dialler,
+    Refusals,
+    Securing,
+    call_back,
+    contain_logging,
+    negotiate_control,
+    reason_of,
+    select_control,
+)
+from p2pstore.gossip.links.sockets import listen_tcp
+from p2pstore.gossip.records import PeerId, format_peer_id
+from p2pstore.runtime.byte_budget import ByteBudget
+from p2pstore.runtime.trio_tasks import open_background_nursery
+from p2pstore.wire import Message
 
 logger = logging.getLogger("p2pstore.host")
 
@@ -77,11 +71,14 @@ FAREWELL_SECONDS: Final = 0.5
 CONNECTING_SECONDS: Final = 15.0
 """By when a connection has been made, also when no request waits for it any more."""
 
+
 class _Farewell(LinkError):
     """The connection was closed as useless while a request was on its way: it was not read, and may be made again."""
 
+
 def _ignore(_address: str, _reason: str) -> None:
     return
+
 
 @dataclass(slots=True, kw_only=True)
 class HostSettings:
@@ -112,6 +109,7 @@ class HostSettings:
             nonce=secrets.token_bytes(NONCE_BYTES),
             software=self.software,
         )
+
 
 class ControlHost:
     """This peer's connections. Made by `open_control_host`."""
@@ -396,6 +394,7 @@ class ControlHost:
             self._refusals.dropped(connection.address, reason_of(error))
         finally:
             await stream.close()
+
 
 @asynccontextmanager
 async def open_control_host(

@@ -1,16 +1,19 @@
 """Identity of a peer: an ed25519 key, whose public half is the libp2p peer id."""
 
 from __future__ import annotations
+
 from functools import lru_cache
-from p2pstore.errors import PeerNotInstalled
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import peer_id_from_public_key
-from p2pstore.gossip.records import public_key_from_peer_id
 from typing import Final
+
+from p2pstore.errors import PeerNotInstalled, ProtocolError
+from p2pstore.gossip.records import (
+    Member,
+    PeerId,
+    format_peer_id,
+    member_of,
+    peer_id_from_public_key,
+    public_key_from_peer_id,
+)
 
 try:
     from cryptography.exceptions import InvalidSignature
@@ -21,6 +24,7 @@ except ModuleNotFoundError as error:  # commands that make keys or read states i
 SEED_BYTES: Final = 32
 MAX_CACHED_KEYS: Final = 4096
 """Parsed public keys that a verifier remembers: parsing costs about as much as looking up a thousand."""
+
 
 class Identity:
     """This peer's key. Satisfies `p2pstore.wire.Signer`."""
@@ -50,6 +54,7 @@ class Identity:
     def __repr__(self) -> str:  # the seed must not reach a log
         return f"Identity({format_peer_id(self._peer_id)})"
 
+
 class Ed25519Verifier:
     """Checks other peers' signatures; keeps the most recently used public keys parsed."""
 
@@ -63,6 +68,7 @@ class Ed25519Verifier:
         except (InvalidSignature, ProtocolError, ValueError):
             return False
         return True
+
 
 def _parsed_key(peer_id: PeerId) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(public_key_from_peer_id(peer_id))

@@ -6,29 +6,27 @@ seen until the view takes that slot over. Until then the view stands where it st
 """
 
 from __future__ import annotations
+
 from collections.abc import Iterable
+
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT
 from p2pstore.gossip.locations.location_lookups import LocationLookups
 from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.locations.log import OperationRing
+from p2pstore.gossip.locations.log import REMOVED, OperationRing, SignedRun, check_run
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.log import REMOVED
-from p2pstore.gossip.locations.log import SignedRun
-from p2pstore.gossip.locations.log import check_run
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot
-from p2pstore.gossip.locations.snapshots import Staged
-from p2pstore.gossip.locations.snapshots import Staging
-from p2pstore.gossip.locations.views import Applied
-from p2pstore.gossip.locations.views import DirectoryConfig
-from p2pstore.gossip.locations.views import Outcome
-from p2pstore.gossip.locations.views import STEP_RECORDS
-from p2pstore.gossip.locations.views import View
-from p2pstore.gossip.locations.views import changing
-from p2pstore.gossip.locations.views import who_makes_room
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import Member
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot, Staged, Staging
+from p2pstore.gossip.locations.views import (
+    STEP_RECORDS,
+    Applied,
+    DirectoryConfig,
+    Outcome,
+    View,
+    changing,
+    who_makes_room,
+)
+from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
+
 
 class Directory(LocationLookups):
     """Moves views, and bounds them. A view exists once `observe_head` was told of its owner."""

@@ -6,44 +6,26 @@ view has passed it.
 """
 
 from __future__ import annotations
+
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import KeysView
-from collections.abc import Mapping
-from collections.abc import Sequence
-from collections.abc import Set
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import compress
-from itertools import pairwise
-from itertools import starmap
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT
-from p2pstore.gossip.locations.location_index import digests_of
-from p2pstore.gossip.locations.location_slots import ApartKeys
-from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.log import REMOVED
-from p2pstore.gossip.locations.log import check_run
-from p2pstore.gossip.locations.views import DirectoryConfig
-from p2pstore.gossip.locations.views import Location
-from p2pstore.gossip.locations.views import View
-from p2pstore.gossip.locations.views import ViewTable
-from p2pstore.gossip.locations.views import exclusive
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import decode_location
-from p2pstore.location_table import Matches
-from p2pstore.location_table import TIER_FLAGS
-from p2pstore.location_table import VERSION_BYTES
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import Version
+from itertools import compress, pairwise, starmap
 from struct import Struct
-from typing import Final
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT, digests_of
+from p2pstore.gossip.locations.location_slots import ApartKeys, PublishedLocations
+from p2pstore.gossip.locations.log import REMOVED, check_run
+from p2pstore.gossip.locations.log import Position as Position
+from p2pstore.gossip.locations.views import DirectoryConfig, Location, View, ViewTable, exclusive
+from p2pstore.gossip.records import LOCATION_BYTES, Member, Tier, decode_location
+from p2pstore.location_table import TIER_FLAGS, VERSION_BYTES, Matches
+from p2pstore.objects import DIGEST_BYTES, Version
 
 _FLAGS: Final = LOCATION_BYTES - 1
 
@@ -54,6 +36,7 @@ _VERSION: Final = Struct("<QHQ")
 _VERSION_PLACE: Final = slice(DIGEST_BYTES, DIGEST_BYTES + VERSION_BYTES)
 
 _MAX_CLOCK: Final = (1 << 64) - 1
+
 
 class Holding(NamedTuple):
     """Which of some keys a member holds, and which of these in its memory: a boolean each; and how long they are, in
@@ -68,6 +51,7 @@ class Holding(NamedTuple):
         """Of none of `count` keys."""
         held, in_memory = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         return Holding(held, in_memory, np.zeros(count, np.uint32))
+
 
 class LocationLookups(ViewTable):
     """Views that can be asked for a key. `holders` may be called from any thread when `share` was given a lock."""
@@ -303,10 +287,12 @@ class LocationLookups(ViewTable):
         self.watched.heard_of(digests)
         self._early.overtaken(view.member, view.position, digests)
 
+
 EXPIRED_AT_ONCE: Final = 1_024
 """A microsecond each."""
 
 _NONE: Final[Mapping[Member, EarlyOperation]] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class EarlyOperation:
@@ -316,6 +302,7 @@ class EarlyOperation:
     operation: bytes
     hearsay: bool = False
     """Its owner did not say so itself: it shows where to look, and nothing else."""
+
 
 class EarlyOperations:
     """The newest operation of each key and owner, until the log told of it, or for `kept_seconds`. Over `limit` the
@@ -410,6 +397,7 @@ class EarlyOperations:
         if not entries:
             del self._entries[digest]
             self._apart.remove(digest)
+
 
 class Denials:
     """At most `limit` denials; the oldest go first. Each belongs to a place in its owner's log."""

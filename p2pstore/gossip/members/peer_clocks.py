@@ -5,25 +5,29 @@ that is set here shows at once, in all comparisons, and no member has to be aske
 """
 
 from __future__ import annotations
+
+import math
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from p2pstore.gossip.members.member_table import MemberTable
-from p2pstore.gossip.records import PeerId
-from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
-from p2pstore.objects import newest_accepted_clock
-from p2pstore.objects import put_newest
-from p2pstore.objects import unix_seconds_from_clock
 from statistics import median
 from typing import Final
-import math
+
+from p2pstore.gossip.members.member_table import MemberTable
+from p2pstore.gossip.records import PeerId
+from p2pstore.objects import (
+    MAX_CLOCK_SKEW_SECONDS,
+    newest_accepted_clock,
+    put_newest,
+    unix_seconds_from_clock,
+)
 
 MAX_READINGS: Final = 64
 """Members whose readings are kept, those heard last: with one probe a second, those of the last minute."""
 KEPT_SECONDS: Final = 120.0
 TRANSIT_SECONDS: Final = 5.0
 """Longest time that a request is taken to have been under way."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -40,6 +44,7 @@ class Reading:
             return offset - self.high
         return min(0.0, offset - self.low)
 
+
 @dataclass(frozen=True, slots=True)
 class ClockView:
     """How this peer's wall clock stands among those of the living members. `middle`: how far it is ahead of theirs, by
@@ -51,6 +56,7 @@ class ClockView:
     lead: float
     is_behind: bool
     may_be_behind: bool
+
 
 class PeerClocks:
     """The latest reading of each member. Times are monotonic seconds, `unix_ms` its wall clock (0: it does not say)."""
@@ -97,6 +103,7 @@ class PeerClocks:
         middle = median(offset - (each.low + each.high) / 2 for each in readings) if readings else None
         return judge([each.ahead(offset) for each in readings], middle, alone=alone)
 
+
 def judge(aheads: Iterable[float], middle: float | None, *, alone: bool) -> ClockView:
     """The conclusion from how far this clock is ahead of others'. Where half say one thing and half another, neither is
     known to be right: those ahead may not write, as others would refuse it; those behind may, as far as they know of
@@ -111,6 +118,7 @@ def judge(aheads: Iterable[float], middle: float | None, *, alone: bool) -> Cloc
         # Among those of whom this clock is most ahead, the one whose refusal makes it half of all.
         lead -= max(0.0, ordered[(count + 1) // 2 - 1])
     return ClockView(middle, lead, 2 * behind > count, 2 * behind == count)
+
 
 class ClusterTime:
     """This peer's wall clock among those of the living members. `wall_clock(now)` is the hybrid clock's reading of the

@@ -1,50 +1,39 @@
 """The core's results as the local socket's messages."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from p2pstore.core.gets.key_pages import ListOperation
-from p2pstore.core.gets.key_pages import ListedPage
-from p2pstore.core.gets.key_pages import holdings_here
-from p2pstore.core.gets.key_pages import holdings_of
-from p2pstore.core.gets.key_pages import is_known
-from p2pstore.core.gets.key_pages import known_keys
-from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.gets.lookup import split_digests
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import PutEnd
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
+
+from p2pstore.core.gets.key_pages import (
+    ListedPage,
+    ListOperation,
+    holdings_here,
+    holdings_of,
+    is_known,
+    known_keys,
+)
+from p2pstore.core.gets.lookup import LookupOperation, split_digests
+from p2pstore.core.operation import KnownCopy, PutEnd
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.partition_homes import kept_name
 from p2pstore.gossip.locations.location_lookups import Holding
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import member_of
+from p2pstore.gossip.records import Member, PeerRecord, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import LocalClient
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import SIZE_UNIT_BYTES
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import DIGEST_BYTES, SIZE_UNIT_BYTES, namespace_digest
 from p2pstore.peer.node import Node
-from p2pstore.peer.statistics import MEMBERS_PER_STEP
-from p2pstore.peer.statistics import cluster_document
-from p2pstore.peer.statistics import json_in_steps
+from p2pstore.peer.statistics import MEMBERS_PER_STEP, cluster_document, json_in_steps
 from p2pstore.results import SOURCE_KINDS
 from p2pstore.runtime.stepping import Steps
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.status.measures import Traffic
 from p2pstore.transfer.peer_messages import ListKeys
-from p2pstore.wire import Code
-from p2pstore.wire import Message
-from p2pstore.wire import code_of
-from typing import Any
-from typing import Final
+from p2pstore.wire import Code, Message, code_of
 
 MAX_WAIT_SECONDS: Final = 24 * 3600.0
 """Upper bound of a client's wait."""
@@ -52,18 +41,22 @@ MAX_WAIT_SECONDS: Final = 24 * 3600.0
 Answer = Message | None | Awaitable[Message | None]
 """At once, or something to await."""
 
+
 def check_batch(items: Sequence[Any]) -> Sequence[Any]:
     """Raise `ProtocolError` for a batch that is too long; else return it."""
     if len(items) > MAX_BATCH:
         raise ProtocolError(f"a batch of {len(items):,} items; at most {MAX_BATCH:,} are allowed")
     return items
 
+
 def item_error(error: Exception) -> local.ItemError:
     """An error as one item of a batch carries it."""
     return local.ItemError(int(code_of(error)), str(error), getattr(error, "needed", 0))
 
+
 def no_such_key() -> local.ItemError:
     return local.ItemError(int(Code.NO_SUCH_KEY), "no live peer holds this key")
+
 
 def put_outcome(result: Any) -> local.PutOutcome:
     """A put's end as it travels."""
@@ -73,6 +66,7 @@ def put_outcome(result: Any) -> local.PutOutcome:
         )
     error = result if isinstance(result, Exception) else DeadlineExceeded("cancelled")
     return local.PutOutcome(0, 0, 0, 0, 0, item_error(error))
+
 
 def lease_grant(number: int, entry: ObjectEntry) -> local.LeaseGrant:
     """Where the client finds the object."""
@@ -86,6 +80,7 @@ def lease_grant(number: int, entry: ObjectEntry) -> local.LeaseGrant:
         entry.version.writer,
         entry.version.root,
     )
+
 
 def known_copy(core: PeerCore, copy: KnownCopy) -> local.Copy:
     """A copy as clients see it."""
@@ -102,6 +97,7 @@ def known_copy(core: PeerCore, copy: KnownCopy) -> local.Copy:
         copy.local,
         copy.reachable,
     )
+
 
 def peer_entry(
     record: PeerRecord,
@@ -144,8 +140,10 @@ def peer_entry(
         record.leaving or leaving,
     )
 
+
 _KNOWN: Final = local.ContainsReply(b"\1")
 _UNKNOWN: Final = local.ContainsReply(b"\0")
+
 
 class LocalQueries:
     """Answers to clients' questions: presence, locations, keys, members, statistics."""
@@ -264,6 +262,7 @@ class LocalQueries:
             document["cluster"] = yield from cluster_document(self._core, self._now)
         return local.StatisticsReply((yield from json_in_steps(document)))
 
+
 def estimated(node: Node, digests: Sequence[bytes], found: Mapping[Member, Holding]) -> local.Estimated:
     """The time to bring here the objects that these members hold."""
     sources: list[local.ExpectedFetch] = []
@@ -283,6 +282,7 @@ def estimated(node: Node, digests: Sequence[bytes], found: Mapping[Member, Holdi
             )
         )
     return local.Estimated(sources, by_key)
+
 
 def _matched(present: bytes) -> local.MatchedPrefix:
     first_absent = present.find(0)

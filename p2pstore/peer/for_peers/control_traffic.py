@@ -4,50 +4,37 @@
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
+
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+import trio
+
 from p2pstore.config import PeerConfig
 from p2pstore.core.operation import KnownCopy
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import DuplicateIdentity
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import ProtocolMismatch
-from p2pstore.errors import StoreClosed
-from p2pstore.gossip.gossip_messages import Ack
-from p2pstore.gossip.gossip_messages import Answer
-from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.gossip_messages import Contact
-from p2pstore.gossip.gossip_messages import ControlKind
+from p2pstore.errors import (
+    AuthenticationFailed,
+    DuplicateIdentity,
+    ProtocolError,
+    ProtocolMismatch,
+    StoreClosed,
+)
+from p2pstore.gossip.gossip_messages import Ack, Answer, Ask, Contact, ControlKind, Later
 from p2pstore.gossip.gossip_messages import Effect as GossipEffect
-from p2pstore.gossip.gossip_messages import Later
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.gossip.records import writer_of
-from p2pstore.objects import Announced
-from p2pstore.objects import SIZE_UNIT_BYTES
-from p2pstore.peer.lifetime.joining import Joining
-from p2pstore.peer.lifetime.joining import MAX_REPORTED
+from p2pstore.gossip.records import PeerId, PeerRecord, Tier, format_peer_id, writer_of
+from p2pstore.objects import SIZE_UNIT_BYTES, Announced
+from p2pstore.peer.lifetime.joining import MAX_REPORTED, Joining
 from p2pstore.transfer.failover import order_copies
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.transfer.transport import RemotePeer
-from p2pstore.transfer.transport import Transport
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from p2pstore.wire import error_of
-from random import Random
-from typing import Final
-from typing import TYPE_CHECKING
-import logging
-import time
-import trio
+from p2pstore.transfer.transport import RemoteCopy, RemotePeer, Transport
+from p2pstore.wire import Code, Failure, Message, error_of
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -57,6 +44,7 @@ logger = logging.getLogger("p2pstore.peer")
 ADMISSION_CODES: Final = (Code.AUTHENTICATION_FAILED, Code.WRONG_CLUSTER, Code.PROTOCOL_MISMATCH)
 GRACE_SECONDS: Final = 1.0
 """The answer itself is due within the named time; this much more may pass until this process comes to it."""
+
 
 class LaterReplies:
     """Brings `Later` and `Answer` of the gossip machine together."""
@@ -87,6 +75,7 @@ class LaterReplies:
         if event is not None:
             self._replies[answer.token] = answer.reply
             event.set()
+
 
 class ControlTraffic:
     """Control traffic of one peer, over `node.host`."""
@@ -225,15 +214,19 @@ class ControlTraffic:
         else:
             self._node.fail(error)
 
+
 _KIND_NAMES: Final = {int(kind): kind.name.lower() for kind in ControlKind}
+
 
 def _checked(reply: Message) -> Message:
     if isinstance(reply, Failure):
         raise error_of(reply.code, reply.text, reply.detail)
     return reply
 
+
 def _kind_name(kind: int) -> str:
     return _KIND_NAMES.get(kind, "unknown")
+
 
 def duplicate_identity(where: str) -> DuplicateIdentity:
     """The error of the newer of two live peers with one identity."""
@@ -241,6 +234,7 @@ def duplicate_identity(where: str) -> DuplicateIdentity:
         f"another live peer{where} uses this peer's identity: its state directory was copied. Give this "
         "peer a --state-dir (state_dir) of its own"
     )
+
 
 class Routes:
     """Ways of one peer to copies at others, and their reading order. `transports`: those that this peer reads by."""

@@ -7,24 +7,22 @@ halves of a cluster that found each other separately become one.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
-from p2pstore.addresses import is_loopback
-from p2pstore.addresses import split_address
+
+import ipaddress
+import logging
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Final, Protocol
+
+import trio
+
+from p2pstore.addresses import is_loopback, split_address
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.gossip_messages import Effect
-from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.control_link import OwnAddress
-from p2pstore.gossip.links.control_link import TwinAddress
+from p2pstore.gossip.links.control_link import LinkError, OwnAddress, TwinAddress
 from p2pstore.gossip.links.sockets import resolve
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import PeerId
-from random import Random
-from typing import Final
-from typing import Protocol
-import ipaddress
-import logging
-import trio
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -36,12 +34,15 @@ NAME_SECONDS: Final = 30.0
 MAX_RECORDS: Final = 8
 """Records of a name tried at once; the others have their turn at the next look."""
 
+
 class Dialler(Protocol):
     """The control host, as joining uses it."""
 
     async def discover(self, address: str, timeout_seconds: float) -> PeerId: ...
 
+
 Take = Callable[[Callable[[], Sequence[Effect]]], None]
+
 
 class Joining:
     """Contacts for one peer. `take` feeds the gossip machine; `settled` is set when there is no peer to wait for;
@@ -211,6 +212,7 @@ class Joining:
                 ", serving alone meanwhile" if alone else "",
                 extra={"event": "not_joined", "address": addresses[0]},
             )
+
 
 def is_name(address: str) -> bool:
     """Whether a `HOST:PORT` names a host that is to be looked up."""

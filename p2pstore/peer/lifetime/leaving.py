@@ -2,26 +2,24 @@
 it alone holds. Shell."""
 
 from __future__ import annotations
+
+import logging
+import os
 from collections import deque
 from dataclasses import asdict
-from p2pstore.core.copies.hand_over import HandOverOperation
-from p2pstore.core.copies.hand_over import HandedOver
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.objects import counted
-from p2pstore.objects import format_bytes
+from p2pstore.gossip.records import PeerId, SignedRecord
+from p2pstore.objects import counted, format_bytes
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import logging
-import os
-import trio
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -35,6 +33,7 @@ MEMBERS_SECONDS: Final = 0.5
 """Members come in groups: those within this time are saved together."""
 MAX_UNSAVED: Final = 100_000
 """Floors that wait for a disk that takes none. Beyond it the file is written anew when it takes some."""
+
 
 class StateSaver:
     """Keeps one peer's state directory up to date. A disk that fails costs a log line; it is tried again."""
@@ -136,9 +135,11 @@ class StateSaver:
         self.problem = ""
         return True
 
+
 FAREWELL_SECONDS: Final = 1.0
 TELL_SECONDS: Final = 0.5
 """How long a peer that was asked to leave waits for a client to ask how that went."""
+
 
 class Leaving:
     """The end of one peer. `drained` is set when the last operation has ended."""

@@ -1,47 +1,38 @@
 """Running a peer as a process, for the command line."""
 
 from __future__ import annotations
-from collections import deque
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import MutableMapping
-from contextlib import contextmanager
-from functools import partial
-from p2pstore.access.invite import Invite
-from p2pstore.config import PeerConfig
-from p2pstore.errors import ConfigError
-from p2pstore.errors import P2PStoreError
-from p2pstore.local.socket_paths import own_directory
-from p2pstore.local.socket_paths import unreachable_by_others
-from p2pstore.peer.api import Peer
-from p2pstore.peer.api import open_peer
-from p2pstore.peer.lifetime.logs import configure_logs
-from p2pstore.peer.lifetime.logs import reopen_logs
-from p2pstore.peer.lifetime.logs import send_stderr_to_log
-from p2pstore.runtime.linux import has_terminal
-from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.runtime.trio_tasks import sole_cause
-from p2pstore.state.places import kept
-from p2pstore.topology.hardware import is_matrix
-from pathlib import Path
-from typing import Any
-from typing import Final
+
 import contextlib
 import gc
 import json
 import logging
-import msgspec
 import os
-import p2pstore
 import resource
 import signal
 import socket
 import sys
 import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
 import trio
+
+import p2pstore
+from p2pstore.access.invite import Invite
+from p2pstore.config import PeerConfig
+from p2pstore.errors import ConfigError, P2PStoreError
+from p2pstore.local.socket_paths import own_directory, unreachable_by_others
+from p2pstore.peer.api import Peer, open_peer
+from p2pstore.peer.lifetime.logs import configure_logs, reopen_logs, send_stderr_to_log
+from p2pstore.runtime.linux import has_terminal
+from p2pstore.runtime.trio_tasks import open_background_nursery, sole_cause
+from p2pstore.state.places import kept
+from p2pstore.topology.hardware import is_matrix
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -54,9 +45,11 @@ _PATHS: Final = (
     *("cluster_key_file", "allow_file", "state_dir", "socket", "log_file", "memory_path", "ssd"),
 )
 
+
 def ready_line(document: Mapping[str, Any]) -> str:
     """The line for programs: `ready ` and JSON."""
     return "ready " + json.dumps(document)
+
 
 def run_peer(
     config: PeerConfig,
@@ -80,6 +73,7 @@ def run_peer(
     with kept(invite, settled.state_dir):
         _run_settled(settled, detached, ready_text)
 
+
 def _run_settled(settled: PeerConfig, detached: bool, ready_text: ReadyText) -> None:
     if detached and settled.log_file is None and settled.state_dir is not None:
         Path(settled.state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,12 +90,14 @@ def _run_settled(settled: PeerConfig, detached: bool, ready_text: ReadyText) -> 
         raise cause from None
     logger.info("stopped", extra={"event": "stopped"})
 
+
 def _raise_descriptor_limit() -> None:
     """As many descriptors as this user may have: a peer that is full of strangers and clients holds 3,500."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(OSError, ValueError):  # then it is as the administrator wants it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
 
 def _with_absolute_paths(config: PeerConfig) -> PeerConfig:
     """Paths mean what they mean to who started this, wherever the process goes."""
@@ -111,6 +107,7 @@ def _with_absolute_paths(config: PeerConfig) -> PeerConfig:
     absolute = {name: os.path.abspath(path) for name, path in paths.items() if path}
     more = [each.with_absolute_path() for each in config.memory_pieces]
     return msgspec.structs.replace(config, **absolute, more_memory=more)
+
 
 async def _run(
     config: PeerConfig, detached: bool, ready_text: ReadyText, manager: ServiceManager
@@ -132,6 +129,7 @@ async def _run(
             watch = partial(_watch_hangups, hangups, bound_to_terminal, manager)
             await _serve(config, watch, detached, ready_text, manager)
             nursery.cancel_scope.cancel()
+
 
 async def _serve(
     config: PeerConfig,
@@ -161,6 +159,7 @@ async def _serve(
             await peer.node.leave_requested.wait()
             manager.stopping(peer.node.drain_seconds + ENDING_SECONDS)
             logger.info("leaving: asked to", extra={"event": "leaving"})
+
 
 def _say_started(peer: Peer) -> None:
     """Only now: what cannot start ends with the one line that the command prints."""
@@ -195,6 +194,7 @@ def _say_started(peer: Peer) -> None:
                 closed,
             )
 
+
 async def _watch_hangups(
     hangups: AsyncIterator[int], bound_to_terminal: bool, manager: ServiceManager, peer: Peer
 ) -> None:
@@ -207,6 +207,7 @@ async def _watch_hangups(
             await _on_hangup(peer)
             manager.ready(f"serving {peer.socket}")
 
+
 async def _on_hangup(peer: Peer) -> None:
     """SIGHUP: open the log file anew (it was rotated), then have the peer read its files again."""
     reopen_logs()
@@ -214,6 +215,7 @@ async def _on_hangup(peer: Peer) -> None:
         await peer.reload()
     except ConfigError as error:
         logger.error("everything stays as it was: %s", error)
+
 
 def _ready_document(peer: Peer) -> dict[str, Any]:
     return {
@@ -227,6 +229,7 @@ def _ready_document(peer: Peer) -> dict[str, Any]:
         "peers": 1 + len(peer.node.core.live_peers()),
     }
 
+
 def _say_ready(text: str) -> None:
     try:
         print(text, flush=True)
@@ -236,16 +239,19 @@ def _say_ready(text: str) -> None:
         _send_to_nowhere(1)
         logger.warning("the ready line was not printed: standard output: %s", error.strerror)
 
+
 def _let_go() -> None:
     """Hold on to nothing of who started this process: its pipes, its directory."""
     _send_to_nowhere(1)
     send_stderr_to_log()
     os.chdir("/")
 
+
 def _send_to_nowhere(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
 
 async def _stop_on_signal(signals: AsyncIterator[int], stop: Callable[[], None]) -> None:
     first = True
@@ -257,12 +263,14 @@ async def _stop_on_signal(signals: AsyncIterator[int], stop: Callable[[], None])
         logger.info("leaving: %s", signal.Signals(number).name, extra={"event": "leaving"})
         stop()
 
+
 LONG_SECONDS: Final = 0.05
 """CPU time of a full collection, with some 50,000 objects, above which later ones leave out what it has found alive."""
 THOROUGH_GROWTH: Final = 1.5
 """Growth of what is left out after which one collection looks at all of it. Cycles that were alive at a long collection
 are garbage that no other finds, such as connections that were open then: that bounds it to a third of all objects."""
 _FULL: Final = 2
+
 
 class _FreezeAfterLong:
     """A callback of the collector."""
@@ -287,6 +295,7 @@ class _FreezeAfterLong:
                 gc.unfreeze()
                 self._is_thorough = True
 
+
 @contextmanager
 def short_collections() -> Iterator[None]:
     """Keep full collections short within this block. Leaves the 100,000 objects of the imported modules out as well:
@@ -300,12 +309,14 @@ def short_collections() -> Iterator[None]:
     finally:
         gc.callbacks.remove(callback)
 
+
 SIGNS_PER_PERIOD: Final = 3
 """How often a sign of life is given within the time after which the manager misses it."""
 RETRY_SECONDS: Final = 1.0
 MOST_WAITING: Final = 8
 """Messages that the manager had no room for; of more, the newest count."""
 _VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+
 
 class ServiceManager:
     """The manager that started this process, if one did. Telling it something never fails: it may be gone."""

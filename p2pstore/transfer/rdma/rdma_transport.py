@@ -10,72 +10,68 @@ copied on.
 """
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Sequence
+
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ProtocolError
+from typing import Final
+
+import trio
+
+from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.memory.mapped.mapping import address_of
-from p2pstore.memory.segment_layout import Geometry
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.memory.segment_layout import slot_matches
-from p2pstore.memory.segment_layout import trailer_matches
-from p2pstore.memory.segment_layout import trailer_offset
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import MAX_OBJECT_BYTES
-from p2pstore.runtime.flow import ASSUMED_RATE
-from p2pstore.runtime.flow import Flow
-from p2pstore.runtime.flow import LOWEST_RATE
-from p2pstore.runtime.flow import PATIENCE
+from p2pstore.memory.segment_layout import (
+    Geometry,
+    Slot,
+    TrailerBody,
+    decode_slot,
+    decode_trailer,
+    slot_matches,
+    trailer_matches,
+    trailer_offset,
+)
+from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES
+from p2pstore.runtime.flow import ASSUMED_RATE, LOWEST_RATE, PATIENCE, Flow
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.rdma.rdma_lines import ChosenLines
-from p2pstore.transfer.rdma.rdma_lines import Lines
-from p2pstore.transfer.rdma.rdma_payload import Direct
-from p2pstore.transfer.rdma.rdma_payload import ExtentRead
-from p2pstore.transfer.rdma.rdma_payload import MOST_PIECES
-from p2pstore.transfer.rdma.rdma_payload import Payload
-from p2pstore.transfer.rdma.rdma_payload import Places
-from p2pstore.transfer.rdma.rdma_payload import Staged
-from p2pstore.transfer.rdma.rdma_payload import block_bytes_for
-from p2pstore.transfer.rdma.rdma_payload import change_line
-from p2pstore.transfer.rdma.rdma_payload import read_bytes
-from p2pstore.transfer.rdma.rdma_payload import read_for
-from p2pstore.transfer.rdma.rdma_payload import read_payload
-from p2pstore.transfer.rdma.rdma_reads import Line
-from p2pstore.transfer.rdma.rdma_reads import ReadEngine
-from p2pstore.transfer.rdma.rdma_reads import ReadFailed
-from p2pstore.transfer.rdma.rdma_rules import Meaning
-from p2pstore.transfer.rdma.rdma_rules import NAME
-from p2pstore.transfer.rdma.rdma_staging import Block
-from p2pstore.transfer.rdma.rdma_staging import LARGE_BLOCK_BYTES
-from p2pstore.transfer.rdma.rdma_staging import Registered
-from p2pstore.transfer.rdma.rdma_staging import SMALL_BLOCK_BYTES
-from p2pstore.transfer.rdma.rdma_staging import Staging
+from p2pstore.transfer.rdma.rdma_lines import ChosenLines, Lines
+from p2pstore.transfer.rdma.rdma_payload import (
+    MOST_PIECES,
+    Direct,
+    ExtentRead,
+    Payload,
+    Places,
+    Staged,
+    block_bytes_for,
+    change_line,
+    read_bytes,
+    read_for,
+    read_payload,
+)
+from p2pstore.transfer.rdma.rdma_reads import Line, ReadEngine, ReadFailed
+from p2pstore.transfer.rdma.rdma_rules import NAME, Meaning
+from p2pstore.transfer.rdma.rdma_staging import (
+    LARGE_BLOCK_BYTES,
+    SMALL_BLOCK_BYTES,
+    Block,
+    Registered,
+    Staging,
+)
 from p2pstore.transfer.rdma.rdma_verbs import Device
-from p2pstore.transfer.reading.arriving import Destination
-from p2pstore.transfer.reading.arriving import checked_view
-from p2pstore.transfer.reading.arriving import resume
-from p2pstore.transfer.reading.arriving import watch_of
+from p2pstore.transfer.reading.arriving import Destination, checked_view, resume, watch_of
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.segment_reader import expired
 from p2pstore.transfer.reading.shm import ON_SSD
 from p2pstore.transfer.reading.span_reads import failure_of
 from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import Pulled
-from p2pstore.transfer.transport import RemoteCopy
+from p2pstore.transfer.transport import Pulled, RemoteCopy
 from p2pstore.wire import Code
-from typing import Final
-import trio
 
 STRIPED_BYTES: Final = 4 * CHUNK_BYTES
 """From here on an object is read through several devices, where both ends have them."""
 _CODES: Final = {Meaning.STALE: Code.STALE, Meaning.GONE: Code.UNAVAILABLE}
+
 
 @dataclass(frozen=True, slots=True)
 class _Found:
@@ -89,6 +85,7 @@ class _Found:
         """The payload is not waited for any more."""
         if self.extent is not None:
             self.extent.leave()
+
 
 class RdmaTransport:
     """The `Transport` through RDMA devices; `nursery` and `engines` are those of `open_rdma_reading`.
@@ -265,12 +262,14 @@ class RdmaTransport:
                 return Direct(memory, view, address)
         return Staged(self._staging.large)
 
+
 def _slot_for(digest: bytes, packed: bytes, geometry: Geometry) -> Slot | None:
     """The slot, when it is that of a live object under `digest`."""
     slot = decode_slot(packed)
     if slot is None or not slot_matches(slot, digest, geometry) or not slot.trailer_length:
         return None
     return slot
+
 
 async def _found_by(extent: ExtentRead, slot: Slot, seen: bytes = b"") -> _Found | None:
     """The object found, when the trailer is that of the slot; and the slot as it was `seen`, where it is read again."""
@@ -284,12 +283,14 @@ async def _found_by(extent: ExtentRead, slot: Slot, seen: bytes = b"") -> _Found
             extent.leave()
     return found
 
+
 def _checked(packed: bytes, slot: Slot) -> TrailerBody | None:
     """The trailer, unless it is not that of this slot, or the object expired."""
     trailer = decode_trailer(packed)
     if trailer is None or not trailer_matches(trailer, slot) or expired(trailer):
         return None
     return trailer
+
 
 @asynccontextmanager
 async def open_rdma_reading(
