@@ -149,8 +149,7 @@ class Writer:
     ) -> list[ItemResult]:
         """Store many values; one result per item. Each follows the one before it, as far as eviction is concerned:
         a batch is a chain of prefix blocks, or it does not matter which of it goes first."""
-        results: list[ItemResult[PutResult]] = [ItemResult(key) for key, _ in items]
-        places: list[int] = []
+        unfit: dict[int, ItemResult[PutResult]] = {}
         keys: list[str] = []
         sources: list[Source] = []
         for place, (key, value) in enumerate(items):
@@ -159,17 +158,16 @@ class Writer:
                 source = value_of(value)
                 check_object_length(len(source))
             except (P2PStoreError, ValueError, TypeError) as error:
-                results[place] = ItemResult(key, error=answers.plain_error(error))
+                unfit[place] = ItemResult(key, error=answers.plain_error(error))
                 continue
-            places.append(place)
             keys.append(key)
             sources.append(source)
-        if keys:
-            batch = PutBatch(self._link, self, options, keys, sources)
-            await batch.put()
-            for place, result in zip(places, batch.results, strict=True):
-                results[place] = result
-        return results
+        if not keys:
+            return list(unfit.values())
+        batch = PutBatch(self._link, self, options, keys, sources)
+        await batch.put()
+        results = iter(batch.results)
+        return [unfit.get(place) or next(results) for place in range(len(items))]
 
     def before(self, key: str) -> bytes:
         """The digest of the block that it seems to follow, or nothing."""
