@@ -244,23 +244,26 @@ class EntryList:
             colder.warmer = entry
         self.bytes += entry.extent_bytes
 
-    def remove(self, entry: ObjectEntry) -> None:
-        """Take out an entry of this list."""
-        colder, warmer = entry.colder, entry.warmer
-        if colder is None:
-            self.coldest = warmer
-        else:
-            colder.warmer = warmer
-        if warmer is None:
-            self.warmest = colder
-        else:
-            warmer.colder = colder
-        entry.within = entry.colder = entry.warmer = None
-        self.bytes -= entry.extent_bytes
-
     def __iter__(self) -> Iterator[ObjectEntry]:
         """From the coldest on. Nothing may change the list meanwhile."""
         entry = self.coldest
         while entry is not None:
             yield entry
             entry = entry.warmer
+
+
+def unlink(*entries: ObjectEntry) -> None:
+    """Take each entry out of its list."""
+    for entry in entries:
+        within, colder, warmer = entry.within, entry.colder, entry.warmer
+        assert within is not None
+        if colder is None:
+            within.coldest = warmer
+        else:
+            colder.warmer = warmer
+        if warmer is None:
+            within.warmest = colder
+        else:
+            warmer.colder = colder
+        within.bytes -= entry.extent_bytes
+        entry.within = entry.colder = entry.warmer = None

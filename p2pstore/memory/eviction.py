@@ -134,18 +134,24 @@ class EvictionOrder:
         if entry.rank != rank_of(entry):
             self.update(entry)
 
-    def discard(self, entry: ObjectEntry) -> None:
-        """The entry may not be evicted for now."""
-        if entry.rank is None:
-            return
-        offset = entry.offset
-        self._groups[entry.group][entry.rank].remove(entry)
-        if offset in self._held:
-            self._held.discard(offset)
-        else:
-            self._count(entry, -entry.extent_bytes)
-        entry.rank = None
-        del self._at[offset]
+    def discard(self, *entries: ObjectEntry) -> None:
+        """The entries may not be evicted for now."""
+        by_queue: dict[tuple[int, int], list[ObjectEntry]] = {}
+        for entry in entries:
+            offset, rank, group = entry.offset, entry.rank, entry.group
+            if rank is None:
+                continue
+            if offset in self._held:
+                self._held.discard(offset)
+            else:
+                self._evictable_bytes[group] -= entry.extent_bytes
+                if rank == _CHEAP:
+                    self._cheap_bytes[group] -= entry.extent_bytes
+            by_queue.setdefault((group, rank), []).append(entry)
+            entry.rank = None
+            del self._at[offset]
+        for (group, rank), some in by_queue.items():
+            self._groups[group][rank].remove(*some)
 
     def _count(self, entry: ObjectEntry, more_bytes: int) -> None:
         self._evictable_bytes[entry.group] += more_bytes
@@ -178,15 +184,15 @@ class EvictionOrder:
 
     def gone(self, *entries: ObjectEntry, evicted: bool) -> None:
         """The entries were withdrawn: for others that needed their room (`evicted`), or for another reason."""
+        self.discard(*entries)
         for entry in entries:
-            self.discard(entry)
             if self.aside:
                 self.aside.pop(entry, None)
             if entry.follows is not None:
                 entry.follows.followers -= 1
                 entry.follows = None
-            if evicted:
-                self.policy.evicted(entry)
+        if evicted:
+            self.policy.evicted(entries)
 
     def read(self, entry: ObjectEntry, count: int, now: float) -> None:
         """The entry is read `count` times just now."""

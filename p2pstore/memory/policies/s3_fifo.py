@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from p2pstore.memory.entries import EntryList, ObjectEntry
+from p2pstore.memory.entries import EntryList, ObjectEntry, unlink
 from p2pstore.memory.policies.interface import NEW_SHARE, EvictionPolicy, EvictionQueue, Ghosts, worth
 
 MOST_READS_COUNTED: Final = 3
@@ -43,9 +43,9 @@ class S3Fifo(EvictionPolicy):
         reads = min(MOST_READS_COUNTED, (entry.standing & MOST_READS_COUNTED) + count)
         entry.standing = (entry.standing & _MAIN) | reads
 
-    def evicted(self, entry: ObjectEntry) -> None:
-        if not entry.standing & _MAIN:
-            self._ghosts.add(entry, int(self._queued * (1 - NEW_SHARE)))
+    def evicted(self, entries: Sequence[ObjectEntry]) -> None:
+        small = [entry for entry in entries if not entry.standing & _MAIN]
+        self._ghosts.add(small, int(self._queued * (1 - NEW_SHARE)))
 
     def queued(self, by: int) -> None:
         """Count `by` more entries in queues: as many ghosts are kept as main queues have room for."""
@@ -62,9 +62,9 @@ class _SmallAndMain(EvictionQueue):
         self._small.append(*[entry for entry in entries if not entry.standing & _MAIN])
         self._main.append(*[entry for entry in entries if entry.standing & _MAIN])
 
-    def remove(self, entry: ObjectEntry) -> None:
-        self._policy.queued(-1)
-        (self._main if entry.within is self._main else self._small).remove(entry)
+    def remove(self, *entries: ObjectEntry) -> None:
+        self._policy.queued(-len(entries))
+        unlink(*entries)
 
     def used(self, entry: ObjectEntry) -> None:
         """Reads were counted; nothing moves before room is needed."""
@@ -88,12 +88,12 @@ class _SmallAndMain(EvictionQueue):
             if entry.within is self._small:
                 if entry.standing < READS_TO_STAY:
                     return
-                self._small.remove(entry)
+                unlink(entry)
                 entry.standing = _MAIN
                 self._main.append(entry)
             else:
                 if entry.standing == _MAIN:
                     return
-                self._main.remove(entry)
+                unlink(entry)
                 entry.standing -= 1
                 self._main.append(entry)
