@@ -24,7 +24,7 @@ def pin_of(trailer: TrailerBody) -> Pin:
     return _PINS[min(trailer.pin, len(_PINS) - 1)] if trailer.pin > 0 else _PINS[0]
 
 
-class ObjectEntry(msgspec.Struct, eq=False):
+class ObjectEntry(msgspec.Struct, eq=False, gc=False):
     """One object in a segment. Others may read it; only `Segment` changes it.
 
     `slot` is its number in the object table, `offset` where its payload begins, in bytes from the
@@ -38,7 +38,8 @@ class ObjectEntry(msgspec.Struct, eq=False):
     `warmer` are its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a
     chain of prefix blocks, `followers` counts the blocks of which it is that. `is_kept_elsewhere`: another peer holds a
     copy and is to keep it before this one does, as far as was known when it was looked up, which counts until
-    `known_until`. `timer` is the entry's place among those that have times (`expiry`).
+    `known_until`. `timer` is the entry's place among those that have times (`expiry`). The collector
+    of garbage passes over entries, which are many: going out of the order ends all cycles.
     """
 
     digest: bytes

@@ -92,12 +92,15 @@ class EvictionOrder:
         return sum(self._cheap_bytes)
 
     def admit(self, entries: Sequence[ObjectEntry], now: float) -> None:
-        """Take in new entries. Their `follows` is set where they follow others of their chains."""
-        for entry in entries:
-            if entry.follows is not None:
-                entry.follows.followers += 1
+        """Take in new entries."""
         self.policy.admitted(entries, now)
         self.update(*entries)
+
+    def follow(self, entry: ObjectEntry, before: ObjectEntry | None) -> None:
+        """A new entry follows another one of its chain, if that is here."""
+        if before is not None and before is not entry:
+            entry.follows = before
+            before.followers += 1
 
     def update(self, *entries: ObjectEntry) -> None:
         """Take in that the entries' references, pins or states changed; they count as just used, in this order."""
@@ -241,9 +244,10 @@ class EvictionOrder:
             else:
                 heappop(heap)
 
-    def at(self, offset: int) -> ObjectEntry:
-        """The evictable entry at `offset`. Raises `KeyError` when there is none."""
-        return self._at[offset]
+    def at(self, *offsets: int) -> list[ObjectEntry]:
+        """The evictable entries that begin there, without those that may not go any more."""
+        at, held = self._at, self._held
+        return [at[offset] for offset in offsets if offset in at and offset not in held]
 
     def cost_at(self, offset: int, now: float, groups: Container[int] = FIRST_GROUP) -> float | None:
         """The cost of evicting the entry at `offset`; None when no evictable entry of these groups begins there."""
@@ -262,10 +266,6 @@ class EvictionOrder:
             for entry, kept in zip(due, self.are_kept_elsewhere(due, now), strict=True):
                 entry.is_kept_elsewhere = kept
                 entry.known_until = now + KNOWN_SECONDS
-
-    def can_go(self, offset: int) -> bool:
-        """Whether an evictable entry begins at `offset`."""
-        return offset in self._at and offset not in self._held
 
     def may_go(self, offset: int, groups: Container[int]) -> bool:
         """Whether an evictable entry of one of these groups begins at `offset`."""

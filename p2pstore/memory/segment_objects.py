@@ -90,7 +90,7 @@ class SegmentObjects:
             self._replaced(replaced)
         self.listing.add(*entries)
         for digest, before in follows.items():
-            new[digest].follows = live.get(before) if before != digest else None
+            self.order.follow(new[digest], live.get(before))
         self.order.admit(entries, now)
 
     def return_object(self, entry: ObjectEntry, now: float) -> None:

@@ -28,7 +28,7 @@ def admit(
     order: EvictionOrder, number: int, now: float, follows: ObjectEntry | None = None, bytes_: int = 4096
 ) -> ObjectEntry:
     made = entry(number, now=now, bytes_=bytes_)
-    made.follows = follows
+    order.follow(made, follows)
     order.admit([made], now)
     return made
 
@@ -128,7 +128,7 @@ def test_s3_takes_bounded_steps_where_everything_was_read() -> None:
     for number in range(2 * MOST_PROMOTED):
         order.read(admit(order, number, now=number), 2, number)
     assert evict(order) == MOST_PROMOTED, "those before it moved, this one would have been next"
-    order.gone(order.at(5 << 32), evicted=False)
+    order.gone(*order.at(5 << 32), evicted=False)
     assert len(numbers(order)) == 2 * MOST_PROMOTED - 2
 
 

@@ -176,12 +176,12 @@ def test_a_reservation_that_is_called_off_in_the_middle_leaves_nothing_behind() 
 
 
 def test_a_large_one_is_refused_when_something_in_its_place_is_leased_meanwhile() -> None:
-    world = new_world(256)
-    fill(world, 256)
+    world = new_world(512)
+    fill(world, 512)
     segment = world.segment
-    steps = segment.reserve_in_steps(255 * GRANULE, 200, holder="c", now=1.9e9)
+    steps = segment.reserve_in_steps(511 * GRANULE, 200, holder="c", now=1.9e9)
     next(steps)
-    while segment.object_count > 256 - EVICTED_PER_STEP:
+    while segment.object_count > 512 - EVICTED_PER_STEP:
         next(steps)
     entry = min(segment.entries(), key=lambda each: abs(each.offset - segment.geometry.total_bytes))
     segment.views.lease(entry, holder="reader", now=1.9e9)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
@@ -50,11 +51,12 @@ def publish_new(
     if len(new) < len(digests):
         rows = [row for row in zip(places, digests, strict=True) if row[1] in new]
         places, digests = [place for place, _ in rows], [digest for _, digest in rows]
+    stamped = partial(tuple.__new__, Version)  # in half the time
     written = [
         Written(
             facts.reservation,
             digest,
-            Version(clock, writer, facts.root),
+            stamped((clock, writer, facts.root)),
             trailer_of(facts, namespace, unix),
             facts.length,
             facts.follows,
@@ -70,11 +72,13 @@ def publish_new(
     alone = PutEnd(PutStatus.CREATED, 1, 1, version)
     row = 0
     for place, entry in zip(places, entries, strict=True):
-        if entry is not None and copying is not None and entry.replicas > 1:
+        if entry is None:
+            continue
+        if copying is None or entry.replicas == 1:
+            ends[place] = alone
+        else:
             ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
             row += 1
-        elif entry is not None:
-            ends[place] = alone
     if copying is not None:
         core.operations.start(copying, now)
     return ends
