@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import Final
 
-from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry, unlink
 from p2pstore.memory.policies.interface import EvictionPolicy
 from p2pstore.memory.segment_layout import Pin, SlotState
 from p2pstore.objects import MIB
@@ -120,6 +120,7 @@ class EvictionOrder:
             if self.on_evictable is not None:
                 self.on_evictable(entry.offset)
         for (group, rank), some in by_queue.items():
+            self.policy.queued += len(some)
             self._groups[group][rank].add(*some)
 
     def hold(self, entry: ObjectEntry) -> None:
@@ -139,22 +140,19 @@ class EvictionOrder:
 
     def discard(self, *entries: ObjectEntry) -> None:
         """The entries may not be evicted for now."""
-        by_queue: dict[tuple[int, int], list[ObjectEntry]] = {}
-        for entry in entries:
-            offset, rank, group = entry.offset, entry.rank, entry.group
-            if rank is None:
-                continue
+        queued = [entry for entry in entries if entry.rank is not None]
+        for entry in queued:
+            offset, group = entry.offset, entry.group
             if offset in self._held:
                 self._held.discard(offset)
             else:
                 self._evictable_bytes[group] -= entry.extent_bytes
-                if rank == _CHEAP:
+                if entry.rank == _CHEAP:
                     self._cheap_bytes[group] -= entry.extent_bytes
-            by_queue.setdefault((group, rank), []).append(entry)
             entry.rank = None
             del self._at[offset]
-        for (group, rank), some in by_queue.items():
-            self._groups[group][rank].remove(*some)
+        unlink(*queued)
+        self.policy.queued -= len(queued)
 
     def _count(self, entry: ObjectEntry, more_bytes: int) -> None:
         self._evictable_bytes[entry.group] += more_bytes

@@ -22,15 +22,11 @@ NEW_SHARE: Final = 0.1
 
 
 class EvictionQueue(ABC):
-    """The objects of one rank."""
+    """The objects of one rank, in one or more `EntryList`s: `unlink` takes them out."""
 
     @abstractmethod
     def add(self, *entries: ObjectEntry) -> None:
         """Queue entries that are in no queue, as ones that were used at their `last_access`."""
-
-    @abstractmethod
-    def remove(self, *entries: ObjectEntry) -> None:
-        """Take out entries of this queue."""
 
     @abstractmethod
     def used(self, entry: ObjectEntry) -> None:
@@ -43,6 +39,9 @@ class EvictionQueue(ABC):
 
 class EvictionPolicy(ABC):
     """Ranks the worth of one segment's objects. All times are Unix seconds."""
+
+    queued = 0
+    """How many entries are in queues: the order of eviction counts them."""
 
     @abstractmethod
     def new_queue(self) -> EvictionQueue:
@@ -100,9 +99,6 @@ class _RecencyQueue(EvictionQueue):
 
     def add(self, *entries: ObjectEntry) -> None:
         self._entries.append(*entries)
-
-    def remove(self, *entries: ObjectEntry) -> None:
-        unlink(*entries)
 
     def used(self, entry: ObjectEntry) -> None:
         unlink(entry)

@@ -43,7 +43,6 @@ class PrefixAware(EvictionPolicy):
         self.gap_seconds = 0.0
         """The typical time between two uses of an object."""
         self._ghosts = Ghosts()
-        self._queued = 0
 
     def new_queue(self) -> EvictionQueue:
         return _CreditQueue(self)
@@ -66,11 +65,7 @@ class PrefixAware(EvictionPolicy):
             entry.standing = self._earned(entry.standing, now - entry.last_access)
 
     def evicted(self, entries: Sequence[ObjectEntry]) -> None:
-        self._ghosts.add(entries, self._queued)
-
-    def queued(self, by: int) -> None:
-        """Count `by` more entries in queues: as many ghosts are kept."""
-        self._queued += by
+        self._ghosts.add(entries, self.queued)
 
     def _earned(self, credits: int, gap: float) -> int:
         """Credits after one more use, `gap` seconds after the one before."""
@@ -90,16 +85,11 @@ class _CreditQueue(EvictionQueue):
         self._lists = tuple(EntryList() for _ in range(MOST_CREDITS + 1))
 
     def add(self, *entries: ObjectEntry) -> None:
-        self._policy.queued(len(entries))
         if any(entry.standing or entry.follows is not None for entry in entries):
             for entry in entries:
                 self._place(entry)
         else:
             self._lists[0].append(*entries)
-
-    def remove(self, *entries: ObjectEntry) -> None:
-        self._policy.queued(-len(entries))
-        unlink(*entries)
 
     def used(self, entry: ObjectEntry) -> None:
         unlink(entry)

@@ -26,10 +26,9 @@ class S3Fifo(EvictionPolicy):
 
     def __init__(self) -> None:
         self._ghosts = Ghosts(least=0)
-        self._queued = 0
 
     def new_queue(self) -> EvictionQueue:
-        return _SmallAndMain(self)
+        return _SmallAndMain()
 
     def cost(self, entry: ObjectEntry, now: float) -> float:
         reads = (entry.standing & MOST_READS_COUNTED) + (entry.standing & _MAIN)
@@ -45,26 +44,16 @@ class S3Fifo(EvictionPolicy):
 
     def evicted(self, entries: Sequence[ObjectEntry]) -> None:
         small = [entry for entry in entries if not entry.standing & _MAIN]
-        self._ghosts.add(small, int(self._queued * (1 - NEW_SHARE)))
-
-    def queued(self, by: int) -> None:
-        """Count `by` more entries in queues: as many ghosts are kept as main queues have room for."""
-        self._queued += by
+        self._ghosts.add(small, int(self.queued * (1 - NEW_SHARE)))
 
 
 class _SmallAndMain(EvictionQueue):
-    def __init__(self, policy: S3Fifo) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self._small, self._main = EntryList(), EntryList()
 
     def add(self, *entries: ObjectEntry) -> None:
-        self._policy.queued(len(entries))
         self._small.append(*[entry for entry in entries if not entry.standing & _MAIN])
         self._main.append(*[entry for entry in entries if entry.standing & _MAIN])
-
-    def remove(self, *entries: ObjectEntry) -> None:
-        self._policy.queued(-len(entries))
-        unlink(*entries)
 
     def used(self, entry: ObjectEntry) -> None:
         """Reads were counted; nothing moves before room is needed."""
