@@ -16,7 +16,7 @@ from p2pstore.runtime.stepping import Steps
 
 MOST_WINDOWS: Final = 8
 AHEAD_SHARE: Final = 256
-"""Up to `MOST_WINDOWS` windows go at once, as long as those ahead of need are at most 1/256 of the segment."""
+"""Up to `MOST_WINDOWS` windows a value go at once, as long as those ahead of need are at most 1/256 of the segment."""
 EVICTED_PER_STEP: Final = 256
 """Objects that go at once, at some 6 us each."""
 
@@ -38,8 +38,8 @@ class Victims:
         candidates and, with `thoroughly`, then anywhere; nothing when no window is found. For small values some more
         windows go with it, up to `alike` for a batch of equal ones: the next puts need them, and a search takes longer
         than the rest of a put."""
-        ahead = min(MOST_WINDOWS, 1 + self._data_bytes // AHEAD_SHARE // size)
-        count = max(ahead, min(alike, EVICTED_PER_STEP))
+        ahead = min(MOST_WINDOWS * alike, 1 + self._data_bytes // AHEAD_SHARE // size)
+        count = min(max(ahead, alike), EVICTED_PER_STEP)
         found: list[Window] = []
         hemmed_in = []
         for place in places:
