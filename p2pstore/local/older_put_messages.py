@@ -62,7 +62,7 @@ def newer(message: Message) -> Message:
     if not isinstance(message, CommitRows):
         return message
     items = message.items
-    if not all(are_sums_of(item.sums, item.length, item.root) for item in items):
+    if not all(each.length >= 0 and are_sums_of(each.sums, each.length, each.root) for each in items):
         raise ValueError("the sums are not those of all chunks, or do not give the root")
     names = PutOptions.__struct_fields__
     return Commit(

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from p2pstore.memory.entries import EntryList
+from p2pstore.memory.entries import EntryList, unlink
 from tests.unit.eviction_entries import entry
 
 
@@ -14,7 +14,7 @@ def test_it_holds_the_order_and_the_bytes_that_a_list_would() -> None:
         number = rng.randrange(len(entries))
         if number in model:
             model.remove(number)
-            linked.remove(entries[number])
+            unlink(entries[number])
             assert entries[number].within is None
         elif model and rng.random() < 0.5:
             place = rng.randrange(len(model))

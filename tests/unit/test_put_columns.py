@@ -219,6 +219,6 @@ async def test_a_refused_commit_changes_nothing(change: dict[str, Any]) -> None:
 def test_rows_whose_sums_do_not_give_the_root_are_refused() -> None:
     row = PutFacts(1, "k", 5, bytes(8), root_checksum(5, bytes(8)))
     assert isinstance(older.newer(older.CommitRows("n", [row])), local.Commit)
-    for change in ({"root": 1}, {"sums": bytes(16)}, {"length": 2 * MIB}):
+    for change in ({"root": 1}, {"sums": bytes(16)}, {"length": 2 * MIB}, {"length": -1, "sums": b""}):
         with pytest.raises(ValueError, match="sums"):
             older.newer(older.CommitRows("n", [row, replace(row, **change)]))

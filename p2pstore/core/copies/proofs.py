@@ -68,7 +68,7 @@ class VersionProofs:
         self._core = core
         self._proved: OrderedDict[tuple[bytes, Version], None] = OrderedDict()
         self._trees: OrderedDict[SignedTree, None] = OrderedDict()
-        self._unsigned: OrderedDict[bytes, None] = OrderedDict()
+        self._unsigned: dict[bytes, None] = {}
         self._signed: OrderedDict[bytes, tuple[Version, bytes]] = OrderedDict()
         self._doubted_until: OrderedDict[tuple[Member, bytes], float] = OrderedDict()
         """By member and key; of all keys where that is empty."""
@@ -89,10 +89,11 @@ class VersionProofs:
         """This peer wrote versions of keys: each is signed when the first copy of it, or of one near it, leaves."""
         unsigned, written = self._unsigned, dict.fromkeys(digests)
         for digest in unsigned.keys() & written.keys():
-            unsigned.move_to_end(digest)
+            del unsigned[digest]
         unsigned.update(written)
-        for _ in range(len(unsigned) - MAX_UNSIGNED):
-            unsigned.popitem(last=False)
+        if len(unsigned) > 2 * MAX_UNSIGNED:
+            for digest in list(islice(unsigned, len(unsigned) - MAX_UNSIGNED)):
+                del unsigned[digest]
 
     def of(self, entry: ObjectEntry, now: float) -> bytes:
         """The proof of what is here in memory; empty where there is none."""
