@@ -272,17 +272,17 @@ def chunk_sums(value: bytes | bytearray | memoryview) -> bytes:
 
 
 _pack_length: Final = struct.Struct("<Q").pack
+_checksum: Final = xxhash.xxh3_64_intdigest
 
 
 def root_checksum(length: int, sums: bytes) -> int:
     """xxh3-64 over the length and all chunk sums: it identifies a value's bytes."""
-    return xxhash.xxh3_64_intdigest(_pack_length(length) + sums)
+    return _checksum(_pack_length(length) + sums)
 
 
 def root_checksums(lengths: Iterable[int], sums: Iterable[bytes]) -> list[int]:
     """`root_checksum` of each value."""
-    heads = map(struct.Struct("<Q").pack, lengths)
-    return list(map(xxhash.xxh3_64_intdigest, map(bytes.__add__, heads, sums)))
+    return list(map(_checksum, map(bytes.__add__, map(_pack_length, lengths), sums)))
 
 
 def are_sums_of(sums: bytes, length: int, root: int) -> bool:

@@ -24,9 +24,6 @@ class ItemError(Message, frozen=True):
 
 OK = ItemError()
 
-# --- put -------------------------------------------------------------------------------------
-
-
 Rooms = Annotated[list[tuple[int, int, int]], MANY]
 """Rooms for values, in runs of alike ones: length, trailer length (an upper bound), how many."""
 
@@ -130,9 +127,6 @@ class StoredElsewhere(Message, frozen=True):
     incarnation: int
     sequence: int
     record: bytes
-
-
-# --- the rest --------------------------------------------------------------------------------
 
 
 class Remove(Message, frozen=True):

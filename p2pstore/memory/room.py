@@ -1,22 +1,28 @@
 """Room for values that are to come: free extents and slots, or those of the cheapest victims. Pure."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import closing
+from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Final
-
 from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.areas import Places
-from p2pstore.memory.entries import ObjectEntry, Reservations
-from p2pstore.memory.eviction import SET_ASIDE_PER_STEP, WhoKeeps, rank_of
-from p2pstore.memory.segment_layout import Geometry, SlotState, extent_bytes
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entries import Reservations
+from p2pstore.memory.eviction import SET_ASIDE_PER_STEP
+from p2pstore.memory.eviction import WhoKeeps
+from p2pstore.memory.eviction import rank_of
+from p2pstore.memory.segment_layout import Geometry
+from p2pstore.memory.segment_layout import SlotState
+from p2pstore.memory.segment_layout import extent_bytes
 from p2pstore.memory.segment_objects import SegmentObjects
-from p2pstore.memory.victims import EVICTED_PER_STEP, Victims
+from p2pstore.memory.victims import EVICTED_PER_STEP
+from p2pstore.memory.victims import Victims
 from p2pstore.objects import format_bytes
 from p2pstore.runtime.stepping import Steps
+from typing import Final
 
 AHEAD_LEFT: Final = 16
 """Evict ahead of demand only while evictable bytes are at least 16 times the request; otherwise the newest object would
@@ -30,7 +36,6 @@ MOST_LISTED: Final = 4_096
 
 MOST_STEPS_AHEAD: Final = 4
 """Steps of making room ahead of demand: the put itself does the rest."""
-
 
 class Room:
     """Finds and makes room. Methods that return `Steps` allow any change of the segment between two steps. All `now`
@@ -139,7 +144,7 @@ class Room:
                 )
                 if not victims:
                     break
-                self._objects.evict(self._chosen(victims))
+                self._objects.evict(self._order.at(*victims))
                 slot = self._table.take_slot()
                 if slot is not None:
                     break
@@ -175,10 +180,10 @@ class Room:
     def _victims_of(self, namespace: str) -> Iterator[ObjectEntry]:
         own = self._areas.own_group(namespace)
         for entry in self._order.coldest_of(own):
-            if self._order.can_go(entry.offset):
+            if entry in self._order:
                 yield entry
         for entry in islice(self._objects.listing.entries_of(namespace), MOST_LISTED):
-            if entry.group != own and self._order.can_go(entry.offset):
+            if entry.group != own and entry in self._order:
                 yield entry
 
     def _take_extent(self, size: int, namespace: str, now: float, alike: int) -> Steps[int]:
@@ -216,7 +221,7 @@ class Room:
             if len(victims) > EVICTED_PER_STEP:
                 extent = yield from self._clear(victims, size)
             else:
-                self._objects.evict(self._chosen(victims))
+                self._objects.evict(self._order.at(*victims))
                 extent = self._areas.take(size, places)
             while self._order.any_to_end_aside:
                 self._order.end_some_aside()
@@ -224,10 +229,6 @@ class Room:
             if extent is not None:
                 return extent
         return None
-
-    def _chosen(self, offsets: list[int]) -> list[ObjectEntry]:
-        """The entries there that may still go."""
-        return [self._order.at(offset) for offset in offsets if self._order.can_go(offset)]
 
     def _clear(self, victims: list[int], size: int) -> Steps[int | None]:
         """An extent of `size` bytes in place of these entries, which are neighbours but for free extents; None when one
@@ -238,7 +239,7 @@ class Room:
         at, gone, whole = -1, 0, False
         try:
             for offset in sorted(victims):
-                if not self._order.can_go(offset):
+                if not self._order.at(offset):
                     return None
                 entries.append(self._order.set_aside(offset))
                 if len(entries) % SET_ASIDE_PER_STEP == 0:
@@ -281,7 +282,6 @@ class Room:
             f"{kept} and {format_bytes(evictable)} evictable; release views, unpin, or give the peer more "
             "--memory"
         )
-
 
 def _groups_of(places: Places) -> tuple[int, ...]:
     """The groups of objects that may be evicted in these places."""

@@ -1,28 +1,31 @@
 """Every object of a segment, by digest and by slot: from publishing until its bytes are free. Pure."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from heapq import nlargest
 from itertools import islice
-from typing import Final
-
 from p2pstore.errors import StoreClosed
 from p2pstore.memory.areas import Areas
-from p2pstore.memory.entries import ObjectEntry, Reservation
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entries import Reservation
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.key_listing import KeyListing
 from p2pstore.memory.object_table import ObjectTable
 from p2pstore.memory.references import References
-from p2pstore.memory.segment_layout import Geometry, Pin, SlotState
+from p2pstore.memory.segment_layout import Geometry
+from p2pstore.memory.segment_layout import Pin
+from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import Version
+from typing import Final
+import math
 
 SOFT_PIN_SECONDS: Final = 30 * 60.0
 
 EXPIRED_PER_STEP: Final = 32
 """Objects withdrawn in one step of `expire`, at 20 us each."""
-
 
 class SegmentObjects:
     """The states of objects: LIVE (published), RETURNED (of an earlier life, not yet published), DOOMED (withdrawn,
@@ -90,7 +93,7 @@ class SegmentObjects:
             self._replaced(replaced)
         self.listing.add(*entries)
         for digest, before in follows.items():
-            new[digest].follows = live.get(before) if before != digest else None
+            self.order.follow(new[digest], live.get(before))
         self.order.admit(entries, now)
 
     def return_object(self, entry: ObjectEntry, now: float) -> None:
@@ -239,23 +242,28 @@ class SegmentObjects:
 
     def withdraw(self, *entries: ObjectEntry, evicted: bool = False) -> None:
         """Hide live or returned objects from readers; each is freed when nothing refers to it."""
-        live = [entry for entry in entries if entry.state is not SlotState.RETURNED]
-        for entry in entries:
-            objects = self.returned if entry.state is SlotState.RETURNED else self.live
-            del objects[entry.digest]
+        live: Sequence[ObjectEntry] = entries
+        if self.returned:
+            live = [entry for entry in entries if entry.state is not SlotState.RETURNED]
+            for entry in entries:
+                if entry.state is SlotState.RETURNED:
+                    del self.returned[entry.digest]
+        for entry in live:
+            del self.live[entry.digest]
         self.table.withdraw(live)
         self.listing.remove(*live)
         self._doom(*entries, evicted=evicted)
 
     def _doom(self, *entries: ObjectEntry, evicted: bool = False) -> None:
         """LIVE -> DOOMED, and on to FREE when nothing refers to it."""
+        doomed = SlotState.DOOMED
         self.order.gone(*entries, evicted=evicted)
         for entry in entries:
             if entry.timer is not None:
                 self.timers.drop(entry)
             if self.areas.uses:
                 self.areas.count(entry, -1)
-            entry.state = SlotState.DOOMED
+            entry.state = doomed
         if self.references.hazards:
             self.table.spoil(entries)
         self.references.settle_withdrawn(entries)
@@ -263,24 +271,23 @@ class SegmentObjects:
         for entry in entries:
             if entry.references:
                 self.table.write_slots(entry)
-            elif entry.state is SlotState.DOOMED:  # else its last reference ended in this moment
+            elif entry.state is doomed:  # else its last reference ended in this moment
                 unused.append(entry)
         self.free(*unused)
 
     def free(self, *held: ObjectEntry | Reservation) -> None:
         """Give slots and extents of withdrawn objects or ended reservations back."""
+        free = SlotState.FREE
         for each in held:
             if isinstance(each, ObjectEntry):
-                each.state = SlotState.FREE
+                each.state = free
             del self.held[each.slot]
         self.table.free_slots([each.slot for each in held])
         self.areas.free(*[each.offset - self._data_offset for each in held])
 
-
 def _check_live(entry: ObjectEntry) -> None:
     if entry.state is not SlotState.LIVE:
         raise ValueError(f"{entry.key!r} was withdrawn: look it up again")
-
 
 class ExpiryTimers:
     """The next time of each entry that has one, as a binary heap in which each entry knows its place (`timer`): so an
@@ -347,14 +354,12 @@ class ExpiryTimers:
         heap[place] = timer
         timer[1].timer = place
 
-
 HALF_LIFE_SECONDS: Final = 60.0
 COUNTED: Final = 1024
 """Objects that are counted at once."""
 WEIGHT_SECONDS: Final = 1.0
 """How long reads weigh the same: working out weights for each would cost more than counting."""
 HIGHEST_WEIGHT: Final = 2.0**40
-
 
 class MostRead:
     """The objects read most of late: counts with a half-life of 60 s, of at most 1,024 objects. For one more, the
