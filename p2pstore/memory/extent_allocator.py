@@ -7,15 +7,14 @@ over its neighbours in constant time per step.
 """
 
 from __future__ import annotations
-from bisect import bisect_left
-from bisect import insort
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from operator import itemgetter
-from p2pstore.runtime.stepping import Steps
 from typing import Final
+
+from p2pstore.runtime.stepping import Steps
 
 MUCH_MORE: Final = 4.0
 """A window at this factor above the cheapest one's cost is not evicted along with it."""
@@ -26,6 +25,7 @@ MOST_GROWN: Final = 65_536
 
 Window = tuple[float, list[int]]
 """The cost of evicting some extents, and their offsets: with the free ones between them they are long enough."""
+
 
 def choose_windows(found: Sequence[Window], count: int = 1) -> list[int]:
     """The extents of the cheapest window, and with them those of up to `count - 1` others that cost little more and
@@ -40,6 +40,7 @@ def choose_windows(found: Sequence[Window], count: int = 1) -> list[int]:
             victims.update(dict.fromkeys(window))
             count -= 1
     return list(victims)
+
 
 class ExtentAllocator:
     """Hands out extents of whole granules. Offsets and sizes are bytes within the data area, of which this is the part
@@ -346,6 +347,7 @@ class ExtentAllocator:
         if not same_size:
             del self._free_of_size[size]
             del self._sizes[bisect_left(self._sizes, size)]
+
 
 def _check_whole(size_bytes: int, granule: int) -> None:
     if size_bytes <= 0 or size_bytes % granule:

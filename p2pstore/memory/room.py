@@ -1,28 +1,22 @@
 """Room for values that are to come: free extents and slots, or those of the cheapest victims. Pure."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import closing
-from contextlib import suppress
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
+from typing import Final
+
 from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.areas import Places
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Reservations
-from p2pstore.memory.eviction import SET_ASIDE_PER_STEP
-from p2pstore.memory.eviction import WhoKeeps
-from p2pstore.memory.eviction import rank_of
-from p2pstore.memory.segment_layout import Geometry
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import extent_bytes
+from p2pstore.memory.entries import ObjectEntry, Reservations
+from p2pstore.memory.eviction import SET_ASIDE_PER_STEP, WhoKeeps, rank_of
+from p2pstore.memory.segment_layout import Geometry, SlotState, extent_bytes
 from p2pstore.memory.segment_objects import SegmentObjects
-from p2pstore.memory.victims import EVICTED_PER_STEP
-from p2pstore.memory.victims import Victims
+from p2pstore.memory.victims import EVICTED_PER_STEP, Victims
 from p2pstore.objects import format_bytes
 from p2pstore.runtime.stepping import Steps
-from typing import Final
 
 AHEAD_LEFT: Final = 16
 """Evict ahead of demand only while evictable bytes are at least 16 times the request; otherwise the newest object would
@@ -36,6 +30,7 @@ MOST_LISTED: Final = 4_096
 
 MOST_STEPS_AHEAD: Final = 4
 """Steps of making room ahead of demand: the put itself does the rest."""
+
 
 class Room:
     """Finds and makes room. Methods that return `Steps` allow any change of the segment between two steps. All `now`
@@ -282,6 +277,7 @@ class Room:
             f"{kept} and {format_bytes(evictable)} evictable; release views, unpin, or give the peer more "
             "--memory"
         )
+
 
 def _groups_of(places: Places) -> tuple[int, ...]:
     """The groups of objects that may be evicted in these places."""

@@ -1,31 +1,28 @@
 """Every object of a segment, by digest and by slot: from publishing until its bytes are free. Pure."""
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
+from typing import Final
+
 from p2pstore.errors import StoreClosed
 from p2pstore.memory.areas import Areas
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Reservation
+from p2pstore.memory.entries import ObjectEntry, Reservation
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.key_listing import KeyListing
 from p2pstore.memory.object_table import ObjectTable
 from p2pstore.memory.references import References
-from p2pstore.memory.segment_layout import Geometry
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import SlotState
+from p2pstore.memory.segment_layout import Geometry, Pin, SlotState
 from p2pstore.objects import Version
-from typing import Final
-import math
 
 SOFT_PIN_SECONDS: Final = 30 * 60.0
 
 EXPIRED_PER_STEP: Final = 32
 """Objects withdrawn in one step of `expire`, at 20 us each."""
+
 
 class SegmentObjects:
     """The states of objects: LIVE (published), RETURNED (of an earlier life, not yet published), DOOMED (withdrawn,
@@ -285,9 +282,11 @@ class SegmentObjects:
         self.table.free_slots([each.slot for each in held])
         self.areas.free(*[each.offset - self._data_offset for each in held])
 
+
 def _check_live(entry: ObjectEntry) -> None:
     if entry.state is not SlotState.LIVE:
         raise ValueError(f"{entry.key!r} was withdrawn: look it up again")
+
 
 class ExpiryTimers:
     """The next time of each entry that has one, as a binary heap in which each entry knows its place (`timer`): so an
@@ -354,12 +353,14 @@ class ExpiryTimers:
         heap[place] = timer
         timer[1].timer = place
 
+
 HALF_LIFE_SECONDS: Final = 60.0
 COUNTED: Final = 1024
 """Objects that are counted at once."""
 WEIGHT_SECONDS: Final = 1.0
 """How long reads weigh the same: working out weights for each would cost more than counting."""
 HIGHEST_WEIGHT: Final = 2.0**40
+
 
 class MostRead:
     """The objects read most of late: counts with a half-life of 60 s, of at most 1,024 objects. For one more, the

@@ -2,28 +2,21 @@
 segment. Pure. A trace is as published with the Mooncake paper (FAST '25): one JSON object a line."""
 
 from __future__ import annotations
+
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
 from p2pstore.errors import ConfigError
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.policies.interface import EvictionPolicy
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import Version
-from p2pstore.ssd_tier.log_segments import Candidate
-from p2pstore.ssd_tier.log_segments import KEPT_SHARE
-from p2pstore.ssd_tier.log_segments import choose_kept
-from typing import Annotated
-from typing import Final
-from typing import TypeVar
-import msgspec
+from p2pstore.memory.segment_layout import GRANULE_BYTES, Pin, SlotState
+from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.ssd_tier.log_segments import KEPT_SHARE, Candidate, choose_kept
 
 TOKENS_PER_BLOCK: Final = 512
 MAX_LINE_BYTES: Final = 16 * 2**20
@@ -33,6 +26,7 @@ _MAX_TOKENS: Final = 2**32
 BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
 Block = TypeVar("Block")
+
 
 class Request(msgspec.Struct, frozen=True, gc=False):
     """One request. `timestamp` is in milliseconds from the beginning; lengths are tokens. `hash_ids` are its prefix
@@ -51,6 +45,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     def tokens_in(self, blocks: int) -> int:
         """Tokens of its first blocks."""
         return min(self.input_length, blocks * TOKENS_PER_BLOCK)
+
 
 def read_requests(lines: Iterable[bytes]) -> Iterator[Request]:
     """The requests of a trace, line by line; empty lines are passed over.
@@ -78,6 +73,7 @@ def read_requests(lines: Iterable[bytes]) -> Iterator[Request]:
     if not count:
         raise ConfigError("the trace has no requests")
 
+
 def _check(request: Request, number: int, latest: int) -> None:
     blocks = -(-request.input_length // TOKENS_PER_BLOCK)
     if len(request.hash_ids) != blocks:
@@ -92,8 +88,10 @@ def _check(request: Request, number: int, latest: int) -> None:
             number, f"its timestamp {request.timestamp:,} is before {latest:,} of an earlier line"
         )
 
+
 def _wrong(number: int, problem: str) -> ConfigError:
     return ConfigError(f"line {number:,} of the trace is no request that can be replayed: {problem}")
+
 
 def leading_hits(blocks: Sequence[Block], is_there: Callable[[Block], object]) -> int:
     """How many blocks, from the head on, are there without a gap."""
@@ -101,6 +99,7 @@ def leading_hits(blocks: Sequence[Block], is_there: Callable[[Block], object]) -
         if not is_there(block):
             return place
     return len(blocks)
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -127,7 +126,9 @@ class Model:
         quadratic = self.attention * tokens * tokens * self.dimension
         return self.layers * (quadratic + self.linear * tokens * self.dimension**2)
 
+
 LLAMA3_70B: Final = Model()
+
 
 @dataclass(slots=True)
 class HitCounts:
@@ -162,11 +163,13 @@ class HitCounts:
         """The share of prefill operations that need not be done."""
         return 1 - self.operations_left / self.operations if self.operations else 0.0
 
+
 # --- one cache ------------------------------------------------------------------------------------
 
 OWN: Final = Version(1, 1)
 OFFERED: Final = Version(1, 2)
 """Of a block that came from another peer."""
+
 
 class BlockCache:
     """Up to `capacity` blocks of one size. `EvictionOrder` chooses the victims, as in a `Segment`; as blocks are of one
@@ -235,9 +238,11 @@ class BlockCache:
         del self._entries[block_of(entry)]
         return entry
 
+
 def block_of(entry: ObjectEntry) -> int:
     """Which block an entry of a `BlockCache` is."""
     return int.from_bytes(entry.digest, "little")
+
 
 def _entry(
     block: int, offset: int, now: float, soft: bool, on_ssd: bool, version: Version
@@ -263,11 +268,13 @@ def _entry(
         on_ssd=on_ssd,
     )
 
+
 SEGMENTS: Final = 64
 OPEN_SEGMENTS: Final = 2
 """One for new blocks, one for those that reclaim keeps."""
 _LEAST_SEGMENT: Final = int(1 / KEPT_SHARE)
 LEAST_BLOCKS: Final = _LEAST_SEGMENT * (OPEN_SEGMENTS + 1)
+
 
 class ColdBlocks:
     """Room for `capacity` blocks of one size. Segments are written one after the other; when there is no other room the

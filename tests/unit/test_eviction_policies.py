@@ -1,31 +1,30 @@
 """The order of eviction of each policy."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import accumulate
-from p2pstore.memory.entries import EntryList, unlink
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.eviction import EvictionOrder
-from p2pstore.memory.policies import PolicyName
-from p2pstore.memory.policies import make_policy
-from p2pstore.memory.policies.interface import Ghosts
-from p2pstore.memory.policies.interface import LEAST_GHOSTS
-from p2pstore.memory.policies.interface import MOST_FORGOTTEN
-from p2pstore.memory.policies.prefix_aware import MOST_CREDITS
-from p2pstore.memory.policies.prefix_aware import PrefixAware
-from p2pstore.memory.policies.s3_fifo import MOST_PROMOTED
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.trace.one_cache import BlockCache
 from random import Random
-from tests.unit.eviction_entries import entry
 from typing import get_args
+
 import pytest
+
+from p2pstore.memory.entries import EntryList, ObjectEntry, unlink
+from p2pstore.memory.eviction import EvictionOrder
+from p2pstore.memory.policies import PolicyName, make_policy
+from p2pstore.memory.policies.interface import LEAST_GHOSTS, MOST_FORGOTTEN, Ghosts
+from p2pstore.memory.policies.prefix_aware import MOST_CREDITS, PrefixAware
+from p2pstore.memory.policies.s3_fifo import MOST_PROMOTED
+from p2pstore.memory.segment_layout import Pin, SlotState
+from p2pstore.trace.one_cache import BlockCache
+from tests.unit.eviction_entries import entry
 
 POLICIES: Sequence[PolicyName] = get_args(PolicyName)
 
+
 def numbers(order: EvictionOrder) -> list[int]:
     return [each.slot for each in order.coldest()]
+
 
 def admit(
     order: EvictionOrder, number: int, now: float, follows: ObjectEntry | None = None, bytes_: int = 4096
@@ -35,18 +34,22 @@ def admit(
     order.admit([made], now)
     return made
 
+
 def chain(order: EvictionOrder, first: int, count: int, now: float) -> list[ObjectEntry]:
     made: list[ObjectEntry] = []
     for number in range(first, first + count):
         made.append(admit(order, number, now, made[-1] if made else None))
     return made
 
+
 def evict(order: EvictionOrder) -> int:
     coldest = next(order.coldest())
     order.gone(coldest, evicted=True)
     return coldest.slot
 
+
 # --- all of them -----------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ranks_go_before_policies(policy: PolicyName) -> None:
@@ -60,6 +63,7 @@ def test_ranks_go_before_policies(policy: PolicyName) -> None:
     costs = [order.cost_at(number << 32, 10.0) for number in (3, 2, 1)]
     assert all(cost is not None and cost > 0 for cost in costs)
     assert costs == sorted(costs, key=lambda cost: cost or 0)
+
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_held_keeps_its_place_and_what_is_leased_comes_back_last(policy: PolicyName) -> None:
@@ -77,13 +81,16 @@ def test_what_is_held_keeps_its_place_and_what_is_leased_comes_back_last(policy:
     assert numbers(order) == [0, 2, 1]
     assert order.evictable_bytes() == 3 * 4096
 
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_withdrawn_is_not_remembered_as_evicted(policy: PolicyName) -> None:
     order = EvictionOrder(make_policy(policy))
     order.gone(admit(order, 1, now=0), evicted=False)
     assert admit(order, 1, now=100).standing == 0
 
+
 # --- S3-FIFO -----------------------------------------------------------------------------------
+
 
 def test_s3_lets_new_objects_go_first_unless_they_were_read_twice() -> None:
     order = EvictionOrder(make_policy("s3-fifo"))
@@ -97,6 +104,7 @@ def test_s3_lets_new_objects_go_first_unless_they_were_read_twice() -> None:
         evict(order)
     assert evict(order) == 0, "the oldest of the main queue"
 
+
 def test_s3_takes_what_comes_back_soon_into_the_main_queue() -> None:
     order = EvictionOrder(make_policy("s3-fifo"))
     for number in range(10):
@@ -104,6 +112,7 @@ def test_s3_takes_what_comes_back_soon_into_the_main_queue() -> None:
     assert evict(order) == 0
     admit(order, 0, now=10)
     assert [evict(order) for _ in range(10)][-1] == 0
+
 
 def test_s3_reads_give_another_round_in_the_main_queue_each() -> None:
     order = EvictionOrder(make_policy("s3-fifo"))
@@ -115,6 +124,7 @@ def test_s3_reads_give_another_round_in_the_main_queue_each() -> None:
     order.read(entries[1], 1, 6.0)
     assert [evict(order) for _ in range(4)] == [2, 3, 1, 0]
 
+
 def test_s3_takes_bounded_steps_where_everything_was_read() -> None:
     order = EvictionOrder(make_policy("s3-fifo"))
     for number in range(2 * MOST_PROMOTED):
@@ -122,6 +132,7 @@ def test_s3_takes_bounded_steps_where_everything_was_read() -> None:
     assert evict(order) == MOST_PROMOTED, "those before it moved, this one would have been next"
     order.gone(*order.at(5 << 32), evicted=False)
     assert len(numbers(order)) == 2 * MOST_PROMOTED - 2
+
 
 def test_s3_measures_its_queues_in_bytes() -> None:
     order = EvictionOrder(make_policy("s3-fifo"))
@@ -132,7 +143,9 @@ def test_s3_measures_its_queues_in_bytes() -> None:
     next(order.coldest())  # the large one joins the main queue
     assert numbers(order)[0] == 0, "nineteen small ones are less than a tenth of it"
 
+
 # --- chains ------------------------------------------------------------------------------------
+
 
 def test_chains_go_from_their_tails() -> None:
     order = EvictionOrder(make_policy("prefix"))
@@ -140,12 +153,14 @@ def test_chains_go_from_their_tails() -> None:
     chain(order, 10, 3, now=5)
     assert numbers(order) == [3, 2, 1, 0, 12, 11, 10]
 
+
 def test_a_chain_that_is_read_again_goes_from_its_tail_too() -> None:
     order = EvictionOrder(make_policy("prefix"))
     first, second = chain(order, 0, 4, now=0), chain(order, 10, 3, now=5)
     for each in (*first, *second[:1]):
         order.read(each, 1, 100.0)
     assert numbers(order) == [12, 11, 3, 2, 1, 0, 10]
+
 
 def test_who_reads_a_tail_keeps_the_head() -> None:
     """An engine that has the head in its own memory asks for the rest only."""
@@ -155,6 +170,7 @@ def test_who_reads_a_tail_keeps_the_head() -> None:
     for each in blocks[3:]:
         order.read(each, 1, 100.0)
     assert numbers(order) == [11, 10, 4, 3, 2, 1, 0]
+
 
 def test_a_head_that_is_leased_is_raised_with_its_tail() -> None:
     order = EvictionOrder(make_policy("prefix"))
@@ -167,6 +183,7 @@ def test_a_head_that_is_leased_is_raised_with_its_tail() -> None:
     order.update(head)
     assert numbers(order) == [11, 10, 1, 0]
 
+
 def test_a_block_whose_head_is_gone_stands_alone() -> None:
     order = EvictionOrder(make_policy("prefix"))
     head, tail = chain(order, 0, 2, now=0)
@@ -176,6 +193,7 @@ def test_a_block_whose_head_is_gone_stands_alone() -> None:
     assert tail.follows is None
     order.gone(tail, evicted=True)
     assert numbers(order) == []
+
 
 def test_a_block_that_others_build_on_costs_more() -> None:
     order = EvictionOrder(make_policy("prefix"))
@@ -187,7 +205,9 @@ def test_a_block_that_others_build_on_costs_more() -> None:
     order.gone(tail, evicted=True)
     assert order.cost_at(head.offset, 9.0) == last
 
+
 # --- what is read again ----------------------------------------------------------------------
+
 
 def test_what_is_read_again_stays_for_one_typical_gap_longer() -> None:
     policy = PrefixAware()
@@ -198,6 +218,7 @@ def test_what_is_read_again_stays_for_one_typical_gap_longer() -> None:
     for number in range(1, 31):
         admit(order, number, now=100.0 + 10 * number)
     assert numbers(order).index(0) in (9, 10), "as if it was used at 200"
+
 
 def test_reads_at_once_are_one_read() -> None:
     order = EvictionOrder(make_policy("prefix"))
@@ -211,6 +232,7 @@ def test_reads_at_once_are_one_read() -> None:
         order.read(block, 1, now)
     assert block.standing == MOST_CREDITS
 
+
 def test_what_comes_back_after_it_was_evicted_has_more_credit() -> None:
     policy = PrefixAware()
     order = EvictionOrder(policy)
@@ -218,6 +240,7 @@ def test_what_comes_back_after_it_was_evicted_has_more_credit() -> None:
     assert evict(order) == 0
     assert admit(order, 0, now=60.0).standing == 1
     assert policy.gap_seconds == pytest.approx(60.0)
+
 
 def test_a_clock_that_steps_back_does_no_harm() -> None:
     policy = PrefixAware()
@@ -228,6 +251,7 @@ def test_a_clock_that_steps_back_does_no_harm() -> None:
     cost = order.cost_at(0, 800.0)
     assert cost is not None
     assert cost > 0
+
 
 def test_ghosts_are_bounded() -> None:
     ghosts = Ghosts(least=10)
@@ -246,6 +270,7 @@ def test_ghosts_are_bounded() -> None:
     assert len(ghosts) == 1001 - MOST_FORGOTTEN, "not all at once"
     assert LEAST_GHOSTS == 65_536
 
+
 def test_a_few_very_long_gaps_do_not_make_the_typical_gap() -> None:
     policy = PrefixAware()
     order = EvictionOrder(policy)
@@ -258,6 +283,7 @@ def test_a_few_very_long_gaps_do_not_make_the_typical_gap() -> None:
         now += gap
     assert 10 < policy.gap_seconds < 50, "their mean is 10,009"
 
+
 def test_what_is_new_has_some_room_for_itself() -> None:
     order = EvictionOrder(make_policy("prefix"))
     for number in range(95):
@@ -269,6 +295,7 @@ def test_what_is_new_has_some_room_for_itself() -> None:
         admit(order, number, now=number)
     assert numbers(order)[0] == 100
 
+
 def test_what_is_new_does_not_take_the_room_of_what_it_builds_on() -> None:
     """A conversation goes on: its new blocks follow those that were read again. With it go others, all older."""
     order = EvictionOrder(make_policy("prefix"))
@@ -278,6 +305,7 @@ def test_what_is_new_does_not_take_the_room_of_what_it_builds_on() -> None:
     for number in range(2, 50):
         order.read(admit(order, number, now=500.0), 1, 1500.0)
     assert numbers(order)[:2] == [1, 0]
+
 
 def requests_for_popular_objects(objects: int, count: int, bursts: bool) -> list[tuple[float, int]]:
     """Zipf's law; every other request is for a new object that is read eight times within a second and never again."""
@@ -290,6 +318,7 @@ def requests_for_popular_objects(objects: int, count: int, bursts: bool) -> list
         (number / 20, block if number % 2 else objects + number // 16)
         for number, block in enumerate(popular)
     ]
+
 
 @pytest.mark.parametrize("bursts", [False, True])
 def test_popular_objects_stay(bursts: bool) -> None:
@@ -305,6 +334,7 @@ def test_popular_objects_stay(bursts: bool) -> None:
                 cache.put(block, now)
     assert hits["prefix"] > hits["lru"]
     assert hits["prefix"] > 0.95 * hits["s3-fifo"]
+
 
 def test_it_holds_the_order_and_the_bytes_that_a_list_would() -> None:
     rng = Random(1)
@@ -326,6 +356,7 @@ def test_it_holds_the_order_and_the_bytes_that_a_list_would() -> None:
         assert [each.slot for each in linked] == model
         assert linked.bytes == sum(entries[each].extent_bytes for each in model)
         assert all(entries[each].within is linked for each in model)
+
 
 def test_an_entry_among_others_is_told_by_itself() -> None:
     linked = EntryList()

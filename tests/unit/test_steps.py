@@ -1,79 +1,59 @@
 """Nothing holds the event loop for long: how much work one step has at most, counted, for the largest requests."""
 
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Generator
-from collections.abc import Iterator
+import json
+import mmap
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from p2pstore.core import peer_core as operations
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
 from p2pstore.core import peer_core
+from p2pstore.core import peer_core as operations
 from p2pstore.core.copies.memory_return import COLD_PER_STEP
 from p2pstore.core.floors import WITHDRAWN_PER_STEP
 from p2pstore.core.gets import serving
-from p2pstore.core.operation import ColdObject
-from p2pstore.core.operation import ColdSorted
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import ColdObject, ColdSorted, Operation
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP
 from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.floors.cluster_records import ClusterRecords as KeptRecords
+from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.cluster_records import PURGE_STEP
-from p2pstore.gossip.floors.floor_set import FloorSet
-from p2pstore.gossip.floors.floor_set import SLICE_BITS
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import floor_of_keys
-from p2pstore.gossip.records import read_peer_record
-from p2pstore.gossip.records import sign_cluster_record
+from p2pstore.gossip.floors.cluster_records import ClusterRecords as KeptRecords
+from p2pstore.gossip.floors.floor_set import SLICE_BITS, FloorSet
+from p2pstore.gossip.records import SignedRecord, floor_of_keys, read_peer_record, sign_cluster_record
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalClient
+from p2pstore.local.local_protocol import Access, LocalClient
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.extent_allocator import GROWN_PER_STEP
-from p2pstore.memory.key_listing import KeyListing
-from p2pstore.memory.key_listing import RUN_KEYS
+from p2pstore.memory.key_listing import RUN_KEYS, KeyListing
 from p2pstore.memory.references import References
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_objects import EXPIRED_PER_STEP
-from p2pstore.memory.segment_objects import SegmentObjects
-from p2pstore.memory.victims import EVICTED_PER_STEP
-from p2pstore.memory.victims import LOOKED_AT_PER_STEP
+from p2pstore.memory.segment_objects import EXPIRED_PER_STEP, SegmentObjects
+from p2pstore.memory.victims import EVICTED_PER_STEP, LOOKED_AT_PER_STEP
 from p2pstore.memory.views import DROPPED_PER_STEP
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
+from p2pstore.objects import Version, chunk_sums
 from p2pstore.peer import statistics
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutOptions
-from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.stepping import run_through
-from p2pstore.runtime.trio_tasks import in_turns
-from p2pstore.runtime.trio_tasks import take_turns
+from p2pstore.runtime.stepping import Steps, run_through
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import ClusterRecords
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
+from p2pstore.transfer.peer_messages import ClusterRecords, Lookup
+from p2pstore.wire import decode_body, encode_body
 from simulation.segment_checks import check_segment
 from simulation.signer import SimulatedSigner
 from tests.unit.cold_world import ColdWorld
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import peer_record
-from types import SimpleNamespace
-from typing import Any
-import json
-import mmap
-import pytest
-import trio
+from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of, peer_record
 
 GRANULE = 4096
 CLIENT = LocalClient(7, NAMESPACE, Access.WRITE, 1, "")
+
 
 def new_world(granules: int, **facts: Any) -> Harness:
     return Harness(
@@ -81,6 +61,7 @@ def new_world(granules: int, **facts: Any) -> Harness:
         new_memory=lambda length: memoryview(mmap.mmap(-1, length)),
         **facts,
     )
+
 
 def fill(
     world: Harness, count: int, *, pinned: Callable[[int], bool] = lambda number: False, **options: Any
@@ -91,6 +72,7 @@ def fill(
         assert isinstance(operation, PutOperation)
         assert operation.done
     world.forget_effects()
+
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Iterator[list[int]]:
@@ -105,6 +87,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Iterator[
         patched.setattr(owner, name, counting)
         yield calls
 
+
 def most_in_a_step(steps: Steps[Any], calls: list[int]) -> tuple[int, Any]:
     """The most calls in one step, and the result, or the error."""
     most = 0
@@ -118,13 +101,16 @@ def most_in_a_step(steps: Steps[Any], calls: list[int]) -> tuple[int, Any]:
             return max(most, calls[0]), error
         most = max(most, calls[0])
 
+
 # --- room ------------------------------------------------------------------------------------
+
 
 def _take_the_rest(segment: Segment) -> None:
     """Nothing is free any more."""
     allocator = segment.areas.shared.allocator
     while allocator.largest_free_bytes:
         assert allocator.allocate(allocator.largest_free_bytes) is not None
+
 
 def test_a_failed_search_for_room_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world = new_world(4_096)
@@ -141,6 +127,7 @@ def test_a_failed_search_for_room_is_made_once(monkeypatch: pytest.MonkeyPatch) 
     assert looked[0]
     assert not any(looked[1:])
 
+
 def test_many_small_objects_go_for_a_large_one_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world = new_world(1_024)
     fill(world, 1_024)
@@ -153,6 +140,7 @@ def test_many_small_objects_go_for_a_large_one_some_at_a_time(monkeypatch: pytes
     assert most <= EVICTED_PER_STEP
     assert room.length == value - 500
     check_segment(segment)
+
 
 def test_others_get_none_of_what_is_cleared_for_a_large_one() -> None:
     world = new_world(1_024)
@@ -173,6 +161,7 @@ def test_others_get_none_of_what_is_cleared_for_a_large_one() -> None:
     assert len(segment.reservations.of("c")) == 1
     check_segment(segment)
 
+
 def test_a_reservation_that_is_called_off_in_the_middle_leaves_nothing_behind() -> None:
     world = new_world(1_024)
     fill(world, 1_024)
@@ -185,6 +174,7 @@ def test_a_reservation_that_is_called_off_in_the_middle_leaves_nothing_behind() 
         segment.drop_holder("c")
         check_segment(segment)
     assert segment.used_bytes == segment.object_count * GRANULE
+
 
 def test_a_large_one_is_refused_when_something_in_its_place_is_leased_meanwhile() -> None:
     world = new_world(512)
@@ -201,6 +191,7 @@ def test_a_large_one_is_refused_when_something_in_its_place_is_leased_meanwhile(
     check_segment(segment)
     assert segment.used_bytes == segment.object_count * GRANULE
 
+
 def test_windows_of_many_extents_are_grown_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     world = new_world(1_024)
     fill(world, 1_024, pinned=lambda number: number == 512)
@@ -210,7 +201,9 @@ def test_windows_of_many_extents_are_grown_in_steps(monkeypatch: pytest.MonkeyPa
     assert isinstance(error, CapacityExceeded)
     assert most <= 4 * GROWN_PER_STEP + 32
 
+
 # --- time ------------------------------------------------------------------------------------
+
 
 def test_what_expires_at_the_same_moment_goes_some_at_a_time() -> None:
     world = new_world(1_024)
@@ -225,6 +218,7 @@ def test_what_expires_at_the_same_moment_goes_some_at_a_time() -> None:
     assert max(gone) <= EXPIRED_PER_STEP
     check_segment(world.segment)
 
+
 def test_room_of_what_has_expired_is_used_before_anything_else_goes() -> None:
     world = new_world(1_024)
     fill(world, 200)
@@ -234,6 +228,7 @@ def test_room_of_what_has_expired_is_used_before_anything_else_goes() -> None:
     assert not world.segment.free_bytes
     world.segment.reserve(500 * GRANULE, 200, holder="c", now=world.core.unix(world.now))
     assert all(world.find(f"k{number}") for number in range(200))
+
 
 def test_keys_are_put_in_order_some_at_a_time() -> None:
     listing, count = KeyListing(), 10_000
@@ -247,6 +242,7 @@ def test_keys_are_put_in_order_some_at_a_time() -> None:
     assert ([entry.key for entry in found], more) == (["01235", "01236", "01237"], True)
     assert listing.page("n", "no such", "", 3) == ([], False)
 
+
 def test_what_a_namespace_floor_forbids_goes_some_at_a_time() -> None:
     world = new_world(1_024)
     fill(world, 1_000)
@@ -254,7 +250,9 @@ def test_what_a_namespace_floor_forbids_goes_some_at_a_time() -> None:
     world.core.floors.sweep.begin(world.now, distrusted=1 << 62)
     assert before - world.segment.object_count <= WITHDRAWN_PER_STEP
 
+
 # --- other peers -----------------------------------------------------------------------------
+
 
 def test_large_lookups_and_pushes_of_floors_are_answered_in_steps(
     monkeypatch: pytest.MonkeyPatch,
@@ -281,10 +279,13 @@ def test_large_lookups_and_pushes_of_floors_are_answered_in_steps(
     assert operation.done
     assert world.segment.object_count == 300
 
+
 def test_few_members_make_no_step_larger() -> None:
     assert Harness().core.keys_per_step <= peer_core.LOOKED_UP_PER_STEP
 
+
 # --- clients of this host --------------------------------------------------------------------
+
 
 class Peer:
     """A server for local clients, under trio."""
@@ -296,11 +297,13 @@ class Peer:
         self.puts = LocalPuts(node, office=None)  # type: ignore[arg-type]  # no ticket is asked for
         self.gets = LocalGets(node, None, 1 << 40)  # type: ignore[arg-type]
 
+
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have their turn after each step."""
     monkeypatch.setattr("p2pstore.runtime.trio_tasks.TURN_SECONDS", 0.0)
     monkeypatch.setattr("p2pstore.runtime.trio_tasks.FIRST_TURN_SECONDS", 0.0)
+
 
 async def turns_of(answer: Any) -> tuple[int, Any]:
     """How often others had their turn until an answer was there, and the answer."""
@@ -318,6 +321,7 @@ async def turns_of(answer: Any) -> tuple[int, Any]:
             await trio.lowlevel.checkpoint()
             turns += 1
     return turns, result
+
 
 @pytest.mark.usefixtures("short_turns")
 async def test_batches_of_local_clients_let_others_have_their_turn() -> None:
@@ -343,6 +347,7 @@ async def test_batches_of_local_clients_let_others_have_their_turn() -> None:
     assert turns >= 300
     assert not world.segment.leased_bytes
     check_segment(world.segment)
+
 
 @pytest.mark.usefixtures("short_turns")
 async def test_a_batch_of_reservations_that_is_called_off_leaves_none() -> None:
@@ -371,6 +376,7 @@ async def test_a_batch_of_reservations_that_is_called_off_leaves_none() -> None:
         await answer
     assert not world.segment.leased_bytes
 
+
 @pytest.mark.usefixtures("short_turns")
 async def test_one_piece_of_work_at_a_time_has_a_turn() -> None:
     """Of many that are worked on, so that it does not add up."""
@@ -392,12 +398,14 @@ async def test_one_piece_of_work_at_a_time_has_a_turn() -> None:
     later = done[30:]
     assert max(later.count(number) for number in set(later)) <= 2
 
+
 def test_a_short_answer_is_there_at_once() -> None:
     def work() -> Steps[int]:
         return 5
         yield
 
     assert in_turns(work()) == 5
+
 
 def test_what_a_client_holds_ends_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     world = new_world(1_024)
@@ -412,11 +420,14 @@ def test_what_a_client_holds_ends_in_steps(monkeypatch: pytest.MonkeyPatch) -> N
     assert not world.segment.leased_bytes
     assert world.segment.used_bytes == 800 * GRANULE
 
+
 def test_lists_of_requests_are_bounded_before_they_are_decoded() -> None:
     with pytest.raises(ProtocolError, match="length"):
         decode_body(local.Abort, encode_body(local.Abort([1] * (MAX_BATCH + 1))))
 
+
 # --- many members, floors and objects of an earlier life -------------------------------------
+
 
 def test_what_is_told_of_members_is_read_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Harness()
@@ -431,6 +442,7 @@ def test_what_is_told_of_members_is_read_some_at_a_time(monkeypatch: pytest.Monk
     assert len(list(iter(steps))) > 1
     assert json.loads(run_through(statistics.json_in_steps(document))) == document
 
+
 def floors_of_a_second(count: int) -> tuple[KeptRecords, list[SignedRecord]]:
     """Floors of one key each, all of the same second."""
     records, signer = KeptRecords(), SimulatedSigner(1)
@@ -444,6 +456,7 @@ def floors_of_a_second(count: int) -> tuple[KeptRecords, list[SignedRecord]]:
         kept.append(signed)
     return records, kept
 
+
 def test_floors_of_one_second_are_dropped_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     records, _ = floors_of_a_second(3_000)
     (writer,) = records.floors.writers
@@ -455,6 +468,7 @@ def test_floors_of_one_second_are_dropped_some_at_a_time(monkeypatch: pytest.Mon
             assert dropped[0] <= PURGE_STEP
     assert records.floors.count == len(records) == 1_000
     assert records.floors.hash_below(0) == 0
+
 
 def test_floors_are_listed_in_steps_for_the_disk() -> None:
     records, kept = floors_of_a_second(1_000)
@@ -468,12 +482,14 @@ def test_floors_are_listed_in_steps_for_the_disk() -> None:
     found = {signed.body for signed in run_through(steps)}
     assert {signed.body for signed in kept[500:]} <= found
 
+
 def test_the_hashes_of_many_ends_are_those_of_each() -> None:
     records, _ = floors_of_a_second(10)
     floors = records.floors
     first = clock_at(0.0) >> SLICE_BITS
     ends = [(first + number) << SLICE_BITS for number in (3, -2, 0, 1, 600)]
     assert floors.hashes_below(ends) == {end: floors.hash_below(end) for end in ends}
+
 
 def test_objects_of_an_earlier_life_come_back_some_at_a_time() -> None:
     world = ColdWorld()
@@ -491,6 +507,7 @@ def test_objects_of_an_earlier_life_come_back_some_at_a_time() -> None:
             assert len(effect.good) + len(effect.discarded) <= COLD_PER_STEP
     assert sum(len(each.good) + len(each.discarded) for each in found) == 500
 
+
 class Sleeper(Operation):
     """Wants to be woken once."""
 
@@ -502,6 +519,7 @@ class Sleeper(Operation):
     def wake(self, now: float) -> None:
         Sleeper.woken += 1
         self.finish(None, now)
+
 
 def test_operations_that_end_together_end_some_at_a_time() -> None:
     world = Harness()

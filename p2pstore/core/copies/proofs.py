@@ -12,37 +12,32 @@ which is 98 bytes for a version alone, and at most 194. Of an odd number of node
 """
 
 from __future__ import annotations
-from collections import OrderedDict
-from collections.abc import Iterable
-from collections.abc import Sequence
-from itertools import islice
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import Reply
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import peer_id_from_public_key
-from p2pstore.gossip.records import public_key_from_peer_id
-from p2pstore.gossip.records import writer_of
-from p2pstore.gossip.records import writer_of_member
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.objects import Version
-from p2pstore.objects import put_newest
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_PROVED
-from p2pstore.transfer.peer_messages import Proofs
-from p2pstore.transfer.peer_messages import Prove
-from p2pstore.wire import Signer
-from typing import Any
-from typing import Final
-from typing import NamedTuple
-from typing import TYPE_CHECKING
+
 import hashlib
 import heapq
 import math
 import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from p2pstore.core.operation import KnownCopy, Operation, Reply
+from p2pstore.gossip.records import (
+    Member,
+    PeerId,
+    Tier,
+    peer_id_from_public_key,
+    public_key_from_peer_id,
+    writer_of,
+    writer_of_member,
+)
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.segment_layout import decode_trailer
+from p2pstore.objects import Version, put_newest
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
+from p2pstore.wire import Signer
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -71,6 +66,7 @@ LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version, at first."""
 MOST_HOLDERS_ASKED: Final = 8
+
 
 class VersionProofs:
     """See the module's docstring."""
@@ -255,6 +251,7 @@ class VersionProofs:
         """The member did not prove what it has of a key, or, where that is empty, does not answer or lies."""
         put_newest(self._doubted_until, (member, digest), now + DOUBT_SECONDS, MAX_DOUBTED)
 
+
 class ProveOperation(Operation):
     """Ask holders for proofs of copies that nothing else vouches for, and wait for `seconds`: beyond `ASK_SECONDS` only
     for keys without a proved copy, of more holders. The result is of how many keys one was proved."""
@@ -317,6 +314,7 @@ class ProveOperation(Operation):
         if entry is not None and entry.version == version and not self.core.is_own(version):
             self.core.segment.objects.set_proof(entry, proof)
 
+
 MAX_LEAVES: Final = 64
 _HASH_BYTES: Final = 16
 SIGNATURE_BYTES: Final = 64
@@ -328,6 +326,7 @@ _LEAF_PERSON: Final = b"p2pstore.vleaf.1"
 _NODE_PERSON: Final = b"p2pstore.vnode.1"
 _CONTEXT: Final = b"p2pstore versions 1\0"
 
+
 class SignedTree(NamedTuple):
     """What a proof says, once its signature was found good: `signer` signed `message`."""
 
@@ -335,10 +334,12 @@ class SignedTree(NamedTuple):
     message: bytes
     signature: bytes
 
+
 def sign_versions(versions: Sequence[tuple[bytes, Version]], signer: Signer) -> list[bytes]:
     """A proof for each of 1 to 64 versions, by the digests of their keys."""
     levels = _levels(versions)
     return _proofs(levels, signer.peer_id, signer.sign(_message(len(versions), levels[-1][0])))
+
 
 def signed_proofs(
     versions: Sequence[tuple[bytes, Version]], signer: PeerId, signature: bytes
@@ -346,9 +347,11 @@ def signed_proofs(
     """What `sign_versions` of all these made, out of its signature. They are good if that is."""
     return _proofs(_levels(versions), signer, signature)
 
+
 def signature_of(proof: bytes) -> bytes:
     """The signature in a proof."""
     return proof[_SIGNATURE]
+
 
 def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | None:
     """What a proof says of this version, without a look at the signature; None when it is none of it."""
@@ -371,6 +374,7 @@ def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | No
         return None
     return SignedTree(signer, _message(count, node), signature)
 
+
 def _levels(versions: Sequence[tuple[bytes, Version]]) -> list[list[bytes]]:
     """The tree's hashes, from the leaves up to the root."""
     levels = [[_leaf(digest, version) for digest, version in versions]]
@@ -378,25 +382,31 @@ def _levels(versions: Sequence[tuple[bytes, Version]]) -> list[list[bytes]]:
         levels.append(_above(levels[-1]))
     return levels
 
+
 def _proofs(levels: list[list[bytes]], signer: PeerId, signature: bytes) -> list[bytes]:
     count = len(levels[0])
     begin = public_key_from_peer_id(signer) + signature
     return [begin + bytes((place, count)) + b"".join(_path(levels, place)) for place in range(count)]
 
+
 def _message(count: int, root: bytes) -> bytes:
     return _CONTEXT + bytes((count,)) + root
+
 
 def _leaf(digest: bytes, version: Version) -> bytes:
     return hashlib.blake2b(
         _LEAF.pack(digest, *version), digest_size=_HASH_BYTES, person=_LEAF_PERSON
     ).digest()
 
+
 def _node(left: bytes, right: bytes) -> bytes:
     return hashlib.blake2b(left + right, digest_size=_HASH_BYTES, person=_NODE_PERSON).digest()
+
 
 def _above(nodes: list[bytes]) -> list[bytes]:
     pairs = zip(nodes[::2], nodes[1::2], strict=False)
     return [_node(left, right) for left, right in pairs] + nodes[len(nodes) & ~1 :]
+
 
 def _path(levels: list[list[bytes]], place: int) -> list[bytes]:
     path = []

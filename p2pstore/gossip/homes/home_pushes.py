@@ -15,33 +15,27 @@ A member that is home no longer is told for a while yet: others, and it itself, 
 """
 
 from __future__ import annotations
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from collections.abc import Set
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
-from p2pstore.gossip.gossip_messages import HomePush
-from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
-from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS
-from p2pstore.gossip.homes.home_updates import PartitionSets
-from p2pstore.gossip.homes.partition_homes import HomeTable
-from p2pstore.gossip.homes.partition_homes import NO_HOMES
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT
-from p2pstore.gossip.homes.partition_homes import PartitionConfig
-from p2pstore.gossip.homes.partition_homes import partition_of
-from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.home_messages import PartitionSet
-from p2pstore.home_messages import Push
-from random import Random
-from typing import Final
+
 import math
 import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Final
+
+from p2pstore.gossip.gossip_messages import HomePush
+from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, LARGEST_SET_RECORDS, PartitionSets
+from p2pstore.gossip.homes.partition_homes import (
+    NO_HOMES,
+    PARTITION_COUNT,
+    HomeTable,
+    PartitionConfig,
+    partition_of,
+)
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId
+from p2pstore.home_messages import PartitionSet, Push
 
 MAX_RUNS: Final = 4_096
 """Operations that wait for one home; of more the partitions are sent whole."""
@@ -55,6 +49,7 @@ ANSWER_WEIGHT: Final = 1 / 8
 _NUMBER: Final = struct.Struct("<I")
 COMPOSED_AT_ONCE: Final = 4_096
 """Operations put into messages at a time, at 0.5 us each."""
+
 
 @dataclass(slots=True)
 class _Home:
@@ -81,6 +76,7 @@ class _Home:
     @property
     def idle(self) -> bool:
         return not (self.runs or self.behind or self.audit or self.tokens)
+
 
 class Confirmed:
     """By partition: the members that have confirmed all that was said of it, and those that are home no longer but are
@@ -145,6 +141,7 @@ class Confirmed:
         # Almost always all homes: then the table's tuple, which all share, says so.
         same = len(chosen) == len(homes) and all(member in chosen for member in homes)
         self.by[partition] = homes if same else tuple(chosen)
+
 
 class HomePushes:
     """See the module's docstring. `keeps_partitions` says whether a member is in partitioned mode."""

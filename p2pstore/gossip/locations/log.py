@@ -15,31 +15,24 @@ about to tell of it: a lone operation at once, and many of them together.
 """
 
 from __future__ import annotations
+
+import math
+import struct
 from bisect import bisect_right
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
 from numpy.typing import NDArray
+
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import LocationIndex
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import PeerId
-from p2pstore.location_table import RECORD
-from p2pstore.location_table import WHOLE
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from p2pstore.wire import Signer
-from p2pstore.wire import Verifier
-from typing import Any
-from typing import Final
-import math
-import numpy as np
-import struct
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, PeerId
+from p2pstore.location_table import RECORD, WHOLE
+from p2pstore.objects import DIGEST_BYTES, MIB, Version
+from p2pstore.wire import Signer, Verifier
 
 DEFAULT_RING_LIMIT: Final = 65_536
 Position = tuple[int, int]
@@ -58,6 +51,7 @@ _STAMPED: Final = struct.Struct("<QH")
 """Clock and writer of a record's version."""
 _CLOCK_ONLY: Final = struct.Struct(f"<{DIGEST_BYTES}xQ{LOCATION_BYTES - DIGEST_BYTES - 8}x")
 
+
 def check_run(packed: bytes | bytearray | memoryview) -> int:
     """How many records a packed run has. Raises `ProtocolError` when they are not whole."""
     count, rest = divmod(len(packed), LOCATION_BYTES)
@@ -67,12 +61,14 @@ def check_run(packed: bytes | bytearray | memoryview) -> int:
         )
     return count
 
+
 def newest_clock(packed: bytes | bytearray | memoryview, limit: int) -> int:
     """The highest clock of the versions in a packed run that is at most `limit`; 0 when there is none."""
     if len(packed) <= _FEW * LOCATION_BYTES:
         return max((clock for (clock,) in _CLOCK_ONLY.iter_unpack(packed) if clock <= limit), default=0)
     clocks = np.frombuffer(packed, RECORD)["clock"]
     return int(clocks[clocks <= limit].max(initial=0))
+
 
 class OperationRing:
     """The most recent operations of one log, packed and contiguous, with their owner's signatures of runs; the newest
@@ -175,6 +171,7 @@ class OperationRing:
             del self._packed[: (self._ends[count - 1] + 1 - self.first) * LOCATION_BYTES]
             del self._ends[:count]
             del self._signatures[: count * SIGNATURE_BYTES]
+
 
 class OwnLog:
     """This peer's own log. `incarnation` is that of the process's start (see `membership`)."""
@@ -306,8 +303,10 @@ class OwnLog:
             for copy in self._copies:
                 copy.note(each)
 
+
 STEP_RECORDS: Final = 16_384
 """Copied in one step, of half a millisecond."""
+
 
 class LogCopy:
     """A copy under way: `step` until that says that it is done, then `head` and `parts`. Made by `OwnLog.copying`."""
@@ -369,6 +368,7 @@ class LogCopy:
             kept[place] = part[start : start + DIGEST_BYTES] not in self._noted
         return part if kept.all() else np.frombuffer(part, WHOLE)[kept].tobytes()
 
+
 SIGNATURE_BYTES: Final = 64
 MAX_SIGNED_OPERATIONS: Final = 1_800
 """In one run. Two of them are as much work as one delta brings, and fit into it."""
@@ -385,6 +385,7 @@ MOST_SECONDS: Final = 2.0
 _CONTEXT: Final = b"p2pstore log run 1\0"
 _PLACE: Final = struct.Struct("<QQ")
 
+
 @dataclass(frozen=True, slots=True)
 class SignedRun:
     """Packed operations of one log, contiguous from `first_sequence`, and their owner's signature."""
@@ -397,17 +398,21 @@ class SignedRun:
     def last_sequence(self) -> int:
         return self.first_sequence + len(self.operations) // LOCATION_BYTES - 1
 
+
 def sign_run(signer: Signer, incarnation: int, first_sequence: int, operations: bytes) -> bytes:
     """The owner's signature of operations at this place of its log."""
     return signer.sign(_message(incarnation, first_sequence, operations))
+
 
 def is_signed(verifier: Verifier, owner: PeerId, incarnation: int, run: SignedRun) -> bool:
     """Whether the owner signed the run, at that place of that log."""
     message = _message(incarnation, run.first_sequence, run.operations)
     return verifier.verify(owner, message, run.signature)
 
+
 def _message(incarnation: int, first_sequence: int, operations: bytes) -> bytes:
     return _CONTEXT + _PLACE.pack(incarnation, first_sequence) + operations
+
 
 class SigningPace:
     """When an owner may sign a run again."""
@@ -429,11 +434,13 @@ class SigningPace:
         least = LEAST_SECONDS_UNDER_LOAD if self._is_loaded() else LEAST_SECONDS
         return min(MOST_SECONDS, max(least, self._writers() / RUNS_PER_SECOND))
 
+
 LEAST_PACKED: Final = 3
 MAX_OPERATION_BYTES: Final = 4 * MIB
 """Of all that one message brings, unpacked."""
 MASK_BYTES: Final = (LOCATION_BYTES + 7) // 8
 _NO_BITS: Final = -1 << LOCATION_BYTES
+
 
 def pack_operations(operations: bytes) -> bytes:
     """The packed form of a run of whole records."""
@@ -444,6 +451,7 @@ def pack_operations(operations: bytes) -> bytes:
     shared: NDArray[np.bool_] = (rows == rows[0]).all(axis=0)
     mask = np.packbits(shared, bitorder="little").tobytes()
     return b"".join((mask, rows[0][shared].tobytes(), rows[:, ~shared].tobytes()))
+
 
 def unpack_operations(packed: bytes, start: int, count: int) -> tuple[bytes, int]:
     """The operations of a run of `count` whose packed form begins at `start`, and where that ends. Raises
@@ -466,6 +474,7 @@ def unpack_operations(packed: bytes, start: int, count: int) -> tuple[bytes, int
     rows[:, shared] = rest[:in_common]
     rows[:, ~shared] = rest[in_common:].reshape(count, -1)
     return rows.tobytes(), end
+
 
 def _whole(packed: bytes, start: int, end: int) -> bytes:
     if end > len(packed):
