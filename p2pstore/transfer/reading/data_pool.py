@@ -22,7 +22,7 @@ from p2pstore.errors import (
 )
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import KIB
-from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates
+from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates, Outrun
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver
 from p2pstore.transfer.data_messages import (
     DataAddress,
@@ -368,7 +368,7 @@ class DataPool:
             connection.stream.progress_seconds = progress_seconds
             return await action(connection)
         except (DeadlineExceeded, Unavailable) as error:
-            if briefly:
+            if briefly and not isinstance(error, Outrun):
                 place.failed_at, place.failure = time.monotonic(), error
             raise
         finally:
