@@ -17,8 +17,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -198,25 +198,23 @@ class NonblockingStream:
         shut_down(self._sock)
 
 
-@asynccontextmanager
-async def together(driver: Driver, most: int) -> AsyncIterator[Callable[[Work], None]]:
-    """Gives a function that begins a work beside the block, or has it wait while `most` run. Leaving the block takes
-    part in what waits, and ends when all have ended; then it raises the first error, after which none begins."""
-    waiting: deque[Work] = deque()
+async def together(driver: Driver, works: Sequence[Work], most: int) -> None:
+    """Do all works, at most `most` at once: the last one by this task, the first ones by helpers. All have ended when
+    this does, in whatever way. Raises the first error, after which none begins."""
+    waiting = deque(works)
     errors: list[Exception] = []
-    running: list[Event] = []
 
-    async def work_off() -> None:
+    async def work_off(take: Callable[[], Work]) -> None:
         while waiting:
             try:
-                work = waiting.popleft()
+                work = take()
             except IndexError:  # another thread took it
                 return
             await work()
 
     async def help(ended: Event, _: HelperTask) -> None:
         try:
-            await work_off()
+            await work_off(waiting.popleft)
         except Exception as error:
             waiting.clear()
             errors.append(error)
@@ -224,18 +222,14 @@ async def together(driver: Driver, most: int) -> AsyncIterator[Callable[[Work], 
             ended.set()
 
     async with driver.helpers() as start:
-
-        def begin(work: Work) -> None:
-            waiting.append(work)
-            if len(running) < most:
-                ended = driver.event()
-                with contextlib.suppress(RuntimeError):  # no more threads: the block does it
-                    start(partial(help, ended))
-                    running.append(ended)
-
+        running = [driver.event() for _ in works[1:most]]
         try:
-            yield begin
-            await work_off()
+            for ended in running:
+                start(partial(help, ended))
+        except RuntimeError:  # no more threads: those that began do it
+            running = []
+        try:
+            await work_off(waiting.pop)
         finally:
             waiting.clear()
         for ended in running:
