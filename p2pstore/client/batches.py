@@ -1,42 +1,33 @@
 """Getting many objects: local ones from the mapping, the rest in one batch per holder."""
 
 from __future__ import annotations
+
 from collections import deque
-from collections.abc import Collection
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Any, Final, TypeVar
+
 from msgspec.structs import replace
+
 from p2pstore.client.answers import plain_error
-from p2pstore.client.destinations import BufferRooms
-from p2pstore.client.destinations import DigestsOf
-from p2pstore.client.destinations import NewMemory
-from p2pstore.client.destinations import NewMemoryRooms
-from p2pstore.client.destinations import Rooms
+from p2pstore.client.destinations import BufferRooms, DigestsOf, NewMemory, NewMemoryRooms, Rooms
 from p2pstore.client.fetcher import Fetcher
-from p2pstore.client.read_plan import HolderGroup
-from p2pstore.client.read_plan import ReadPlan
-from p2pstore.client.read_plan import groups_by_holder
-from p2pstore.client.read_plan import is_far
-from p2pstore.client.read_plan import remote_copy
-from p2pstore.client.read_plan import version_of
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import StoreClosed
+from p2pstore.client.read_plan import (
+    HolderGroup,
+    ReadPlan,
+    groups_by_holder,
+    is_far,
+    remote_copy,
+    version_of,
+)
+from p2pstore.errors import DeadlineExceeded, P2PStoreError, StoreClosed
 from p2pstore.local.local_messages import PlanItem
-from p2pstore.objects import Announced
-from p2pstore.objects import Version
+from p2pstore.objects import Announced, Version
 from p2pstore.runtime.streams import Work
-from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.failover import SilentHolders
-from p2pstore.transfer.failover import is_silence
+from p2pstore.transfer.failover import PullFailed, SilentHolders, is_silence
 from p2pstore.transfer.reading.small_reads import in_parts
-from p2pstore.transfer.transport import Pulled
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.transfer.transport import announcing
+from p2pstore.transfer.transport import Pulled, RemoteCopy, announcing
 from p2pstore.values import destination_views
-from typing import Any
-from typing import Final
-from typing import TypeVar
 
 D = TypeVar("D", bound=NewMemory)
 
@@ -46,6 +37,7 @@ Outcome = int | P2PStoreError | ValueError
 """The length, or why there is none."""
 _UNDER_WAY: Final = -1
 _NO_ROOM: Final = memoryview(b"")
+
 
 async def fetch_many(
     fetcher: Fetcher,
@@ -60,11 +52,13 @@ async def fetch_many(
     rooms_of = None if are_views else destination_views
     return await _Batch(fetcher, BufferRooms(keys, digests_of, buffers, rooms_of)).fetch()
 
+
 async def fetch_many_new(
     fetcher: Fetcher, keys: Sequence[str], destinations: Sequence[D], digests_of: DigestsOf
 ) -> list[Outcome]:
     """`fetch_many` to new memory."""
     return await _Batch(fetcher, NewMemoryRooms[D](keys, digests_of, destinations)).fetch()
+
 
 class _Batch:
     """Many reads at once, each to a room of its own. Each step settles some of the items, which are known by their

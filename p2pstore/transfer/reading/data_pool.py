@@ -5,65 +5,51 @@ least crowded one. A peer that restarted meanwhile costs one reconnect.
 """
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Coroutine
-from collections.abc import Sequence
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import ConfigError
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import ProtocolMismatch
-from p2pstore.errors import Unavailable
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.objects import KIB
-from p2pstore.runtime.flow import Haste
-from p2pstore.runtime.flow import HolderRates
-from p2pstore.runtime.flow import NO_HASTE
-from p2pstore.runtime.flow import Outrun
-from p2pstore.runtime.streams import ByteStream
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
-from p2pstore.runtime.streams import Driver
-from p2pstore.transfer.data_messages import DataAddress
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import GetPiece
-from p2pstore.transfer.data_messages import PieceReply
-from p2pstore.transfer.data_messages import Store
-from p2pstore.transfer.data_messages import Stored
-from p2pstore.transfer.data_messages import split_data_address
-from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import Arriving
-from p2pstore.transfer.reading.arriving import Destination
-from p2pstore.transfer.reading.arriving import ResumableDestination
-from p2pstore.transfer.reading.arriving import resumable
-from p2pstore.transfer.reading.connection_places import ConnectionPlaces
-from p2pstore.transfer.reading.connection_places import MAX_IDLE
-from p2pstore.transfer.reading.connection_places import MAX_PLACES
-from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.small_reads import Parts
-from p2pstore.transfer.reading.small_reads import in_parts
-from p2pstore.transfer.reading.small_reads import pull_one
-from p2pstore.transfer.reading.small_reads import pull_small
-from p2pstore.transfer.reading.span_reads import ItemOutcome
-from p2pstore.transfer.reading.span_reads import Wanted
-from p2pstore.transfer.reading.span_reads import failure_of
-from p2pstore.transfer.reading.span_reads import look
-from p2pstore.transfer.reading.span_reads import read_many
-from p2pstore.transfer.reading.span_reads import read_one
-from p2pstore.transfer.transfer_trace import Progress
-from p2pstore.transfer.transport import Pulled
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.transfer.transport import RemotePeer
-from p2pstore.wire import Message
-from typing import Any
-from typing import Final
-from typing import Protocol
-from typing import TypeVar
+
 import math
 import threading
 import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from p2pstore.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    DeadlineExceeded,
+    ProtocolError,
+    ProtocolMismatch,
+    Unavailable,
+)
+from p2pstore.memory.segment_layout import Slot, TrailerBody
+from p2pstore.objects import KIB
+from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates, Outrun
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver
+from p2pstore.transfer.data_messages import (
+    DataAddress,
+    DataKind,
+    GetPiece,
+    PieceReply,
+    Store,
+    Stored,
+    split_data_address,
+)
+from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.read_tickets import GrantedTicket
+from p2pstore.transfer.reading.arriving import Arriving, Destination, ResumableDestination, resumable
+from p2pstore.transfer.reading.connection_places import MAX_IDLE, MAX_PLACES, ConnectionPlaces
+from p2pstore.transfer.reading.data_connection import DataConnection
+from p2pstore.transfer.reading.small_reads import Parts, in_parts, pull_one, pull_small
+from p2pstore.transfer.reading.span_reads import (
+    ItemOutcome,
+    Wanted,
+    failure_of,
+    look,
+    read_many,
+    read_one,
+)
+from p2pstore.transfer.transfer_trace import Progress
+from p2pstore.transfer.transport import Pulled, RemoteCopy, RemotePeer
+from p2pstore.wire import Message
 
 T = TypeVar("T")
 
@@ -77,11 +63,13 @@ BRIEF_BYTES: Final = 64 * KIB
 TicketSource = Callable[[RemotePeer], GrantedTicket]
 """Issues a ticket for this peer. Raises `AuthenticationFailed` when it cannot."""
 
+
 def carried_ticket(peer: RemotePeer) -> GrantedTicket:
     """The ticket source of a process that cannot issue tickets: the one that came with the copy."""
     if peer.ticket is None:
         raise AuthenticationFailed("there is no ticket for this peer: ask the local peer for a plan")
     return peer.ticket
+
 
 class DataPool(ConnectionPlaces):
     """Connections to any number of peers, for any number of tasks (or threads, with blocking sockets).
@@ -401,6 +389,7 @@ class DataPool(ConnectionPlaces):
         stream.progress_seconds = connect_seconds
         return await open_connection(stream, at, peer_id, granted)
 
+
 async def open_connection(
     stream: ByteStream, at: DataAddress, peer_id: bytes, granted: GrantedTicket
 ) -> DataConnection:
@@ -414,6 +403,7 @@ async def open_connection(
         stream, granted = await dial_tls(stream, peer_id, granted)
     return await DataConnection.open(stream, granted)
 
+
 class Using(Protocol):
     """Hears which connection a read uses, and when that ends."""
 
@@ -421,12 +411,14 @@ class Using(Protocol):
 
     def ended(self) -> None: ...
 
+
 async def _used(using: Using, connection: DataConnection, action: Awaitable[T]) -> T:
     using.began(connection)
     try:
         return await action
     finally:
         using.ended()
+
 
 def _is_connection_error(error: Exception) -> bool:
     return isinstance(
