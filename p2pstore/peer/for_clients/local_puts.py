@@ -81,7 +81,9 @@ class LocalPuts:
         for begin in range(0, len(columns.keys), PUBLISHED_PER_STEP):
             if begin:
                 yield
-            some = columns.part(slice(begin, begin + PUBLISHED_PER_STEP))
+            some = columns
+            if len(columns.keys) > PUBLISHED_PER_STEP:
+                some = columns.part(slice(begin, begin + PUBLISHED_PER_STEP))
             ends = publish_new(
                 self._core, some, holder=client.holder, namespace=namespace, now=self._node.now
             )
