@@ -6,9 +6,15 @@ from collections import Counter
 
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction import rank_of
-from p2pstore.memory.object_table import slot_of
+from p2pstore.memory.object_table import packed_slot
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import SlotState, decode_slot, decode_trailer, trailer_matches
+from p2pstore.memory.segment_layout import (
+    SlotState,
+    decode_slot,
+    decode_trailer,
+    encode_slot,
+    trailer_matches,
+)
 
 
 def check_segment(segment: Segment) -> None:
@@ -74,8 +80,10 @@ def _check_entry(segment: Segment, entry: ObjectEntry) -> None:
         assert (entry in segment.objects.order) == (rank_of(entry) is not None)
     area = segment.areas.at(entry.offset - segment.geometry.data_offset)
     assert entry.group == area.group_of(entry.namespace)
-    assert decode_slot(segment.table.slot_bytes(entry)) == slot_of(entry)
+    slot = decode_slot(segment.table.slot_bytes(entry))
+    assert slot is not None
+    assert encode_slot(slot) == packed_slot(entry)
     trailer = decode_trailer(segment.table.trailer_bytes(entry))
     assert trailer is not None
-    assert trailer_matches(trailer, slot_of(entry))
+    assert trailer_matches(trailer, slot)
     assert (trailer.key, trailer.pin) == (entry.key, entry.pin)

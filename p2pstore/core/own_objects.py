@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from p2pstore.core.copies.own_copies import are_kept_elsewhere
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
 from p2pstore.gossip.records import LocationRecord, Tier, care_flags, writer_of
-from p2pstore.location_table import LOCATION
 from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment_layout import GRANULE_BYTES, MAX_TRAILER_BYTES, Pin, round_up
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.ssd_tier.index import ColdEntry
 
+_PACK_LOCATION: Final = struct.Struct("<16sQHQII").pack
+"""`LOCATION`, with size and flags as one number."""
 SUM_BYTES: Final = 8
 USUAL_TRAILER_BYTES: Final = 2_048
 """Upper bound of a usual trailer without its chunk sums."""
@@ -162,7 +164,7 @@ class OwnObjects:
         return entry
 
     def lend(self, digest: bytes, now: float, *, decides: bool) -> tuple[Loan, ObjectEntry] | None:
-        """`Segment.lend` of an object that may be served, for any thread. None when this takes more than a look, for
+        """`Views.lend` of an object that may be served, for any thread. None when this takes more than a look, for
         a thread that is not the one that `decides`."""
         if self._core.floors.sweep.pending and not (decides and self.find(digest, now)):
             return None
@@ -175,7 +177,8 @@ class OwnObjects:
         now: float,
         declines: Callable[[ObjectEntry], bool] | None = None,
     ) -> SmallObjectsLent | None:
-        """`Segment.lend_small` of what GET_SMALL answers, for any thread. None when this takes more than a look."""
+        """`Views.lend_small` of the objects that a GET_SMALL asks for, for any thread. None when this takes more than
+        a look."""
         if self._core.floors.sweep.pending:
             return None
         most_bytes = min(most_bytes, CHUNK_BYTES)
@@ -220,7 +223,7 @@ class OwnObjects:
 
 
 def location_of(entry: ObjectEntry) -> LocationRecord:
-    """What the peer announces of an object it holds."""
+    """The location record of an object in memory."""
     return LocationRecord(
         entry.digest,
         entry.version,
@@ -235,21 +238,21 @@ def location_of(entry: ObjectEntry) -> LocationRecord:
 
 def packed_locations(entries: Sequence[ObjectEntry]) -> list[bytes]:
     """`location_of` each, packed: of new objects, which are firm and in memory alone."""
-    pack = LOCATION.pack
+    pack = _PACK_LOCATION
     return [
         pack(
             entry.digest,
             *entry.version,
             entry.slot,
-            (-(-entry.length // GRANULE_BYTES)).to_bytes(3, "little"),
-            care_flags(entry.replicas, entry.pin),
+            -(-entry.length // GRANULE_BYTES)
+            | (care_flags(entry.replicas, entry.pin) << 24 if entry.replicas != 1 or entry.pin else 0),
         )
         for entry in entries
     ]
 
 
 def location_on_ssd(entry: ColdEntry) -> LocationRecord:
-    """What the peer announces of an object that is on its SSD alone."""
+    """The location record of an object that is on the SSD alone."""
     return LocationRecord(
         entry.digest,
         entry.version,

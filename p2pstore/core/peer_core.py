@@ -36,7 +36,7 @@ from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import Member, PeerId, member_of, writer_of
 from p2pstore.home_messages import Pushed
 from p2pstore.memory.segment import Segment
-from p2pstore.objects import HybridClock, Signer, Verifier, Version, key_hasher, namespace_digest
+from p2pstore.objects import HybridClock, Signer, Verifier, Version, keys_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.wire import Message
 
@@ -57,7 +57,7 @@ _TIMED: Final = (
 
 
 class PeerCore:
-    """What one peer decides. See the module's docstring for how it is driven."""
+    """All decisions of one peer. The module's docstring tells how it is driven."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class PeerCore:
         self.objects = OwnObjects(self)
         self._next_expire = 0.0
         self._namespaces: dict[str, bytes] = {}
-        self._hashers: dict[str, Callable[[str], bytes]] = {}
+        self._hashers: dict[str, Callable[[Sequence[str]], list[bytes]]] = {}
         self.pushes_coming = PushesComing()
         """Large ones, which are taken in one after the other."""
         self.proofs = VersionProofs(self)
@@ -120,11 +120,11 @@ class PeerCore:
         return now + self.unix_offset_seconds
 
     def believed_unix(self, now: float) -> float:
-        """Wall-clock time by which stamps of others are judged: see `Gossip.believed_unix`."""
+        """Wall-clock time by which stamps of others are judged: see `ClusterTime.believed_unix`."""
         return self.gossip.time.believed_unix(now)
 
     def is_in_time(self, clock: int, now: float) -> bool:
-        """Whether a stamp of somebody else's is at most 10 s in the future."""
+        """Whether another peer's stamp is at most 10 s in the future."""
         accepts = self.clock.accepts
         return accepts(clock, self.unix(now)) or accepts(clock, self.believed_unix(now))
 
@@ -196,7 +196,7 @@ class PeerCore:
 
     @property
     def keys_per_step(self) -> int:
-        """How many keys to look up, with their home peers, at a time: what takes 2 to 4 ms."""
+        """Keys to look up, with their home peers, at a time: 2 to 4 ms of work."""
         return max(1, min(LOOKED_UP_PER_STEP, WORK_PER_STEP // (8 + len(self.gossip.membership.live()))))
 
     def live_peers(self) -> list[PeerId]:
@@ -232,7 +232,7 @@ class PeerCore:
         many keys some are left for the next call, which `next_tick` asks for.
 
         Two concurrent first puts both succeed; the lower version goes when the higher one is heard of from its
-        holder. What others say of a holder gives up nothing.
+        holder. Other peers' statements of a holder give up nothing.
         """
         touched = self.gossip.directory.take_touched(self.keys_per_step)
         self.operations.tell_waiting(touched, now)
@@ -264,8 +264,8 @@ class PeerCore:
         if hasher is None:
             if len(self._hashers) > MAX_HASHERS:
                 self._hashers.clear()
-            hasher = self._hashers[namespace] = key_hasher(namespace)
-        return list(map(hasher, keys))
+            hasher = self._hashers[namespace] = keys_hasher(namespace)
+        return hasher(keys)
 
     def namespaces(self) -> Iterable[tuple[str, bytes]]:
         """Namespaces that were met here lately, with their digests."""

@@ -1,4 +1,4 @@
-"""What one peer's gossip consists of, what it knows, and what this peer holds itself. Pure."""
+"""The parts of one peer's gossip, and its own log and record. Pure."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def iterate_locations(packed: bytes | memoryview) -> Iterator[LocationRecord]:
 
 
 def location_hash(packed: bytes) -> int:
-    """What one held record adds (by XOR) to its log's set hash; the removed flag does not occur."""
+    """One held record's part (by XOR) of its log's set hash; the removed flag does not occur."""
     return xxhash.xxh3_64_intdigest(packed)
 
 
@@ -204,7 +204,7 @@ class Participation(Message, frozen=True):
     empty; `version` the first 8 bytes of a version, empty for a follower that knows of none yet. `state` is a
     `TakesPart`; one that is not known means that it takes no part in moving pieces. `current` are the first 8 bytes of
     the version that a follower has switched to. `why` says why it failed. `needs_permille`: how much of the version it
-    has, or wants to have, in the end; what is done is of that."""
+    has, or wants to have, in the end; the done part is of that."""
 
     name: bytes
     version: bytes
@@ -222,12 +222,12 @@ MAX_WHY_BYTES: Final = 120
 
 
 class PeerRecord(Message, frozen=True):
-    """Who a peer is and what it offers. `sequence` grows with every change within an incarnation.
+    """Identity, addresses and offers of a peer. `sequence` grows with every change within an incarnation.
 
     `control` and `data` are `host:port` addresses (`[v6]:port`), `socket` the local socket's path on
     the host that `host_id` names. Sizes in bytes, `load_permille` of one core. `floors_horizon` is a
     hash of the floors' horizon that the peer has taken in (`floor_stamps`), 0 while there is none.
-    `directory` is a `directory_mode.KeptDirectory`. `checkpoints` are those that the peer takes part in.
+    `directory` is a `KeptDirectory`. `checkpoints` are those that the peer takes part in.
     `floors_end`, `floors_hash`, `floors_seen`: see `floor_sync`; an end of 0 comes from an older peer, which does not
     know floors of several keys. `memory_coldest`: when the object that would be evicted first was used last, in Unix
     seconds, as its policy has it; 0: not told.
@@ -301,7 +301,7 @@ class ClusterRecord(Message, frozen=True):
 
 
 class FloorBody(Message, frozen=True):
-    """What a floor of keys says besides: their namespace's digest, and with `SCOPE_KEYS` up to 64 digests."""
+    """The body of a floor of keys: their namespace's digest, and with `SCOPE_KEYS` up to 64 digests."""
 
     namespace: bytes = b""
     keys: bytes = b""

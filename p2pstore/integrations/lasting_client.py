@@ -1,4 +1,4 @@
-"""A client for engines that run for weeks: the peer may be restarted, and a cache that is away is only a miss."""
+"""A client that never raises into an engine: circuit breaker, bounded lookups, reconnects to a restarted peer."""
 
 from __future__ import annotations
 

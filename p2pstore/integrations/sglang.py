@@ -1,4 +1,4 @@
-"""SGLang's HiCache on this store: a `dynamic` storage backend.
+"""SGLang's HiCache on this store: a dynamic storage backend.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
     '{"backend_name": "p2pstore", "module_path": "p2pstore.integrations.sglang", "class_name": "P2PHiCache",

@@ -1,11 +1,11 @@
-"""What a segment's owner knows of each object and each reservation. Pure."""
+"""Records of a segment's owner, one for each object and each reservation. Pure."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import chain, count
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
 import msgspec
@@ -15,9 +15,15 @@ from p2pstore.objects import Version
 
 MAX_RESERVATIONS_PER_HOLDER: Final = 4096
 
+_PINS: Final = tuple(Pin)
 
-@dataclass(slots=True, eq=False)
-class ObjectEntry:
+
+def pin_of(trailer: TrailerBody) -> Pin:
+    """The object's pin. One that only newer versions know counts as hard."""
+    return _PINS[min(trailer.pin, len(_PINS) - 1)] if trailer.pin > 0 else _PINS[0]
+
+
+class ObjectEntry(msgspec.Struct, eq=False):
     """One object in a segment. Others may read it; only `Segment` changes it.
 
     `slot` is its number in the object table, `offset` where its payload begins, in bytes from the
@@ -31,7 +37,7 @@ class ObjectEntry:
     `warmer` are its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a
     chain of prefix blocks, `followers` counts the blocks of which it is that. `is_kept_elsewhere`: another peer holds a
     copy and is to keep it before this one does, as far as was known when it was looked up, which counts until
-    `known_until`. `timer` is the entry's place among those that have times (`expiry`).
+    `known_until`. `timer` is the entry's place among those that have times (`ExpiryTimers`).
     """
 
     digest: bytes
@@ -58,16 +64,19 @@ class ObjectEntry:
     not_written_before: float = 0.0
     verified: bool = False
     rank: int | None = None
-    within: EntryList | None = field(default=None, repr=False)  # neighbours have neighbours
-    colder: ObjectEntry | None = field(default=None, repr=False)
-    warmer: ObjectEntry | None = field(default=None, repr=False)
+    within: EntryList | None = None
+    colder: ObjectEntry | None = None
+    warmer: ObjectEntry | None = None
     standing: int = 0
-    follows: ObjectEntry | None = field(default=None, repr=False)
+    follows: ObjectEntry | None = None
     followers: int = 0
     is_kept_elsewhere: bool = False
     known_until: float = 0.0
     group: int = 0
     timer: int | None = None
+
+    def __repr__(self) -> str:
+        return f"ObjectEntry({self.key!r} in {self.namespace!r}, slot={self.slot}, {self.state!r})"
 
     def expired(self, now: float) -> bool:
         """Whether its time to live is over at `now` (Unix seconds)."""
@@ -75,9 +84,9 @@ class ObjectEntry:
 
 
 class SmallObjectsLent(NamedTuple):
-    """Objects of one chunk that stay where they are until the loan ends. `slots`: 64 bytes for each that was asked for,
-    zero for those that are none of them; `digests` and `payloads` of the others, `length_bytes` in all. `handle` is
-    whose they are; None for nothing."""
+    """Objects of one chunk that stay where they are until the loan ends. `slots`: 64 bytes for each requested digest,
+    zeros where no object is lent. `digests`, `payloads`: of the lent objects, in the order of the request;
+    `length_bytes` in all. `handle`: the loan; None when nothing is lent."""
 
     slots: bytes
     digests: list[bytes]
@@ -119,7 +128,7 @@ def small_entries(
     return places, entries
 
 
-class Written(NamedTuple):
+class Written(msgspec.Struct, frozen=True, gc=False):
     """An object that lies in a reservation, and the digest of the block that it follows, if any."""
 
     reservation: int
@@ -146,16 +155,15 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reservations:
-    """Reservations by number, and the numbers of each holder."""
+    """Reservations of each holder, by number."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0
-        self._by_number: dict[int, Reservation] = {}
-        self._of: dict[Hashable, set[int]] = {}
+        self._of: dict[Hashable, dict[int, Reservation]] = {}
         self._numbers = count(1)
 
     def __iter__(self) -> Iterator[Reservation]:
-        return iter(self._by_number.values())
+        return chain.from_iterable(each.values() for each in self._of.values())
 
     def add(
         self, holder: Hashable, offsets: Sequence[int], length: int, capacity: int, slots: Sequence[int]
@@ -165,41 +173,38 @@ class Reservations:
             Reservation(number, offset, length, capacity, slot, holder)
             for offset, slot, number in zip(offsets, slots, self._numbers, strict=False)
         ]
-        by_number = {reservation.number: reservation for reservation in made}
-        self._by_number.update(by_number)
         if made:
-            self._of.setdefault(holder, set()).update(by_number)
+            of_holder = self._of.setdefault(holder, {})
+            of_holder.update([(reservation.number, reservation) for reservation in made])
         self.reserved_bytes += capacity * len(made)
         return made
 
+    def of(self, holder: Hashable) -> Mapping[int, Reservation]:
+        """The holder's reservations, by number. To read only, and not while some are made or end."""
+        return self._of.get(holder, _NONE)
+
     def get(self, number: int, holder: Hashable) -> Reservation:
         """Raises `ValueError` when the holder has no such reservation (any more)."""
-        reservation = self._by_number.get(number)
-        if reservation is None or reservation.holder != holder:
+        reservation = self.of(holder).get(number)
+        if reservation is None:
             raise ValueError(f"reservation {number} has ended, or belongs to another holder")
         return reservation
 
-    def end(self, reservation: Reservation) -> None:
-        """Forget a reservation that was committed or aborted."""
-        number, holder = reservation.number, reservation.holder
-        del self._by_number[number]
-        numbers = self._of[holder]
-        numbers.remove(number)
-        if not numbers:
-            del self._of[holder]
-        self.reserved_bytes -= reservation.capacity
-
-    def of(self, holder: Hashable) -> tuple[int, ...]:
-        """The holder's reservation numbers."""
-        return tuple(self._of.get(holder, ()))
+    def end(self, holder: Hashable, *ended: Reservation) -> None:
+        """Forget reservations of a holder that were committed or aborted."""
+        of_holder = self._of.get(holder, {})
+        for reservation in ended:
+            del of_holder[reservation.number]
+            self.reserved_bytes -= reservation.capacity
+        if not of_holder:
+            self._of.pop(holder, None)
 
     def left_of(self, holder: Hashable) -> int:
         """The number of reservations that the holder may still make."""
-        return MAX_RESERVATIONS_PER_HOLDER - len(self._of.get(holder, ()))
+        return MAX_RESERVATIONS_PER_HOLDER - len(self.of(holder))
 
-    def count_of(self, holder: Hashable) -> int:
-        """The number of the holder's reservations."""
-        return len(self._of.get(holder, ()))
+
+_NONE: Final[Mapping[int, Reservation]] = MappingProxyType({})
 
 
 class EntryList:
@@ -212,16 +217,19 @@ class EntryList:
         self.warmest: ObjectEntry | None = None
         self.bytes = 0
 
-    def append(self, entry: ObjectEntry) -> None:
-        """Add an entry that is in no list, as the warmest."""
-        entry.within = self
-        entry.colder = self.warmest
-        if self.warmest is None:
-            self.coldest = entry
-        else:
-            self.warmest.warmer = entry
-        self.warmest = entry
-        self.bytes += entry.extent_bytes
+    def append(self, *entries: ObjectEntry) -> None:
+        """Add entries that are in no list, the last one as the warmest."""
+        before = self.warmest
+        for entry in entries:
+            entry.within = self
+            entry.colder = before
+            if before is None:
+                self.coldest = entry
+            else:
+                before.warmer = entry
+            before = entry
+            self.bytes += entry.extent_bytes
+        self.warmest = before
 
     def insert_before(self, entry: ObjectEntry, warmer: ObjectEntry) -> None:
         """Add an entry that is in no list, next to one of this list and colder than it."""

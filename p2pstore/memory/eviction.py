@@ -36,6 +36,7 @@ WhoKeeps = Callable[[Sequence[ObjectEntry], float], Sequence[bool]]
 """(entries, now in Unix seconds) -> of each whether another peer holds a copy, and is to keep it before this one."""
 
 _CHEAP, _NORMAL, _SOFT_PINNED = range(3)
+_QUEUED_STATES: Final = (SlotState.LIVE, SlotState.RETURNED)
 _RANK_WEIGHTS: Final = (1e-9, 1.0, 1e9)
 """Factors of 1e9, so that a window is cheap only when it holds no object of a higher rank."""
 
@@ -44,14 +45,12 @@ def rank_of(entry: ObjectEntry) -> int | None:
     """Lower ranks are evicted first; None means not at all. Soft replicas go first, also those of pinned objects (the
     pin is for the firm copies), and objects on the SSD with few reads: so a scan of many cold objects does not evict
     the objects in use."""
-    if entry.references or entry.state not in (SlotState.LIVE, SlotState.RETURNED):
+    if entry.references or entry.state not in _QUEUED_STATES:
         return None
     if entry.soft:
         return _CHEAP
-    if entry.pin is Pin.HARD:
-        return None
-    if entry.pin is Pin.SOFT:
-        return _SOFT_PINNED
+    if entry.pin:
+        return _SOFT_PINNED if entry.pin is Pin.SOFT else None
     seldom_read = entry.on_ssd and entry.hits < SECOND_TOUCH_HITS
     return _CHEAP if seldom_read else _NORMAL
 
@@ -92,28 +91,33 @@ class EvictionOrder:
         """Bytes of what may be evicted and is of the lowest rank."""
         return sum(self._cheap_bytes)
 
-    def admit(self, entry: ObjectEntry, now: float, follows: ObjectEntry | None = None) -> None:
-        """Take in a new entry, which follows another one of its chain."""
-        if follows is not None:
-            entry.follows = follows
-            follows.followers += 1
-        self.policy.admitted(entry, now)
-        self.update(entry)
+    def admit(self, entries: Sequence[ObjectEntry], now: float) -> None:
+        """Take in new entries. Their `follows` is set where they follow others of their chains."""
+        for entry in entries:
+            if entry.follows is not None:
+                entry.follows.followers += 1
+        self.policy.admitted(entries, now)
+        self.update(*entries)
 
-    def update(self, entry: ObjectEntry) -> None:
-        """Take in that the entry's references, pin or state changed; it counts as just used."""
-        if entry.rank is not None:
-            self.discard(entry)
-        rank = rank_of(entry)
-        if rank is not None:
-            entry.rank, group = rank, entry.group
+    def update(self, *entries: ObjectEntry) -> None:
+        """Take in that the entries' references, pins or states changed; they count as just used, in this order."""
+        by_queue: dict[tuple[int, int], list[ObjectEntry]] = {}
+        for entry in entries:
+            if entry.rank is not None:
+                self.discard(entry)
+            entry.rank = rank = rank_of(entry)
+            if rank is None:
+                continue
+            group = entry.group
             self._at[entry.offset] = entry
-            self._groups[group][rank].add(entry)
             self._evictable_bytes[group] += entry.extent_bytes
             if rank == _CHEAP:
                 self._cheap_bytes[group] += entry.extent_bytes
+            by_queue.setdefault((group, rank), []).append(entry)
             if self.on_evictable is not None:
                 self.on_evictable(entry.offset)
+        for (group, rank), some in by_queue.items():
+            self._groups[group][rank].add(*some)
 
     def hold(self, entry: ObjectEntry) -> None:
         """An entry that is not used, but looked at, may not be evicted until `put_back`; it keeps its place."""

@@ -23,7 +23,7 @@ import xxhash
 
 from p2pstore.errors import ProtocolError
 from p2pstore.memory.areas import Areas
-from p2pstore.memory.entries import ObjectEntry, Reservations
+from p2pstore.memory.entries import ObjectEntry, Reservations, pin_of
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     MAX_TRAILER_BYTES,
@@ -39,7 +39,6 @@ from p2pstore.memory.segment_layout import (
     decode_slot,
     decode_trailer,
     extent_bytes,
-    pin_of,
     round_up,
     segment_format_of,
     trailer_matches,
@@ -339,15 +338,14 @@ class ReturnedObjects:
         references = self._objects.references
         for lease in self._leases.of(EARLIER_CLIENTS):
             references.let_go(self._leases.end(lease, EARLIER_CLIENTS))
-        for number in self._reservations.of(EARLIER_CLIENTS):
-            reservation = self._reservations.get(number, EARLIER_CLIENTS)
-            self._reservations.end(reservation)
-            self._objects.free(reservation)
+        ended = self._reservations.of(EARLIER_CLIENTS).values()
+        self._objects.free(*ended)
+        self._reservations.end(EARLIER_CLIENTS, *ended)
 
     @property
     def has_earlier_clients(self) -> bool:
         """Whether something is kept in place for clients of earlier lives."""
-        return bool(self._leases.of(EARLIER_CLIENTS) or self._reservations.count_of(EARLIER_CLIENTS))
+        return bool(self._leases.of(EARLIER_CLIENTS) or self._reservations.of(EARLIER_CLIENTS))
 
     def begin_with(self, kept: Kept, geometry: Geometry, now: float) -> None:
         """Take in what is kept, into a segment that is empty."""

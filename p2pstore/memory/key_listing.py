@@ -94,12 +94,13 @@ class KeyListing:
     def __init__(self) -> None:
         self._namespaces: dict[str, _Namespace] = {}
 
-    def add(self, entry: ObjectEntry) -> None:
-        """List the entry under its key."""
-        namespace = self._namespaces.get(entry.namespace)
-        if namespace is None:
-            namespace = self._namespaces[entry.namespace] = _Namespace()
-        namespace.add(entry)
+    def add(self, *entries: ObjectEntry) -> None:
+        """List the entries under their keys."""
+        for entry in entries:
+            namespace = self._namespaces.get(entry.namespace)
+            if namespace is None:
+                namespace = self._namespaces[entry.namespace] = _Namespace()
+            namespace.add(entry)
 
     def entries_of(self, namespace: str) -> Iterable[ObjectEntry]:
         """All that is listed in a namespace, those that were put first before others. Nothing may change meanwhile."""

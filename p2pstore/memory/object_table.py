@@ -1,4 +1,4 @@
-"""What a segment's owner publishes: header, key index, object slots and trailers. Pure.
+"""The published part of a segment: header, key index, object slots and trailers. Pure.
 
 The order of writes matters to readers: trailer, slot, index entry when an object appears; index
 entry, then slot when it goes. Nothing that was written is believed when it is read back: clients that write map it
@@ -8,8 +8,9 @@ all, and may write anywhere. What they spoil is written anew (`restore_header` a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from itertools import islice
+from struct import unpack
 
 import msgspec
 import numpy as np
@@ -46,24 +47,15 @@ from p2pstore.memory.segment_layout import (
 from p2pstore.objects import Version
 
 
-def slot_of(entry: ObjectEntry) -> Slot:
+def packed_slot(entry: ObjectEntry) -> bytes:
     """The entry as its slot says it."""
-    return Slot(
-        state=entry.state,
-        digest=entry.digest,
-        version=entry.version,
-        offset=entry.offset,
-        length=entry.length,
-        trailer_length=entry.trailer_length,
-        flags=_flags_of(entry),
-    )
-
-
-def _flags_of(entry: ObjectEntry) -> int:
-    return (
-        SLOT_FLAG_SOFT * entry.soft
-        | SLOT_FLAG_TENSOR * bool(entry.dtype)
-        | SLOT_FLAG_LASTING * (not entry.expires_unix_ms)
+    flags = 0 if entry.expires_unix_ms else SLOT_FLAG_LASTING
+    if entry.soft:
+        flags |= SLOT_FLAG_SOFT
+    if entry.dtype:
+        flags |= SLOT_FLAG_TENSOR
+    return pack_slot(
+        entry.state, entry.digest, entry.version, entry.offset, entry.length, entry.trailer_length, flags
     )
 
 
@@ -135,18 +127,18 @@ class ObjectTable:
             buffer[start : start + SLOT_BYTES] = FREE_SLOT
         self._free_slots += numbers
 
-    def publish(self, entries: Sequence[ObjectEntry], trailers: Sequence[bytes]) -> None:
-        """Make filled extents objects that readers find, in place of those of the same digests. An empty trailer leaves
-        the bytes of one that is there already, from an earlier life."""
+    def publish(self, entries: Collection[ObjectEntry], trailers: Iterable[bytes] = ()) -> None:
+        """Make filled extents objects that readers find, in place of those of the same digests. Without `trailers`,
+        those of an earlier life are there already."""
         buffer = self._buffer
-        for entry, trailer in zip(entries, trailers, strict=True):
+        for entry, trailer in zip(entries, trailers, strict=False):
             start = entry.offset + (entry.length + 7 & ~7)  # `trailer_offset`, without its call
             buffer[start : start + len(trailer)] = trailer
-            self.write_slot(entry)
-        self._index.set_all([(entry.digest, entry.slot) for entry in entries])
+        self.write_slots(*entries)
+        self._index.set_all(entries)
 
     def write_reservation(self, reservation: Reservation) -> None:
-        """Say in its slot that somebody may write there."""
+        """Mark the slot as one whose bytes may be written."""
         filling = Slot(
             SlotState.FILLING, bytes(16), Version(0, 0), reservation.offset, reservation.capacity, 0
         )
@@ -162,19 +154,12 @@ class ObjectTable:
         """Readers no longer find the object; its slot stays as it is."""
         self._index.remove(*[entry.digest for entry in entries])
 
-    def write_slot(self, entry: ObjectEntry) -> None:
-        """Bring the slot up to date with the entry."""
-        packed = pack_slot(
-            entry.state,
-            entry.digest,
-            entry.version,
-            entry.offset,
-            entry.length,
-            entry.trailer_length,
-            _flags_of(entry),
-        )
-        start = self._slots_offset + entry.slot * SLOT_BYTES
-        self._buffer[start : start + SLOT_BYTES] = packed
+    def write_slots(self, *entries: ObjectEntry) -> None:
+        """Bring slots up to date with the entries."""
+        buffer, base = self._buffer, self._slots_offset
+        for entry in entries:
+            start = base + entry.slot * SLOT_BYTES
+            buffer[start : start + SLOT_BYTES] = packed_slot(entry)
 
     def write_care(self, entry: ObjectEntry) -> None:
         """Bring the trailer's pin, replica count and end up to date with the entry. The first two are one byte in
@@ -190,7 +175,7 @@ class ObjectTable:
             packed = encode_trailer(care)
         self._write(entry.offset + trailer_offset(entry.length), packed)
         entry.trailer_length = len(packed)
-        self._restore(self._slot_offset(entry.slot), encode_slot(slot_of(entry)))
+        self._restore(self._slot_offset(entry.slot), packed_slot(entry))
 
     def write_proof(self, entry: ObjectEntry, proof: bytes) -> None:
         """Add a proof to a trailer that has none, where the extent has room for it."""
@@ -202,7 +187,7 @@ class ObjectTable:
             return
         self._write(entry.offset + trailer_offset(entry.length), packed)
         entry.trailer_length = len(packed)
-        self.write_slot(entry)
+        self.write_slots(entry)
 
     def slot_bytes(self, entry: ObjectEntry) -> bytes:
         """A copy of the entry's slot."""
@@ -240,10 +225,10 @@ class ObjectTable:
     def restore_slot(self, number: int, held: ObjectEntry | Reservation | None) -> bool:
         """The same for the slot of what is held there."""
         if isinstance(held, ObjectEntry):
-            expected = encode_slot(slot_of(held))
+            expected = packed_slot(held)
         elif held is None:
             expected = FREE_SLOT
-        else:  # nobody reads it
+        else:  # no reader uses it
             return False
         return self._restore(self._slot_offset(number), expected)
 
@@ -272,7 +257,7 @@ class ObjectTable:
         return True
 
     def close(self) -> None:
-        """Mark the segment as one that nobody keeps any more."""
+        """Mark the segment as abandoned by its owner."""
         begin, end = SEGMENT_STATE_OFFSET, SEGMENT_STATE_OFFSET + 4
         closed = int(SegmentState.CLOSED).to_bytes(4, "little")
         self._header = self._header[:begin] + closed + self._header[end:]
@@ -304,26 +289,31 @@ class KeyIndex:
     def __init__(self, section: memoryview, entries: int) -> None:
         self._section = section
         self._entries = entries
+        self._mask = entries - 1
         self._digests: list[bytes | None] = [None] * entries
         self._slots = array("I", bytes(4 * entries))
 
-    def set_all(self, found: Iterable[tuple[bytes, int]]) -> None:
-        """Publish in which slot each digest is, in place of an earlier slot of the same digest."""
-        digests, slots, section = self._digests, self._slots, self._section
-        mask = self._entries - 1
-        for digest, slot in found:
-            position = int.from_bytes(digest[:8], "little") & mask  # `index_home`, without its call
-            while (there := digests[position]) is not None and there != digest:
+    def set_all(self, entries: Collection[ObjectEntry]) -> None:
+        """Publish in which slot each object is, in place of an earlier slot of the same digest."""
+        known, slots, section, mask = self._digests, self._slots, self._section, self._mask
+        for entry, position in zip(entries, self._homes([each.digest for each in entries]), strict=True):
+            digest = entry.digest
+            while (there := known[position]) is not None and there != digest:
                 position = (position + 1) & mask
-            digests[position] = digest
-            slots[position] = slot
+            known[position] = digest
+            slots[position] = slot = entry.slot
             pack_index_entry_into(section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)
+
+    def _homes(self, digests: Sequence[bytes]) -> list[int]:
+        """`index_home` of each."""
+        mask = self._mask
+        words = unpack(f"<{2 * len(digests)}Q", b"".join(digests))
+        return [word & mask for word in words[::2]]
 
     def remove(self, *gone: bytes) -> None:
         """Take digests out and move later entries of their runs back: no tombstones remain."""
-        digests, slots, mask = self._digests, self._slots, self._entries - 1
-        for digest in gone:
-            hole = int.from_bytes(digest[:8], "little") & mask  # `index_home`, without its call
+        digests, slots, mask = self._digests, self._slots, self._mask
+        for digest, hole in zip(gone, self._homes(gone), strict=True):
             while (there := digests[hole]) != digest:
                 if there is None:
                     raise KeyError(digest)

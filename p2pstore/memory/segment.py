@@ -7,9 +7,9 @@ reused only when nothing refers to it. Readers that merely map the segment need 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from itertools import groupby
+from typing import Final
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
 from p2pstore.memory.areas import NO_QUOTAS, Areas
@@ -19,10 +19,11 @@ from p2pstore.memory.entries import (
     Reservation,
     Reservations,
     Written,
+    pin_of,
 )
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.kept_memory import Kept, ReturnedObjects
-from p2pstore.memory.object_table import ObjectTable, slot_of
+from p2pstore.memory.object_table import ObjectTable
 from p2pstore.memory.policies import make_policy
 from p2pstore.memory.policies.interface import EvictionPolicy
 from p2pstore.memory.references import References
@@ -35,16 +36,17 @@ from p2pstore.memory.segment_layout import (
     Pin,
     SlotState,
     decode_trailer,
-    encode_trailer,
     extent_bytes,
-    pin_of,
+    pack_trailers,
     round_up,
-    trailer_matches,
 )
-from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, Filled, SegmentObjects
+from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, SegmentObjects
 from p2pstore.memory.views import DROPPED_PER_STEP, Views
 from p2pstore.objects import MAX_OBJECT_BYTES, are_sums_of
 from p2pstore.runtime.stepping import Steps, run_through
+
+_NO_PIN: Final = Pin.NONE
+_SOFT_PIN: Final = Pin.SOFT
 
 
 class Segment:
@@ -233,46 +235,87 @@ class Segment:
         the chunk sums do not give the version's root, or when length or trailer exceed what was
         reserved. Whether the digest is that of the trailer's key is for the caller to know.
         """
-        number, digest, version, trailer, length, follows = written
-        if not are_sums_of(trailer.sums, length, version.root):
+        version = written.version
+        if not are_sums_of(written.trailer.sums, written.length, version.root):
             raise ValueError("the chunk sums do not give the version's root checksum")
         self.objects.check_open()
-        reservation = self.reservations.get(number, holder)
-        entry, packed = _filled(reservation, written, soft, now)
-        existing = self._live.get(digest)
+        reservation = self.reservations.get(written.reservation, holder)
+        existing = self._live.get(written.digest)
         if existing is not None and existing.version >= version and not existing.expired(now):
-            self.abort(number, holder=holder)
+            self.abort(written.reservation, holder=holder)
             if existing.soft and not soft:
                 self.objects.set_soft(existing, False)
             return existing
-        self.reservations.end(reservation)
-        self.objects.publish([(reservation, entry, packed, follows)], now)
+        [entry] = self.commit_new([written], holder=holder, now=now, soft=soft)
+        if entry is None:
+            raise ValueError(
+                f"{written.length:,} bytes and their trailer exceed reservation {reservation.number}"
+            )
         return entry
 
     def commit_new(
-        self, written: Iterable[Written], *, holder: Hashable, now: float
+        self, written: Sequence[Written], *, holder: Hashable, now: float, soft: bool = False
     ) -> list[ObjectEntry | None]:
-        """`commit` of many objects whose sums give their roots, each of a key of which nothing is here. None in place
+        """`commit` of many objects whose sums give their roots, each newer than what is here of its key. None in place
         of one that does not fit its reservation, which stays (`commit` says why), or whose key came before."""
         self.objects.check_open()
-        published: list[ObjectEntry | None] = []
-        filled: dict[bytes, Filled] = {}
-        for each in written:
-            entry = None
-            if each.digest not in filled:
-                with suppress(ValueError):
-                    reservation = self.reservations.get(each.reservation, holder)
-                    entry, packed = _filled(reservation, each, False, now)
-                    self.reservations.end(reservation)  # now: a client may name it again
-                    filled[each.digest] = reservation, entry, packed, each.follows
-            published.append(entry)
-        self.objects.publish(list(filled.values()), now)
-        return published
+        reservations = self.reservations.of(holder)
+        ended: dict[int, Reservation] = {}
+        entries: list[ObjectEntry | None] = [None] * len(written)
+        new: dict[bytes, ObjectEntry] = {}
+        fitting: list[bytes] = []
+        follows: dict[bytes, bytes] = {}
+        trailers = pack_trailers([each.trailer for each in written])
+        for place, (each, packed) in enumerate(zip(written, trailers, strict=True)):
+            number, digest, length = each.reservation, each.digest, each.length
+            reservation = reservations.get(number)
+            # A client may name a reservation, or a key, again.
+            if reservation is None or number in ended or digest in new:
+                continue
+            capacity, trailer_bytes = reservation.capacity, len(packed)
+            end = (length + 7 & ~7) + trailer_bytes  # `trailer_offset`, without its call
+            fits = 0 <= length <= reservation.length and end <= capacity
+            if not fits or trailer_bytes > MAX_TRAILER_BYTES:
+                continue
+            # Room for a time to live that a later put may give the object.
+            size = -(-(end + EXPIRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
+            if size < capacity:
+                self.areas.shrink(reservation.offset - self.geometry.data_offset, size)
+            else:
+                size = capacity
+            trailer = each.trailer
+            pin = pin_of(trailer) if trailer.pin else _NO_PIN
+            entries[place] = new[digest] = ObjectEntry(
+                digest,
+                each.version,
+                reservation.slot,
+                reservation.offset,
+                length,
+                trailer_bytes,
+                size,
+                trailer.namespace,
+                trailer.key,
+                trailer.expires_unix_ms,
+                trailer.replicas,
+                pin,
+                now + SOFT_PIN_SECONDS if pin is _SOFT_PIN else 0.0,
+                soft,
+                trailer.dtype,
+                trailer.shape,
+                now,
+            )
+            if each.follows:
+                follows[digest] = each.follows
+            fitting.append(packed)
+            ended[number] = reservation
+        self.reservations.end(holder, *ended.values())
+        self.objects.publish(new, fitting, follows, now)
+        return entries
 
     def abort(self, number: int, *, holder: Hashable) -> None:
         """Give a reservation back, after the last write into it has ended."""
         reservation = self.reservations.get(number, holder)
-        self.reservations.end(reservation)
+        self.reservations.end(holder, reservation)
         self.objects.free(reservation)
 
     # --- reading -----------------------------------------------------------------------------
@@ -315,7 +358,7 @@ class Segment:
     def drop_holder_in_steps(self, holder: Hashable) -> Steps[None]:
         """End all leases and reservations of a holder that is gone. The segment may change between two steps."""
         yield from self.views.drop_in_steps(holder)
-        for place, number in enumerate(self.reservations.of(holder), 1):
+        for place, number in enumerate([*self.reservations.of(holder)], 1):
             self.abort(number, holder=holder)
             if place % DROPPED_PER_STEP == 0:
                 yield
@@ -376,45 +419,9 @@ class Restoring:
         if self._objects.is_closed or entry.state is not SlotState.LIVE:
             return False
         self._table.restore_trailer(entry, sums)
-        self._table.publish([entry], [b""])
+        self._table.publish([entry])
         return self._trailer_is_good(entry)
 
     def _trailer_is_good(self, entry: ObjectEntry) -> bool:
         trailer = decode_trailer(self._table.trailer_bytes(entry))
-        return trailer is not None and trailer_matches(trailer, slot_of(entry))
-
-
-def _filled(
-    reservation: Reservation, written: Written, soft: bool, now: float
-) -> tuple[ObjectEntry, bytes]:
-    """The object in a reservation, and its packed trailer. Raises `ValueError` when they exceed what was reserved."""
-    number, digest, version, trailer, length, _ = written
-    packed = encode_trailer(trailer)
-    end = (length + 7 & ~7) + len(packed)  # `trailer_offset`, without its call
-    if not 0 <= length <= reservation.length or end > reservation.capacity:
-        raise ValueError(
-            f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"
-        )
-    # Room for a time to live that a later put may give the object.
-    size = min(-(-(end + EXPIRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES, reservation.capacity)
-    pin = pin_of(trailer)
-    entry = ObjectEntry(
-        digest,
-        version,
-        reservation.slot,
-        reservation.offset,
-        length,
-        len(packed),
-        size,
-        trailer.namespace,
-        trailer.key,
-        trailer.expires_unix_ms,
-        trailer.replicas,
-        pin,
-        now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0,
-        soft,
-        trailer.dtype,
-        trailer.shape,
-        now,
-    )
-    return entry, packed
+        return trailer is not None and are_sums_of(trailer.sums, entry.length, entry.version.root)

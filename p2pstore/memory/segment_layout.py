@@ -13,7 +13,7 @@ give the slot's root. All integers are little-endian.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
@@ -164,10 +164,11 @@ SEGMENT_HEADER_BYTES: Final = _HEADER.size
 # format, state, writer hash, trailer length, flags, digest, clock, offset, length, root, checksum
 _SLOT: Final = struct.Struct("<BBHHH16sQQQQQ")
 assert _SLOT.size == SLOT_BYTES
-_CHECKED_PART: Final = struct.Struct("<BBHHH16sQQQQ")
+_PACK_CHECKED: Final = struct.Struct("<BBHHH16sQQQQ").pack
 SLOT_STATE_OFFSET: Final = 1
 _DIGEST_OFFSET: Final = 8
-_SLOT_SUM: Final = struct.Struct("<Q")
+_PACK_SUM: Final = struct.Struct("<Q").pack
+_checksum: Final = xxhash.xxh3_64_intdigest
 
 
 class SlotState(IntEnum):
@@ -218,10 +219,10 @@ def pack_slot(
 ) -> bytes:
     """`encode_slot` of these fields."""
     clock, writer, root = version
-    packed = _CHECKED_PART.pack(
+    packed = _PACK_CHECKED(
         SLOT_FORMAT, state, writer, trailer_length, flags, digest, clock, offset, length, root
     )
-    return packed + _SLOT_SUM.pack(xxhash.xxh3_64_intdigest(packed))
+    return packed + _PACK_SUM(_checksum(packed))
 
 
 def decode_slot(packed: bytes) -> Slot | None:
@@ -255,8 +256,8 @@ def digests_in_slots(packed: bytes) -> list[bytes]:
 
 
 def is_only_chunk(packed: bytes, digest: bytes, payload_bytes: int, payload_sum: int) -> bool:
-    """Whether a slot, in a private copy, is that of the live object under `digest` which has so many bytes, at most
-    one chunk, with this xxh3-64. Its root is made of the length and the only sum: the trailer has nothing to add."""
+    """Whether a slot, in a private copy, is that of the live object under `digest` with `payload_bytes` bytes, at
+    most one chunk, of this xxh3-64. Its root is made of the length and the only sum: the trailer has nothing to add."""
     if len(packed) != SLOT_BYTES:
         return False
     fmt, state, _, _, _, found, _, _, length, root, checksum = _SLOT.unpack(packed)
@@ -306,8 +307,8 @@ class SlotRows:
         return SlotRows(self._rows[wanted])
 
     def column(self, name: str) -> list[int]:
-        """What they say of each value, unchecked: its `length` in bytes, its `root`, or where it begins, as `offset` in
-        bytes from the segment's start."""
+        """One field of all values, unchecked: `length` in bytes, `root`, or `offset` in bytes from the segment's
+        start."""
         listed: list[int] = self._rows[name].tolist()
         return listed
 
@@ -377,11 +378,8 @@ class Pin(IntEnum):
     HARD = 2
 
 
-_PINS: Final = tuple(Pin)
-
-
 class TrailerBody(Message, frozen=True):
-    """What belongs to an object besides its bytes. `sums` are packed little-endian u64, one per chunk.
+    """The facts of an object behind its bytes. `sums` are packed little-endian u64, one per chunk.
 
     `expires_unix_ms` is 0 for an object without a time to live. `replicas` is the number of copies
     asked for when it was put. `dtype` is empty unless the value is a tensor. `proof`, of a copy: who wrote it
@@ -406,15 +404,16 @@ EXPIRY_BYTES: Final = 8
 """A trailer grows by this many bytes when its object is given a time to live."""
 
 
-def pin_of(trailer: TrailerBody) -> Pin:
-    """The object's pin. One that only newer versions know counts as hard."""
-    return _PINS[min(trailer.pin, len(_PINS) - 1)] if trailer.pin > 0 else Pin.NONE
+def pack_trailers(trailers: Iterable[TrailerBody]) -> list[bytes]:
+    """Prefix and body of each, even where that is too long."""
+    pack, checksum = _TRAILER_PREFIX.pack, xxhash.xxh3_64_intdigest
+    bodies = map(msgspec.msgpack.encode, trailers)
+    return [pack(TRAILER_FORMAT, 0, len(body), checksum(body)) + body for body in bodies]
 
 
 def encode_trailer(trailer: TrailerBody) -> bytes:
     """Prefix and body. Raises `ValueError` above 64 KiB (a tensor with an absurd shape)."""
-    body = msgspec.msgpack.encode(trailer)
-    packed = _TRAILER_PREFIX.pack(TRAILER_FORMAT, 0, len(body), xxhash.xxh3_64_intdigest(body)) + body
+    [packed] = pack_trailers([trailer])
     if len(packed) > MAX_TRAILER_BYTES:
         raise ValueError(
             f"the object's metadata needs {len(packed):,} bytes; at most 65,535 are allowed"
@@ -442,7 +441,7 @@ def trailer_offset(length: int) -> int:
 
 
 def extent_bytes(length: int, trailer_length: int) -> int:
-    """What an object occupies: payload, padding and trailer in whole granules."""
+    """Length of an object's extent: payload, padding and trailer in whole granules."""
     return (((length + 7) & ~7) + trailer_length + GRANULE_BYTES - 1) & -GRANULE_BYTES
 
 

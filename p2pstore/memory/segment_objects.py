@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
 from typing import Final
@@ -22,9 +22,6 @@ SOFT_PIN_SECONDS: Final = 30 * 60.0
 
 EXPIRED_PER_STEP: Final = 32
 """Objects withdrawn in one step of `expire`, at 20 us each."""
-
-Filled = tuple[Reservation, ObjectEntry, bytes, bytes]
-"""A reservation, the object in it, its packed trailer, and the digest of the block that it follows, or empty."""
 
 
 class SegmentObjects:
@@ -66,42 +63,46 @@ class SegmentObjects:
 
     # --- appearing ---------------------------------------------------------------------------
 
-    def publish(self, filled: Sequence[Filled], now: float) -> None:
-        """Make filled extents the objects of their keys, which differ, in place of older ones."""
-        base, held, live = self._data_offset, self.held, self.live
-        entries = [entry for _, entry, _, _ in filled]
-        replaced = [live[entry.digest] for entry in entries if entry.digest in live]
-        for reservation, entry, _, _ in filled:
-            if entry.extent_bytes < reservation.capacity:
-                self.areas.shrink(entry.offset - base, entry.extent_bytes)
-        self.table.publish(entries, [packed for _, _, packed, _ in filled])
-        if self.areas.uses:
+    def publish(
+        self,
+        new: Mapping[bytes, ObjectEntry],
+        trailers: Iterable[bytes],
+        follows: Mapping[bytes, bytes],
+        now: float,
+    ) -> None:
+        """Make filled extents the objects of their digests, in place of older ones. `trailers` are packed, in order.
+        `follows`: the digest of the block before it, of those that follow one."""
+        if not new:
+            return
+        live, areas, held, entries = self.live, self.areas, self.held, list(new.values())
+        replaced = [] if live.keys().isdisjoint(new) else [live[each] for each in new if each in live]
+        self.table.publish(entries, trailers)
+        if areas.uses:
             for entry in entries:
-                entry.group = self.areas.at(entry.offset - base).group_of(entry.namespace)
+                entry.group = areas.at(entry.offset - self._data_offset).group_of(entry.namespace)
+                areas.count(entry, 1)
+        live.update(new)
         for entry in entries:
-            held[entry.slot] = live[entry.digest] = entry
-        if replaced:
-            self._replaced(replaced)
-        for _, entry, _, follows in filled:
-            self.listing.add(entry)
-            before = live.get(follows) if follows else None
-            self.order.admit(entry, now, None if before is entry else before)
+            held[entry.slot] = entry
             if entry.expires_unix_ms or entry.pin_until:
                 self.timers.set(entry)
-        if self.areas.uses:
-            for entry in entries:
-                self.areas.count(entry, 1)
+        if replaced:
+            self._replaced(replaced)
+        self.listing.add(*entries)
+        for digest, before in follows.items():
+            new[digest].follows = live.get(before) if before != digest else None
+        self.order.admit(entries, now)
 
     def return_object(self, entry: ObjectEntry, now: float) -> None:
         """Take in an object of an earlier life, which readers do not find until `publish_returned`."""
         entry.state = SlotState.RETURNED
         area = self.areas.at(entry.offset - self._data_offset)
         entry.group = area.group_of(entry.namespace)
-        self.table.write_slot(entry)
+        self.table.write_slots(entry)
         self.held[entry.slot] = entry
         self.returned[entry.digest] = entry
         self.areas.count(entry, 1)
-        self.order.admit(entry, now)
+        self.order.admit([entry], now)
 
     def publish_returned(self, entry: ObjectEntry, now: float) -> bool:
         """Let readers find a returned object, which is known to be good. False when it is gone: evicted meanwhile,
@@ -116,7 +117,7 @@ class SegmentObjects:
             return False
         del self.returned[entry.digest]
         entry.state = SlotState.LIVE
-        self.table.publish([entry], [b""])
+        self.table.publish([entry])
         self.live[entry.digest] = entry
         if existing is not None:
             self._replaced([existing])
@@ -172,13 +173,13 @@ class SegmentObjects:
         """Make a live entry a firm copy with this pin and replica count."""
         entry.soft = False
         entry.replicas = replicas
-        self.table.write_slot(entry)
+        self.table.write_slots(entry)
         self.set_pin(entry, pin, now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0)
 
     def set_soft(self, entry: ObjectEntry, soft: bool) -> None:
         """Make a copy a soft or a firm one."""
         entry.soft = soft
-        self.table.write_slot(entry)
+        self.table.write_slots(entry)
         self.order.update(entry)
 
     def renew_version(self, entry: ObjectEntry, version: Version) -> None:
@@ -186,7 +187,7 @@ class SegmentObjects:
         if entry.state is not SlotState.LIVE or version.root != entry.version.root:
             raise ValueError(f"{entry.key!r} was withdrawn, or the version is of other bytes")
         entry.version = version
-        self.table.write_slot(entry)
+        self.table.write_slots(entry)
         self.set_on_ssd(entry, False)
 
     def set_proof(self, entry: ObjectEntry, proof: bytes) -> None:
@@ -261,7 +262,7 @@ class SegmentObjects:
         unused = []
         for entry in entries:
             if entry.references:
-                self.table.write_slot(entry)
+                self.table.write_slots(entry)
             elif entry.state is SlotState.DOOMED:  # else its last reference ended in this moment
                 unused.append(entry)
         self.free(*unused)
@@ -356,7 +357,9 @@ HIGHEST_WEIGHT: Final = 2.0**40
 
 
 class MostRead:
-    """Times are seconds; a clock that was set back does no harm."""
+    """The objects read most of late: counts with a half-life of 60 s, of at most 1,024 objects. For one more, the
+    median is subtracted from all counts, and an object with none left is forgotten. Times are seconds; a clock that
+    was set back does no harm."""
 
     def __init__(self, counted: int = COUNTED, half_life_seconds: float = HALF_LIFE_SECONDS) -> None:
         self._counted = counted

@@ -52,7 +52,7 @@ MAX_REPLAYS: Final = 16
 REPLAY_SECONDS: Final = 60.0
 OPEN_SECONDS: Final = 5.0
 STUCK_SECONDS: Final = 10.0
-"""A consumer is disconnected when it reads nothing for so long."""
+"""A consumer that reads nothing for this time is disconnected."""
 ENDS: Final = (ProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError)
 """A connection ends by them, and nothing else."""
 
@@ -162,7 +162,7 @@ class EventStream:
         scope.cancel()
 
     async def _serve_replays(self, connection: ZeroMQConnection) -> None:
-        """Replay what is asked for. What is no request ends the connection."""
+        """Replay the requested events. An invalid request ends the connection."""
         while True:
             empty, *rest = await connection.receive()
             if empty or len(rest) != 1 or len(rest[0]) != SEQUENCE.size:

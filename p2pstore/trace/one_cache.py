@@ -215,7 +215,8 @@ class BlockCache:
         entry = _entry(block, self._placed, now, soft, on_ssd, version)
         self._placed += GRANULE_BYTES
         self._entries[block] = entry
-        self.order.admit(entry, now, None if before is None else self._entries.get(before))
+        entry.follows = None if before is None else self._entries.get(before)
+        self.order.admit([entry], now)
         return gone
 
     def set_soft(self, block: int, soft: bool) -> None:

@@ -1,4 +1,4 @@
-"""Tickets at hand: made once per peer and scope, used until they are half spent."""
+"""Issues tickets: one per peer and scope, cached until half of its time is over. `read_tickets` checks them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from p2pstore.transfer.transport import RemotePeer
 
 
 class TicketOffice:
-    """Issues tickets in this peer's name. A signature costs 50 us, so tickets are kept for a minute.
+    """Issues tickets in this peer's name. A signature costs 50 us, so tickets are cached for half of their 120 s.
 
     `ahead(peer_id)`: how far this machine's clock is ahead of a peer's, in seconds. A ticket says its
     audience's time, so that reads go on where a clock is wrong.

@@ -118,7 +118,7 @@ class _Work:
                 peer.held[record.digest] = record
                 operation = peer.gossip.log.add(record)
                 assert operation is not None
-                peer.gossip.partitions.pushes.sets.note(partition_of(operation), operation)
+                peer.gossip.partitions.pushes.sets.note([partition_of(operation)], [operation])
 
     def tell_homes(self) -> None:
         """Have homes know what owners hold, and owners know that they do."""

@@ -30,7 +30,8 @@ def admit(
     order: EvictionOrder, number: int, now: float, follows: ObjectEntry | None = None, bytes_: int = 4096
 ) -> ObjectEntry:
     made = entry(number, now=now, bytes_=bytes_)
-    order.admit(made, now, follows)
+    made.follows = follows
+    order.admit([made], now)
     return made
 
 
@@ -55,9 +56,9 @@ def test_ranks_go_before_policies(policy: PolicyName) -> None:
     order = EvictionOrder(make_policy(policy))
     pinned = entry(1)
     pinned.pin = Pin.SOFT
-    order.admit(pinned, 0)
+    order.admit([pinned], 0)
     admit(order, 2, now=1)
-    order.admit(entry(3, now=2, soft=True), 2)
+    order.admit([entry(3, now=2, soft=True)], 2)
     assert numbers(order) == [3, 2, 1]
     costs = [order.cost_at(number << 32, 10.0) for number in (3, 2, 1)]
     assert all(cost is not None and cost > 0 for cost in costs)
@@ -257,8 +258,8 @@ def test_ghosts_are_bounded() -> None:
     for number in range(100):
         ghosts.add(entry(number), live=20)
     assert len(ghosts) == 20
-    assert ghosts.take(entry(79).digest) is None
-    assert ghosts.take(entry(80).digest) == (0, 0.0)
+    assert ghosts.take([entry(79)]) == []
+    assert [row[1:] for row in ghosts.take([entry(80)])] == [(0, 0.0)]
     assert len(ghosts) == 19
     for number in range(200, 210):
         ghosts.add(entry(number), live=0)

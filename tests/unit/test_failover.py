@@ -120,6 +120,16 @@ def test_holders_are_hurried_while_others_are_left() -> None:
     assert [(each.member, each.hurried) for each in attempts.reports] == [(1, True), (2, False)]
 
 
+def test_a_holder_is_to_begin_soon_while_another_was_not_asked_yet() -> None:
+    attempts, course = PullAttempts([copy(1), copy(2)], [TCP]), []
+    while attempt := attempts.next():
+        course.append((attempt.copy.member, attempt.soon, attempt.hurried))
+        attempts.failed(
+            TooSlow("silent") if attempt.soon else PullFailed(Code.DEADLINE_EXCEEDED, "hangs")
+        )
+    assert course == [(1, True, True), (2, False, True), (1, False, False)]
+
+
 def test_busy_holders_are_asked_once_more_when_no_other_delivered() -> None:
     busy = PullFailed(Code.BUSY, "much to send")
     attempts = PullAttempts([copy(1), copy(2), copy(3)], [TCP])

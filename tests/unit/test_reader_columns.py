@@ -22,6 +22,7 @@ from p2pstore.transfer.reading.segment_reader import FEW_DIGESTS, NOWHERE, Segme
 from tests.mapped_copies import copy_many, copy_one
 from tests.present import present
 from tests.stored import stored
+from tests.unit.eviction_entries import entry
 from tests.unit.test_reader import empty, new_segment
 
 ENTRIES = 64
@@ -49,7 +50,9 @@ def test_a_column_is_found_as_the_index_has_it(steps: list[tuple[bytes, bool]]) 
     for digest, adds in steps:
         if adds:
             slots[digest] = len(slots) + 1000 * (digest in slots)
-            index.set_all([(digest, slots[digest])])
+            made = entry(slots[digest])
+            made.digest = digest
+            index.set_all([made])
         elif digest in slots:
             index.remove(digest)
             del slots[digest]

@@ -369,7 +369,7 @@ class TensorsWanted:
 
 
 def _plain_name(dtype: str) -> str:
-    """The name of a dtype in numpy, ml_dtypes or torch. An accidental namesake does not count: a `U4` of the format
+    """The name of a dtype in numpy, ml_dtypes or torch. An accidental namesake does not count: U4 of the format
     would be text to numpy. Raises `P2PStoreError`."""
     if dtype not in DTYPES and dtype not in _PLAIN_NAMES:
         raise P2PStoreError(f"{dtype!r} is not known here")

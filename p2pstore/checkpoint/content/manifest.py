@@ -3,7 +3,7 @@
 A manifest is a msgpack array with a format number. Its version is the first 16 bytes of the BLAKE3 of its bytes: the
 same files under the same name are the same version, from any publisher, at any time. The publisher signs the whole
 BLAKE3 (32 bytes) with its ed25519 key. Each piece, which arrives and is verified as a unit, has a BLAKE3 of 32 bytes. A
-file with pieces of its own has the BLAKE3 of their hashes, a smaller one that of its bytes (the output of `b3sum`): so
+file with pieces of its own has the BLAKE3 of their hashes, a smaller one that of its bytes (the output of b3sum): so
 each byte is hashed once, and several cores hash one file. (Manifests of older versions, without `file_hashes`, have the
 BLAKE3 of each file's bytes.)
 
@@ -295,7 +295,6 @@ CURRENT: Final = "current"
 RESERVED_PREFIX: Final = ".p2pstore"
 """Prefix of the fetching peer's own files beside the published ones."""
 
-
 _PLAIN_PART: Final = r"[\w\-+=,@~ ][\w.\-+=,@~ ]*"
 _PLAIN: Final = re.compile(f"{_PLAIN_PART}(?:/{_PLAIN_PART})*", re.ASCII)
 """Short paths of these characters need no further check."""
@@ -350,7 +349,6 @@ NEAREST: Final = 3
 MOST_COMPARED: Final = 5_000
 """Names compared letter by letter; 0.3 s."""
 WILDCARDS: Final = frozenset("*?[")
-
 
 BOOKKEEPING_FOLDERS: Final = (".git", ".cache/huggingface", ".locks", ".hg", ".svn")
 BOOKKEEPING_SUFFIXES: Final = (".incomplete", ".lock", ".crdownload", ".aria2")

@@ -1,6 +1,4 @@
-"""Facts that the parts of one swarm member share: its neighbours, its pieces, and news for the neighbours. Pure.
-
-Which piece to take next from a neighbour, and the pieces that are on their way.
+"""The choice of the next piece (`Selection.choose`), the pieces on their way, and the state of a swarm member. Pure.
 
 The next piece is the rarest among the neighbours that is missing and not on its way; of equally rare ones a random one,
 so that neighbours take different pieces. (Rarest first keeps the numbers of copies alike: Legout, Urvoy-Keller and

@@ -87,12 +87,12 @@ class VersionProofs:
 
     def wrote(self, digests: Iterable[bytes]) -> None:
         """This peer wrote versions of keys: each is signed when the first copy of it, or of one near it, leaves."""
-        unsigned = self._unsigned
-        for digest in digests:
-            unsigned[digest] = None
+        unsigned, written = self._unsigned, dict.fromkeys(digests)
+        for digest in unsigned.keys() & written.keys():
             unsigned.move_to_end(digest)
-            if len(unsigned) > MAX_UNSIGNED:
-                unsigned.popitem(last=False)
+        unsigned.update(written)
+        for _ in range(len(unsigned) - MAX_UNSIGNED):
+            unsigned.popitem(last=False)
 
     def of(self, entry: ObjectEntry, now: float) -> bytes:
         """The proof of what is here in memory; empty where there is none."""

@@ -6,60 +6,50 @@ as one, under one stamp; values of other keys are decided one by one (`put_opera
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import compress, count, cycle, takewhile
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.copies.replicate import PutAmongMany, ReplicateTogether
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.own_objects import packed_locations
-from p2pstore.core.puts.put_operation import check_put, trailer_of
+from p2pstore.core.puts.put_operation import check_put
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import writer_of
 from p2pstore.memory.entries import ObjectEntry, Reservation, Written
-from p2pstore.objects import MAX_OBJECT_BYTES, Version, are_sums_of, check_object_length
-from p2pstore.put_facts import PutFacts, PutStatus
+from p2pstore.memory.segment_layout import TrailerBody
+from p2pstore.objects import Version, check_object_length
+from p2pstore.put_facts import PutColumns, PutOptions, PutStatus
 from p2pstore.runtime.stepping import Steps
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
-PUBLISHED_PER_STEP: Final = 64
+PUBLISHED_PER_STEP: Final = 256
 """Values, at some 15 us each."""
 
 
 def publish_new(
-    core: PeerCore, items: Sequence[PutFacts], *, holder: Hashable, namespace: str, now: float
+    core: PeerCore, columns: PutColumns, *, holder: Hashable, namespace: str, now: float
 ) -> list[PutEnd | PutAmongMany | None]:
-    """Publish those values whose keys are known to no peer, and begin to have their copies made. Per item its end, now
+    """Publish those values whose keys are known to no peer, and begin to have their copies made. Per row its end, now
     or later, or None: a `PutOperation` decides."""
-    ends: list[PutEnd | PutAmongMany | None] = [None] * len(items)
-    places = [place for place, facts in enumerate(items) if _is_plain(facts)]
-    if not places or not _may_publish(core, now):
+    ends: list[PutEnd | PutAmongMany | None] = [None] * len(columns.keys)
+    plain = [_is_plain(options) for options in columns.options]
+    if not any(plain) or not _may_publish(core, now):
         return ends
-    try:
-        digests = core.digests_of(namespace, [items[place].key for place in places])
-    except ValueError:  # one of them is no key
-        return ends
+    digests = columns.digests
     unix = core.unix(now)
     clock, writer = core.clock.tick(unix), writer_of(core.peer_id)
     version = Version(clock, writer)
     new = _new_keys(core, digests)
-    floors = core.gossip.cluster_records.floors
-    new -= floors.forbidden(new, core.namespace_digest(namespace), version)
-    rows: list[Written] = []
-    taken: list[int] = []
-    for place, digest in zip(places, digests, strict=True):
-        if digest not in new:
-            continue
-        new.discard(digest)  # the same key again in this batch is not new
-        facts = items[place]
-        trailer = trailer_of(facts, namespace, unix)
-        stamped = Version(clock, writer, facts.root)
-        rows.append(Written(facts.reservation, digest, stamped, trailer, facts.length, facts.follows))
-        taken.append(place)
-    entries = core.segment.commit_new(rows, holder=holder, now=unix)
+    new -= core.gossip.cluster_records.floors.forbidden(new, core.namespace_digest(namespace), version)
+    wanted = [each in new for each in digests]
+    if not all(plain):
+        wanted = [each and is_plain for each, is_plain in zip(wanted, cycle(plain), strict=False)]
+    written = list(compress(_written(columns, version, namespace, unix), wanted))
+    entries = core.segment.commit_new(written, holder=holder, now=unix)
     published = [entry for entry in entries if entry is not None]
     announce_new(core, published, now)
     core.proofs.wrote([entry.digest for entry in published])
@@ -67,7 +57,7 @@ def publish_new(
     copying = ReplicateTogether(core, to_copy) if to_copy else None
     alone = PutEnd(PutStatus.CREATED, 1, 1, version)
     row = 0
-    for place, entry in zip(taken, entries, strict=True):
+    for place, entry in zip(compress(count(), wanted), entries, strict=True):
         if entry is not None and copying is not None and entry.replicas > 1:
             ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
             row += 1
@@ -78,19 +68,35 @@ def publish_new(
     return ends
 
 
-def _is_plain(facts: PutFacts) -> bool:
-    """Whether the value is to be a new object in memory, and is what its sums say."""
-    if facts.overwrite or facts.durable:
+def _written(columns: PutColumns, stamp: Version, namespace: str, unix: float) -> Iterator[Written]:
+    clock, writer, _ = stamp
+    ends = [int((unix + each.ttl_ms / 1000) * 1000) if each.ttl_ms else 0 for each in columns.options]
+    options = [
+        (each.replicas, each.pin, each.dtype, each.shape, end)
+        for each, end in zip(columns.options, ends, strict=True)
+    ]
+    for key, digest, reservation, length, sums, root, follows, (replicas, pin, dtype, shape, end) in zip(
+        columns.keys,
+        columns.digests,
+        columns.reservations,
+        columns.lengths,
+        columns.sums,
+        columns.roots,
+        columns.follows,
+        cycle(options),
+        strict=False,
+    ):
+        trailer = TrailerBody(namespace, key, sums, end, replicas, pin, dtype, shape)
+        yield Written(reservation, digest, Version(clock, writer, root), trailer, length, follows)
+
+
+def _is_plain(options: PutOptions) -> bool:
+    """Whether the value is to be a new object in memory."""
+    try:
+        check_put(length=0, replicas=options.replicas, pin=options.pin, ttl_ms=options.ttl_ms)
+    except (P2PStoreError, ValueError):
         return False
-    length, replicas = facts.length, facts.replicas
-    if facts.pin or facts.ttl_ms or replicas != 1:
-        try:
-            check_put(length=length, replicas=replicas, pin=facts.pin, ttl_ms=facts.ttl_ms)
-        except (P2PStoreError, ValueError):
-            return False
-    if not 0 <= facts.length <= MAX_OBJECT_BYTES:
-        return False
-    return are_sums_of(facts.sums, facts.length, facts.root)
+    return not (options.overwrite or options.durable)
 
 
 def _may_publish(core: PeerCore, now: float) -> bool:
@@ -121,7 +127,7 @@ def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> 
     core.counters["objects_published"] += len(entries)
 
 
-RESERVED_PER_STEP: Final = 64
+RESERVED_PER_STEP: Final = 256
 """Where there is room, at 2 us each."""
 
 Reserved = Reservation | P2PStoreError | ValueError

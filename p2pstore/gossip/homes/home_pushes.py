@@ -181,12 +181,16 @@ class HomePushes:
 
     def note(self, operations: Sequence[bytes]) -> None:
         """This peer's log has new operations, its last ones."""
+        partitions = list(map(partition_of, operations))
+        numbers = self.sets.note(partitions, operations)
+        if not self.table.members - {self._own} and not self._confirmed.former:
+            return
         first = self._log.sequence + 1 - len(operations)
         confirmed, former = self._confirmed.by, self._confirmed.former
-        note, homes_of = self.sets.note, self.table.homes
-        for sequence, operation in enumerate(operations, first):
-            partition = operation[0] << 2 | operation[1] >> 6  # `partition_of`, without its call
-            number = note(partition, operation)
+        homes_of = self.table.homes
+        for sequence, (partition, number, operation) in enumerate(
+            zip(partitions, numbers, operations, strict=True), first
+        ):
             homes = homes_of[partition]
             if partition in former:
                 homes += former[partition]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -191,7 +191,8 @@ _PARTITION_BITS: Final = 10
 
 
 class PartitionSets:
-    """See the module's docstring. `log` has carried out an operation when `note` is told of it."""
+    """This peer's own log, split by partition: number and set of each. `log` has carried out an operation when `note`
+    is told of it."""
 
     def __init__(self, log: OwnLog) -> None:
         self._log = log
@@ -200,18 +201,21 @@ class PartitionSets:
         self._slots: dict[int, int] = {}
         """Of the partitions whose sets are made."""
         self._sorted = b""
-        """What the log held when the first set was needed, by partition."""
+        """Records of the log when the first set was needed, by partition."""
         self._begins: list[int] = []
         """Where each partition begins there, in records; and the end."""
 
-    def note(self, partition: int, operation: bytes) -> int:
-        """The log's next operation, of a key of that partition. Its number there."""
-        if self._index is not None and partition in self._slots:
-            self._index.apply(self._slots[partition], operation)
-        elif self._index is not None:
-            self._index.apply(self._slot(partition), operation)
-        self._numbers[partition] += 1
-        return self._numbers[partition]
+    def note(self, partitions: Sequence[int], operations: Sequence[bytes]) -> list[int]:
+        """The log's next operations, of keys of these partitions. Their numbers there."""
+        if self._index is not None:
+            for partition, operation in zip(partitions, operations, strict=True):
+                slot = self._slots.get(partition)
+                self._index.apply(self._slot(partition) if slot is None else slot, operation)
+        numbers, found = self._numbers, []
+        for partition in partitions:
+            numbers[partition] = number = numbers[partition] + 1
+            found.append(number)
+        return found
 
     def forget(self) -> None:
         """No member keeps partitions: free the sets. The numbers stay."""

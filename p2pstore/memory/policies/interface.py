@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from p2pstore.memory.entries import EntryList, ObjectEntry
@@ -25,8 +25,8 @@ class EvictionQueue(ABC):
     """The objects of one rank."""
 
     @abstractmethod
-    def add(self, entry: ObjectEntry) -> None:
-        """Queue an entry that is in no queue, as one that was used at its `last_access`."""
+    def add(self, *entries: ObjectEntry) -> None:
+        """Queue entries that are in no queue, as ones that were used at their `last_access`."""
 
     @abstractmethod
     def remove(self, entry: ObjectEntry) -> None:
@@ -57,8 +57,8 @@ class EvictionPolicy(ABC):
         return entry.last_access
 
     @abstractmethod
-    def admitted(self, entry: ObjectEntry, now: float) -> None:
-        """A new entry, before it is queued."""
+    def admitted(self, entries: Sequence[ObjectEntry], now: float) -> None:
+        """New entries, before they are queued, with a `standing` of 0."""
 
     @abstractmethod
     def read(self, entry: ObjectEntry, count: int, now: float) -> None:
@@ -84,8 +84,8 @@ class LeastRecentlyUsed(EvictionPolicy):
     def cost(self, entry: ObjectEntry, now: float) -> float:
         return worth(entry) / (1.0 + max(0.0, now - entry.last_access))
 
-    def admitted(self, entry: ObjectEntry, now: float) -> None:
-        """It is the one used last, as every entry that is queued."""
+    def admitted(self, entries: Sequence[ObjectEntry], now: float) -> None:
+        """They are used last, as every entry that is queued."""
 
     def read(self, entry: ObjectEntry, count: int, now: float) -> None:
         """How often does not matter."""
@@ -98,8 +98,8 @@ class _RecencyQueue(EvictionQueue):
     def __init__(self) -> None:
         self._entries = EntryList()
 
-    def add(self, entry: ObjectEntry) -> None:
-        self._entries.append(entry)
+    def add(self, *entries: ObjectEntry) -> None:
+        self._entries.append(*entries)
 
     def remove(self, entry: ObjectEntry) -> None:
         self._entries.remove(entry)
@@ -138,6 +138,7 @@ class Ghosts:
         for _ in range(min(too_many, MOST_FORGOTTEN)):
             self._kept.popitem(last=False)
 
-    def take(self, digest: bytes) -> tuple[int, float] | None:
-        """Its standing and last access when it was evicted, once; None for what is not remembered."""
-        return self._kept.pop(digest, None)
+    def take(self, entries: Iterable[ObjectEntry]) -> list[tuple[ObjectEntry, int, float]]:
+        """Those of the entries that are remembered, with standing and last access when they were evicted, once."""
+        kept = self._kept
+        return [(each, *kept.pop(each.digest)) for each in entries if each.digest in kept]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import chain
 from typing import Final
@@ -56,13 +56,9 @@ class PrefixAware(EvictionPolicy):
         idle = age + (MOST_CREDITS - entry.standing) * self.gap_seconds
         return worth(entry) * (FOLLOWED if entry.followers else 1.0) / (1.0 + idle)
 
-    def admitted(self, entry: ObjectEntry, now: float) -> None:
-        known = self._ghosts.take(entry.digest)
-        if known is None:
-            entry.standing = 0
-            return
-        credits, last_access = known
-        entry.standing = self._earned(credits, now - last_access)
+    def admitted(self, entries: Sequence[ObjectEntry], now: float) -> None:
+        for entry, credits, last_access in self._ghosts.take(entries):
+            entry.standing = self._earned(credits, now - last_access)
 
     def read(self, entry: ObjectEntry, count: int, now: float) -> None:
         if count:
@@ -92,9 +88,13 @@ class _CreditQueue(EvictionQueue):
         self._policy = policy
         self._lists = tuple(EntryList() for _ in range(MOST_CREDITS + 1))
 
-    def add(self, entry: ObjectEntry) -> None:
-        self._policy.queued(1)
-        self._place(entry)
+    def add(self, *entries: ObjectEntry) -> None:
+        self._policy.queued(len(entries))
+        if any(entry.standing or entry.follows is not None for entry in entries):
+            for entry in entries:
+                self._place(entry)
+        else:
+            self._lists[0].append(*entries)
 
     def remove(self, entry: ObjectEntry) -> None:
         self._policy.queued(-1)

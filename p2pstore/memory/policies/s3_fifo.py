@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from p2pstore.memory.entries import EntryList, ObjectEntry
@@ -35,8 +35,9 @@ class S3Fifo(EvictionPolicy):
         reads = (entry.standing & MOST_READS_COUNTED) + (entry.standing & _MAIN)
         return worth(entry) * (1 + reads) / (1.0 + max(0.0, now - entry.last_access))
 
-    def admitted(self, entry: ObjectEntry, now: float) -> None:
-        entry.standing = 0 if self._ghosts.take(entry.digest) is None else _MAIN
+    def admitted(self, entries: Sequence[ObjectEntry], now: float) -> None:
+        for entry, _, _ in self._ghosts.take(entries):
+            entry.standing = _MAIN
 
     def read(self, entry: ObjectEntry, count: int, now: float) -> None:
         reads = min(MOST_READS_COUNTED, (entry.standing & MOST_READS_COUNTED) + count)
@@ -56,9 +57,10 @@ class _SmallAndMain(EvictionQueue):
         self._policy = policy
         self._small, self._main = EntryList(), EntryList()
 
-    def add(self, entry: ObjectEntry) -> None:
-        self._policy.queued(1)
-        (self._main if entry.standing & _MAIN else self._small).append(entry)
+    def add(self, *entries: ObjectEntry) -> None:
+        self._policy.queued(len(entries))
+        self._small.append(*[entry for entry in entries if not entry.standing & _MAIN])
+        self._main.append(*[entry for entry in entries if entry.standing & _MAIN])
 
     def remove(self, entry: ObjectEntry) -> None:
         self._policy.queued(-1)
