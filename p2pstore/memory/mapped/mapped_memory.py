@@ -5,29 +5,26 @@ given away in the same way.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import ExitStack
-from p2pstore.errors import ConfigError
-from p2pstore.memory.mapped import numa
-from p2pstore.memory.mapped.mapping import HUGE_PAGE_BYTES
-from p2pstore.memory.mapped.mapping import address_of
-from p2pstore.memory.mapped.mapping import map_aligned
-from p2pstore.memory.segment_layout import round_up
-from p2pstore.objects import MIB
-from p2pstore.objects import format_bytes
-from p2pstore.runtime.linux import memory_limits
-from p2pstore.runtime.linux import text_of
-from pathlib import Path
-from typing import Final
-from typing import Literal
+
 import ctypes
 import errno
 import fcntl
 import mmap
-import numpy as np
 import os
 import stat
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+
+from p2pstore.errors import ConfigError
+from p2pstore.memory.mapped import numa
+from p2pstore.memory.mapped.mapping import HUGE_PAGE_BYTES, address_of, map_aligned
+from p2pstore.memory.segment_layout import round_up
+from p2pstore.objects import MIB, format_bytes
+from p2pstore.runtime.linux import memory_limits, text_of
 
 HugePages = Literal["auto", "never", "require"]
 
@@ -42,6 +39,7 @@ _F_SEAL_FUTURE_WRITE: Final = 0x10
 """Linux 5.1. Not in the fcntl module yet."""
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
 
 class SharedMemory:
     """Mapped memory: `view` is writable, `descriptor` is for processes that may write.
@@ -109,6 +107,7 @@ class SharedMemory:
         except BufferError:
             del self._mapping  # the views keep it, and end it
 
+
 def create_memory(
     total_bytes: int,
     name: str,
@@ -156,9 +155,11 @@ def create_memory(
         advise_huge_pages(memory.view)
     return memory
 
+
 def advise_huge_pages(view: memoryview) -> None:
     """Ask for transparent huge pages."""
     _advise(view, 0, len(view), mmap.MADV_HUGEPAGE)  # only advice: failing is fine
+
 
 def _create_reserved(total_bytes: int, name: str, node: numa.Node | None) -> SharedMemory:
     """Memory of reserved huge pages. Raises `OSError` when there are too few after all."""
@@ -174,6 +175,7 @@ def _create_reserved(total_bytes: int, name: str, node: numa.Node | None) -> Sha
         raise
     return memory
 
+
 def _bind(memory: SharedMemory, node: numa.Node) -> None:
     try:
         size = os.fstat(memory.descriptor).st_size
@@ -182,9 +184,11 @@ def _bind(memory: SharedMemory, node: numa.Node) -> None:
         memory.close()
         raise
 
+
 def create_page(length: int, name: str) -> SharedMemory:
     """One zeroed shared page that cannot be shrunk. Raises `OSError` where the system gives no more."""
     return _create(length, name, 0, mmap.PAGESIZE)
+
 
 def create_table_memory(total_bytes: int, name: str) -> SharedMemory:
     """Zeroed shared memory that only this process can write, also when others have a descriptor. A page counts only
@@ -210,6 +214,7 @@ def create_table_memory(total_bytes: int, name: str) -> SharedMemory:
         ) from error
     _advise(memory.view, 0, total_bytes, mmap.MADV_NOHUGEPAGE)  # a page per entry would be 2 MiB
     return memory
+
 
 def _create(
     total_bytes: int,
@@ -237,6 +242,7 @@ def _create(
         os.close(descriptor)
         raise
 
+
 def map_read_only(descriptor: int, length: int, *, trusted_user: int | None = None) -> memoryview:
     """A read-only view of the first `length` bytes; the mapping lives as long as views of it.
 
@@ -246,14 +252,17 @@ def map_read_only(descriptor: int, length: int, *, trusted_user: int | None = No
     """
     return _view(descriptor, length, mmap.PROT_READ, trusted_user)
 
+
 def map_writable(descriptor: int, length: int, *, trusted_user: int | None = None) -> memoryview:
     """Like `map_read_only`, for writing."""
     return _view(descriptor, length, _READ_WRITE, trusted_user)
+
 
 def map_table(descriptor: int, length: int) -> mmap.mmap:
     """Like `map_read_only`, but the mapping: slices of it are bytes."""
     check_descriptor(descriptor, length)
     return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+
 
 def _view(descriptor: int, length: int, protection: int, trusted_user: int | None) -> memoryview:
     check_descriptor(descriptor, length, trusted_user)
@@ -262,6 +271,7 @@ def _view(descriptor: int, length: int, protection: int, trusted_user: int | Non
     size = min(os.fstat(descriptor).st_size, round_up(length, HUGE_PAGE_BYTES))
     mapping, start = map_aligned([descriptor], [size], protection)
     return memoryview(mapping)[start : start + length]
+
 
 def check_descriptor(descriptor: int, length: int, trusted_user: int | None = None) -> None:
     """Raise `ConfigError` unless `length` bytes of it can be mapped, and no other user than this one, root and
@@ -273,6 +283,7 @@ def check_descriptor(descriptor: int, length: int, trusted_user: int | None = No
             f"the peer's shared memory has {actual:,} bytes ({problem or 'sealed'}), {length:,} were announced: "
             "this is not a memory segment that can be mapped safely"
         )
+
 
 def _why_it_may_shrink(descriptor: int, trusted_user: int | None) -> str:
     """Nothing for sealed memory, and for a file that only the trusted user, this one or root can change: the last two
@@ -288,6 +299,7 @@ def _why_it_may_shrink(descriptor: int, trusted_user: int | None) -> str:
     if status.st_uid not in (0, os.geteuid(), trusted_user) or status.st_mode & 0o022:
         return "not sealed, and a file that another user can shrink"
     return ""
+
 
 def prefault(
     view: memoryview,
@@ -317,6 +329,7 @@ def prefault(
         pause()
     return done
 
+
 def makes_huge_pages() -> bool:
     """Whether the kernel makes transparent huge pages of a segment's memory. Tries it."""
     try:
@@ -328,6 +341,7 @@ def makes_huge_pages() -> bool:
     finally:
         memory.close()
 
+
 def _collapse(view: memoryview, start: int, length: int) -> bool:
     """Huge pages for what lies there, with what is in it; whether the kernel made them. It makes none where there is
     not one page yet. With one, it takes 0.1 ms, with 512 that have to be copied, 6."""
@@ -336,15 +350,19 @@ def _collapse(view: memoryview, start: int, length: int) -> bool:
         _advise(view, at, 1, _MADV_POPULATE_WRITE)
     return whole > 0 and _advise(view, start, whole, _MADV_COLLAPSE) == 0
 
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 
 def _advise(view: memoryview, start: int, length: int, advice: int) -> int:
     """madvise without the interpreter lock (mmap.madvise holds it). Returns 0 or the errno."""
     address = address_of(view) + start
     return 0 if _libc.madvise(address, length, advice) == 0 else ctypes.get_errno()
 
+
 # --- how much memory there is ------------------------------------------------------------------
+
 
 def available_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
@@ -355,6 +373,7 @@ def available_memory(
         best = min(best, (max(0, limit - used), f"the cgroup (limit {format_bytes(limit)})"))
     return best
 
+
 def _free_huge_page_bytes(node: numa.Node | None = None) -> int:
     """Bytes of reserved 2 MiB pages that are not in use, on that node or anywhere."""
     folder = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
@@ -364,6 +383,7 @@ def _free_huge_page_bytes(node: numa.Node | None = None) -> int:
     free_bytes = max(0, int(counts[0]) - int(counts[1])) * HUGE_PAGE_BYTES
     return free_bytes if node is None else min(free_bytes, node.free_huge_page_bytes)
 
+
 def _meminfo(proc: Path, name: str) -> int:
     for line in text_of(proc / "meminfo").splitlines():
         label, _, rest = line.partition(":")
@@ -371,9 +391,11 @@ def _meminfo(proc: Path, name: str) -> int:
             return int(rest.split()[0]) * 1024
     raise ConfigError(f"{proc / 'meminfo'} does not say {name}: is /proc mounted?")
 
+
 PIECE_BYTES: Final = HUGE_PAGE_BYTES
 """Memories begin at multiples of this, as those of huge pages must."""
 MAX_PIECES: Final = 8
+
 
 class JoinedMemory:
     """Like `SharedMemory`, over several of them side by side, such as DRAM of several NUMA nodes, CXL and persistent
@@ -412,6 +434,7 @@ class JoinedMemory:
             self.view.release()
             self._closing.close()
 
+
 def map_joined(
     descriptors: Sequence[int],
     pieces: Sequence[int],
@@ -432,6 +455,7 @@ def map_joined(
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     mapping, start = map_aligned(descriptors, pieces, protection)
     return memoryview(mapping)[start : start + length]
+
 
 def _check_pieces(pieces: Sequence[int], length: int) -> None:
     aligned = all(size > 0 and size % PIECE_BYTES == 0 for size in pieces)
