@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from http import HTTPStatus
 from importlib.resources import files
@@ -42,25 +42,34 @@ _CURVES: Final = ("gets", "misses", "puts", "in_bytes", "out_bytes")
 class StatusSource:
     """The page's data of one peer. `with_keys`: the public page shows keys."""
 
-    def __init__(self, peer: ObservedPeer, *, with_keys: bool) -> None:
+    def __init__(
+        self,
+        peer: ObservedPeer,
+        *,
+        with_keys: bool,
+        cpu_seconds: Callable[[], float] = time.thread_time,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._peer = peer
+        self._now = now
+        self._cpu_seconds = cpu_seconds
         self._with_keys = with_keys
         self._keep_until = -math.inf
         self._made = b""
 
     def document_bytes(self) -> bytes:
         """The document, mostly not older than `KEPT_SECONDS`."""
-        now = time.monotonic()
+        now = self._now()
         if now >= self._keep_until:
-            began = time.thread_time()
+            began = self._cpu_seconds()
             self._made = json.dumps(self.document(), separators=(",", ":")).encode()
-            took = time.thread_time() - began
+            took = self._cpu_seconds() - began
             self._keep_until = now + max(KEPT_SECONDS, took / MOST_OF_A_CORE)
         return self._made
 
     def document(self) -> dict[str, Any]:
         """The page's data. Sizes in bytes."""
-        source, core, now = self._peer, self._peer.core, time.monotonic()
+        source, core, now = self._peer, self._peer.core, self._now()
         watch, gossip = source.watch, core.gossip
         peer = source.document(private=False)
         look = source.checkup.look(peer)
