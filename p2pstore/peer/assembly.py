@@ -1,107 +1,96 @@
 """Puts a peer together: memory, core, links, transports, servers. Shell."""
 
 from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import trio
+
+import p2pstore
 from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.checkpoint.peer.client_requests import ClientRequests
-from p2pstore.checkpoint.peer.client_requests import PeerCheckpoints
+from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
 from p2pstore.core.copies.coldest import coldest_use
-from p2pstore.core.copies.repair import RepairTiming
-from p2pstore.core.copies.repair import TIMING
+from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.errors import ConfigError
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_config import preset
+from p2pstore.errors import ConfigError, ProtocolError
+from p2pstore.gossip.gossip_config import GossipConfig, preset
 from p2pstore.gossip.homes.partition_homes import ModeLimits
-from p2pstore.gossip.links.host import HostSettings
-from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import PEER_RECORD_FORMAT
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import SegmentOffer
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import TransportOffer
+from p2pstore.gossip.records import (
+    PEER_RECORD_FORMAT,
+    ClusterRecord,
+    LogHead,
+    PeerRecord,
+    SegmentOffer,
+    SignedRecord,
+    TransportOffer,
+)
 from p2pstore.local.listener import serve_local
 from p2pstore.local.socket_paths import answers as somebody_answers
 from p2pstore.local.socket_paths import default_socket_path
-from p2pstore.location_table import LocationTable
-from p2pstore.location_table import block_count
-from p2pstore.location_table import format_table
-from p2pstore.location_table import table_bytes
+from p2pstore.location_table import LocationTable, block_count, format_table, table_bytes
 from p2pstore.memory.mapped.kept_file import KeptMemory
-from p2pstore.memory.mapped.mapped_memory import SharedMemory
-from p2pstore.memory.mapped.mapped_memory import create_table_memory
+from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_table_memory
 from p2pstore.memory.policies import make_policy
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.objects import HybridClock
-from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.objects import parse_bytes
-from p2pstore.peer.for_clients.local_backend import Erasing
-from p2pstore.peer.for_clients.local_backend import PeerLocalBackend
-from p2pstore.peer.for_peers.data_backend import PeerDataBackend
-from p2pstore.peer.for_peers.data_backend import PeerStoreBackend
-from p2pstore.peer.lifetime.credentials import Credentials
-from p2pstore.peer.lifetime.credentials import log_expelled
-from p2pstore.peer.lifetime.credentials import refuse_open_door
-from p2pstore.peer.lifetime.peer_addresses import advertised
-from p2pstore.peer.lifetime.peer_addresses import control_listen_address
-from p2pstore.peer.lifetime.peer_addresses import data_listen_addresses
-from p2pstore.peer.lifetime.peer_addresses import link_bytes_per_second
+from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
+from p2pstore.objects import HybridClock, clock_from_unix_seconds, parse_bytes
+from p2pstore.peer.for_clients.local_backend import Erasing, PeerLocalBackend
+from p2pstore.peer.for_peers.data_backend import PeerDataBackend, PeerStoreBackend
+from p2pstore.peer.lifetime.credentials import Credentials, log_expelled, refuse_open_door
+from p2pstore.peer.lifetime.peer_addresses import (
+    advertised,
+    control_listen_address,
+    data_listen_addresses,
+    link_bytes_per_second,
+)
 from p2pstore.peer.node import Node
-from p2pstore.peer.segment_memory import SegmentMemory
-from p2pstore.peer.segment_memory import begin_with_kept
-from p2pstore.peer.segment_memory import create_segment_memory
-from p2pstore.peer.segment_memory import provide_pages
-from p2pstore.peer.segment_memory import tell_what_returned
-from p2pstore.peer.segment_memory import watch_earlier_clients
+from p2pstore.peer.segment_memory import (
+    SegmentMemory,
+    begin_with_kept,
+    create_segment_memory,
+    provide_pages,
+    tell_what_returned,
+    watch_earlier_clients,
+)
 from p2pstore.peer.ssd_opening import open_ssd
 from p2pstore.runtime import linux
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.state.folder import ephemeral
-from p2pstore.state.folder import load_token_file
+from p2pstore.state.folder import ephemeral, load_token_file
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.topology.sysfs import host_identity
-from p2pstore.transfer.data_messages import MAX_DATA_VERSION
-from p2pstore.transfer.data_messages import MIN_DATA_VERSION
-from p2pstore.transfer.data_messages import over_tls
+from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION, over_tls
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
-from p2pstore.transfer.rdma.rdma_serving import PeerRdma
-from p2pstore.transfer.rdma.rdma_serving import open_rdma
+from p2pstore.transfer.rdma.rdma_serving import PeerRdma, open_rdma
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.serving.data_server import DataServer
-from p2pstore.transfer.serving.data_server import open_data_listeners
+from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import Transport
 from p2pstore.wire import decode_body
-from pathlib import Path
-from random import Random
-from typing import Final
-import logging
-import os
-import p2pstore
-import socket
-import time
-import trio
 
 logger = logging.getLogger("p2pstore.peer")
 
 REPAIR_SHARE: Final = 0.1
 """Of the link, for copies that replace lost ones."""
+
 
 async def open_memory(config: PeerConfig, state: StateDirectory | None) -> SegmentMemory:
     """Memory for the segment of a peer. Raises `ConfigError`."""
@@ -114,6 +103,7 @@ async def open_memory(config: PeerConfig, state: StateDirectory | None) -> Segme
         )
     # Opening looks at all kept objects: in a thread.
     return await trio.to_thread.run_sync(create_segment_memory, config, state.record.last_segment_id)
+
 
 class Assembly:
     """Puts the parts of a peer together. The stack closes them, the last one first."""
@@ -473,6 +463,7 @@ class Assembly:
         await stream.open()
         nursery.start_soon(stream.run)
 
+
 def local_socket_path(config: PeerConfig) -> Path:
     """Where this peer's socket goes: as configured, else the default place for its name; with a number
     behind the name when another peer of that name runs here."""
@@ -486,6 +477,7 @@ def local_socket_path(config: PeerConfig) -> Path:
     raise ConfigError(
         f"socket: {MAX_LOCAL_PEERS} peers named {config.name} run here; give --socket, or PeerConfig(socket=...)"
     )
+
 
 def _decoded(state: StateDirectory) -> list[tuple[ClusterRecord, SignedRecord]]:
     kept, unreadable = [], 0

@@ -25,38 +25,38 @@ and objects that they may forbid are discarded (`gossip.floors.floor_sync`).
 """
 
 from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
 from collections.abc import Sequence
-from p2pstore.access.invite import Invite
-from p2pstore.access.invite import KeptInvite
-from p2pstore.access.invite import format_invite
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from p2pstore.access.invite import Invite, KeptInvite, format_invite
 from p2pstore.access.keyring import parse_peer_id
 from p2pstore.addresses import split_address
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.identity import SEED_BYTES
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
+from p2pstore.gossip.links.identity import SEED_BYTES, Identity
+from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.runtime.linux import take_lock
-from p2pstore.state.folder import FORMAT
-from p2pstore.state.folder import Folder
-from p2pstore.state.folder import IDENTITY_HEADER
-from p2pstore.state.folder import SAFELY
-from p2pstore.state.folder import StateFiles
-from p2pstore.state.folder import fail
-from p2pstore.state.folder import parse_identity
-from p2pstore.state.folder import read_private
-from p2pstore.state.folder import refuse_files_of_others
-from p2pstore.state.folder import refuse_folder_of_another
-from p2pstore.state.state_files import FloorsFile
-from p2pstore.state.state_files import StateRecord
-from pathlib import Path
-from typing import Final
-import contextlib
-import fcntl
-import msgspec
-import os
-import secrets
+from p2pstore.state.folder import (
+    FORMAT,
+    IDENTITY_HEADER,
+    SAFELY,
+    Folder,
+    StateFiles,
+    fail,
+    parse_identity,
+    read_private,
+    refuse_files_of_others,
+    refuse_folder_of_another,
+)
+from p2pstore.state.state_files import FloorsFile, StateRecord
 
 MAX_ADDRESSES: Final = 1024
 
@@ -65,17 +65,21 @@ _KEYS: Final = "cluster.key"
 _INVITE_FILES: Final = (_INVITE, _KEYS)
 _PUBLISHED: Final = "published"
 
+
 class _Addresses(msgspec.Struct):
     format: int
     addresses: list[str]
+
 
 class _Publishers(msgspec.Struct):
     format: int
     publishers: list[tuple[str, str, str]]
     forgotten: list[tuple[str, str, str, int]] = []
 
+
 class StateDirectoryInUse(ConfigError):
     """Another process holds the state directory."""
+
 
 class StateDirectory:
     """An open, locked state directory. Close it, or use it as a context manager.
@@ -263,6 +267,7 @@ class StateDirectory:
             self._files.note("publications cannot be read: publish them again", error)
         return found
 
+
 def is_in_use(path: str | os.PathLike[str]) -> bool:
     """Whether a running peer holds the state directory; False for one that does not exist."""
     try:
@@ -274,6 +279,7 @@ def is_in_use(path: str | os.PathLike[str]) -> bool:
     finally:
         os.close(lock)
 
+
 def kept_invite(path: str | os.PathLike[str]) -> str | None:
     """The line of the invite that the peer of this state directory joined by. Raises `ConfigError`."""
     if not os.path.isdir(path):  # `StateDirectory.open` makes it, or says what is wrong
@@ -283,11 +289,14 @@ def kept_invite(path: str | os.PathLike[str]) -> str | None:
     except FileNotFoundError:
         return None
 
+
 def kept_cluster_key(path: str | os.PathLike[str]) -> Path:
     """Where the keys of that invite are, if it came with any."""
     return Path(path) / _KEYS
 
+
 # --- files -----------------------------------------------------------------------------------
+
 
 def _take_lock(directory: Path, lock: int) -> None:
     try:
@@ -308,6 +317,7 @@ def _take_lock(directory: Path, lock: int) -> None:
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     except OSError as error:
         fail(directory / "lock", "written", error)
+
 
 def _is_address(text: str) -> bool:
     try:

@@ -4,56 +4,51 @@ Gossip is instantaneous: the world knows all members and their parts in versions
 """
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import numpy as np
+import trio
+
 from p2pstore.access.keyring import KeyRing
 from p2pstore.addresses import join_address
 from p2pstore.checkpoint.content.hashing import hash_source
-from p2pstore.checkpoint.content.manifest import SignedManifest
-from p2pstore.checkpoint.content.manifest import read_manifest
-from p2pstore.checkpoint.content.manifest import sign_manifest
-from p2pstore.checkpoint.content.manifest import version_of
+from p2pstore.checkpoint.content.manifest import SignedManifest, read_manifest, sign_manifest, version_of
 from p2pstore.checkpoint.content.sources import SourceDirectory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.checkpoint.peer.running import Part
-from p2pstore.checkpoint.peer.running import RunningSwarms
-from p2pstore.checkpoint.peer.stores import PieceStore
-from p2pstore.checkpoint.peer.stores import PublishedPieces
+from p2pstore.checkpoint.peer.running import Part, RunningSwarms
+from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.checkpoint.swarm.selection import SwarmConfig
-from p2pstore.gossip.links.identity import Ed25519Verifier
-from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import member_of
 from p2pstore.memory.entries import SmallObjectsLent
 from p2pstore.runtime.streams import BytesLike
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import GetItem
-from p2pstore.transfer.data_messages import GetManifest
-from p2pstore.transfer.data_messages import GetSmall
-from p2pstore.transfer.data_messages import ObjectReply
-from p2pstore.transfer.data_messages import over_tls
+from p2pstore.transfer.data_messages import (
+    DataKind,
+    GetItem,
+    GetManifest,
+    GetSmall,
+    ObjectReply,
+    over_tls,
+)
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.serving.data_server import DataServer
-from p2pstore.transfer.serving.data_server import open_data_listeners
+from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.serving.read_answers import LentObject
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Message
-from pathlib import Path
-from random import Random
-from typing import Any
-from typing import cast
-import numpy as np
-import trio
 
 PIECE = 64 * 1024
 RING = KeyRing([bytes(32)])
+
 
 class _Backend:
     """Answers GET_MANIFEST alone."""
@@ -86,6 +81,7 @@ class _Backend:
     ) -> tuple[Message, Sequence[BytesLike]]:
         assert isinstance(message, GetManifest)
         return self._swarms.manifest(message)
+
 
 class MemberHere:
     """A member of the world: what its swarms need of `CheckpointPeer`."""
@@ -199,6 +195,7 @@ class MemberHere:
             self.taking_part.cancel()
         self.world.changed()
 
+
 class World:
     """All members, and what they know of each other."""
 
@@ -224,6 +221,7 @@ class World:
             for part in list(member.swarms.parts.values()):
                 part.run.look_around()
 
+
 @asynccontextmanager
 async def open_world(*, tls: bool = False) -> AsyncIterator[World]:
     """A world for one test; at its end all servers end."""
@@ -236,6 +234,7 @@ async def open_world(*, tls: bool = False) -> AsyncIterator[World]:
                 member.pool.close()
             nursery.cancel_scope.cancel()
 
+
 def make_files(directory: Path, files: dict[str, int], seed: int = 0) -> None:
     """Files of these lengths, with random bytes."""
     rng = np.random.default_rng(seed)
@@ -244,6 +243,7 @@ def make_files(directory: Path, files: dict[str, int], seed: int = 0) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(rng.integers(0, 256, size, np.uint8).tobytes())
 
+
 async def signed_directory(
     directory: Path, publisher: Identity, piece_bytes: int = PIECE
 ) -> tuple[SignedManifest, SourceDirectory]:
@@ -251,6 +251,7 @@ async def signed_directory(
     source = SourceDirectory(directory)
     manifest = await hash_source(source, "model", piece_bytes=piece_bytes)
     return sign_manifest(manifest, publisher), source
+
 
 def same_files(one: Path, other: Path) -> bool:
     """Whether two directories have the same files with the same bytes."""
@@ -263,6 +264,7 @@ def same_files(one: Path, other: Path) -> bool:
         }
 
     return content(one) == content(other)
+
 
 __all__ = [
     "PIECE",

@@ -1,43 +1,32 @@
 """Answers to clients about checkpoints. A connection has one job. Shell."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
+
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Any, Final
+
+import trio
+
 from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.manifest import Manifest
 from p2pstore.checkpoint.content.sources import SourceMemory
 from p2pstore.checkpoint.peer.bringing import Job
-from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.checkpoint.peer.checkpoint_peer import MAX_WAIT_SECONDS
-from p2pstore.checkpoint.peer.fetching import Fetching
-from p2pstore.checkpoint.peer.fetching import Finder
-from p2pstore.checkpoint.peer.following import Following
-from p2pstore.checkpoint.peer.following import Updating
+from p2pstore.checkpoint.peer.checkpoint_peer import MAX_WAIT_SECONDS, CheckpointPeer
+from p2pstore.checkpoint.peer.fetching import Fetching, Finder
+from p2pstore.checkpoint.peer.following import Following, Updating
 from p2pstore.checkpoint.peer.piece_flow import Paces
-from p2pstore.checkpoint.peer.publishing import Publications
-from p2pstore.checkpoint.peer.publishing import Publishing
+from p2pstore.checkpoint.peer.publishing import Publications, Publishing
 from p2pstore.checkpoint.peer.running import SwarmParts
-from p2pstore.checkpoint.peer.stores import HeldDirectory
-from p2pstore.checkpoint.peer.stores import Memories
-from p2pstore.checkpoint.peer.stores import MemoryTarget
+from p2pstore.checkpoint.peer.stores import HeldDirectory, Memories, MemoryTarget
 from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
-from p2pstore.gossip.records import Participation
-from p2pstore.gossip.records import TakesPart
-from p2pstore.local.local_protocol import LocalClient
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.objects import check_checkpoint_name
-from p2pstore.objects import unix_seconds_from_clock
+from p2pstore.gossip.records import Participation, TakesPart
+from p2pstore.local.local_protocol import LocalClient, LocalKind
+from p2pstore.objects import check_checkpoint_name, unix_seconds_from_clock
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.wire import Empty
-from p2pstore.wire import Message
-from p2pstore.wire import Signer
-from p2pstore.wire import Verifier
-from random import Random
-from typing import Any
-from typing import Final
-import trio
+from p2pstore.wire import Empty, Message, Signer, Verifier
 
 MAX_ENTRIES: Final = 4096
 """In one answer."""
@@ -45,6 +34,7 @@ PACE_SECONDS: Final = 0.5
 """Time between two samples of members' progress."""
 STATE_NAMES: Final = {int(state): state.name.lower() for state in TakesPart}
 _BUSY: Final = "this connection has a job already"
+
 
 class ClientRequests:
     """All requests about checkpoints, by `LocalKind`, in `handlers`."""
@@ -85,6 +75,7 @@ class ClientRequests:
             nursery.start_soon(self._service.parts.watch)
             nursery.start_soon(self._service.publishing.publish_again)
             nursery.start_soon(self._names.watch)
+
 
 class JobRequests:
     """Publishing and fetching, and their progress."""
@@ -172,6 +163,7 @@ class JobRequests:
         except ValueError:
             directory.close()
             raise
+
 
 class GroupRequests:
     """Following and updating, and news of them."""
@@ -311,6 +303,7 @@ class GroupRequests:
         if client.holder in self._follows or client.holder in self._updates:
             raise ValueError(_BUSY)
 
+
 class NameRequests:
     """Listing and removing names."""
 
@@ -405,11 +398,13 @@ class NameRequests:
         await self._parts.stop_name(head.digest)
         return local.CheckpointRemoved(head.version)
 
+
 def _published(version: bytes, manifest: Manifest) -> local.Published:
     layout = manifest.layout
     return local.Published(
         version, len(manifest.files), layout.total_bytes, layout.count, layout.piece_bytes
     )
+
 
 class PeerCheckpoints:
     """The services of one peer: `publishing`, `fetching`, and its `parts` in swarms."""

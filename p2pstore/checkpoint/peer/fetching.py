@@ -4,63 +4,47 @@ Finding the version that a fetch means, and its manifest.
 """
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+import logging
+from collections.abc import Iterator, Sequence
 from functools import partial
+from random import Random
+from typing import Final
+
+import trio
 from msgspec import structs
-from p2pstore.checkpoint.checkpoint_messages import Fetch
-from p2pstore.checkpoint.checkpoint_messages import Fetched
-from p2pstore.checkpoint.content.directory_versions import kept_manifest
-from p2pstore.checkpoint.content.directory_versions import kept_versions
-from p2pstore.checkpoint.content.manifest import MAX_MANIFEST_BYTES
-from p2pstore.checkpoint.content.manifest import Manifest
-from p2pstore.checkpoint.content.manifest import SignedManifest
-from p2pstore.checkpoint.content.manifest import WILDCARDS
-from p2pstore.checkpoint.content.manifest import choose_files
-from p2pstore.checkpoint.content.manifest import format_version
-from p2pstore.checkpoint.content.manifest import nearest
-from p2pstore.checkpoint.content.manifest import open_manifest
-from p2pstore.checkpoint.content.manifest import unmatched
-from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.content.pieces import PieceMap
-from p2pstore.checkpoint.content.pieces import full_map
-from p2pstore.checkpoint.content.pieces import unpack_map
-from p2pstore.checkpoint.content.target_directory import DirectoryInUse
-from p2pstore.checkpoint.content.target_directory import TargetDirectory
-from p2pstore.checkpoint.peer.bringing import Bringing
-from p2pstore.checkpoint.peer.bringing import Job
-from p2pstore.checkpoint.peer.bringing import JobPhase
-from p2pstore.checkpoint.peer.bringing import in_threads
-from p2pstore.checkpoint.peer.bringing import verify
+
+from p2pstore.checkpoint.checkpoint_messages import Fetch, Fetched
+from p2pstore.checkpoint.content.directory_versions import kept_manifest, kept_versions
+from p2pstore.checkpoint.content.manifest import (
+    MAX_MANIFEST_BYTES,
+    WILDCARDS,
+    Manifest,
+    SignedManifest,
+    choose_files,
+    format_version,
+    nearest,
+    open_manifest,
+    unmatched,
+)
+from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, unpack_map
+from p2pstore.checkpoint.content.target_directory import DirectoryInUse, TargetDirectory
+from p2pstore.checkpoint.peer.bringing import Bringing, Job, JobPhase, in_threads, verify
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.running import SwarmParts
-from p2pstore.checkpoint.peer.stores import HeldDirectory
-from p2pstore.checkpoint.peer.stores import Holding
-from p2pstore.checkpoint.peer.stores import Memories
-from p2pstore.checkpoint.peer.stores import MemoryTarget
-from p2pstore.errors import CheckpointRefused
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
+from p2pstore.checkpoint.peer.stores import HeldDirectory, Holding, Memories, MemoryTarget
+from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.checkpoint_records import Head
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import TakesPart
-from p2pstore.gossip.records import member_of
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import GetManifest
-from p2pstore.transfer.data_messages import ManifestReply
+from p2pstore.gossip.records import PeerId, TakesPart, member_of
+from p2pstore.transfer.data_messages import DataKind, GetManifest, ManifestReply
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Verifier
-from random import Random
-from typing import Final
-import logging
-import trio
 
 IN_USE_SECONDS: Final = 3.0
 """How long a directory may stay locked by a fetch that is just being given up."""
 LOOK_SECONDS: Final = 0.05
+
 
 class Fetching:
     """Fetches for clients and followers. Pieces that are here are passed on, during the fetch and after."""
@@ -244,6 +228,7 @@ class Fetching:
             else:
                 target.close()
 
+
 def _choose(
     order: Fetch, manifest: Manifest, exactly: bool
 ) -> tuple[frozenset[int] | None, tuple[str, ...]]:
@@ -258,6 +243,7 @@ def _choose(
             raise ValueError(f"checkpoint {manifest.name!r} has no file {name!r}{nearest(name, paths)}")
     return chosen, tuple(unmatched(paths, [*order.include, *order.exclude]))
 
+
 def _pieces_ordered(order: Fetch, manifest: Manifest) -> PieceMap:
     """The pieces to bring to memory. Raises `ValueError` for pieces that do not exist."""
     count = manifest.layout.count
@@ -268,12 +254,14 @@ def _pieces_ordered(order: Fetch, manifest: Manifest) -> PieceMap:
     except ProtocolError as error:
         raise ValueError(f"pieces of checkpoint {manifest.name!r}: {error}") from error
 
+
 logger = logging.getLogger("p2pstore.peer")
 
 MANIFEST_SECONDS: Final = 10.0
 """Deadline for getting a manifest from any member."""
 ASK_AGAIN_SECONDS: Final = 0.5
 """Time between two rounds of asking members for a manifest."""
+
 
 class Finder:
     """Resolves names to versions, and versions to verified manifests."""
@@ -341,6 +329,7 @@ class Finder:
         order = sorted(members)
         self._rng.shuffle(order)
         return [way for member in order if (way := self._peer.way_to(member)) is not None]
+
 
 async def ask_for_manifest(
     pool: DataPool, ways: Sequence[RemotePeer], version: bytes, publisher: bytes, verifier: Verifier

@@ -1,47 +1,41 @@
 """Publishing directories and tensors, and publishing directories again after a restart. Shell."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from p2pstore.checkpoint.checkpoint_messages import Publish
-from p2pstore.checkpoint.content.hashing import hash_source
-from p2pstore.checkpoint.content.manifest import Manifest
-from p2pstore.checkpoint.content.manifest import SignedManifest
-from p2pstore.checkpoint.content.manifest import format_version
-from p2pstore.checkpoint.content.manifest import sign_manifest
-from p2pstore.checkpoint.content.sources import Source
-from p2pstore.checkpoint.content.sources import SourceDirectory
-from p2pstore.checkpoint.content.sources import SourceMemory
-from p2pstore.checkpoint.peer.bringing import Job
-from p2pstore.checkpoint.peer.bringing import JobPhase
-from p2pstore.checkpoint.peer.bringing import reader_of
-from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS
-from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.checkpoint.peer.running import SwarmParts
-from p2pstore.checkpoint.peer.stores import HeldDirectory
-from p2pstore.checkpoint.peer.stores import Holding
-from p2pstore.checkpoint.peer.stores import Memories
-from p2pstore.checkpoint.peer.stores import PieceStore
-from p2pstore.checkpoint.peer.stores import PublishedMemory
-from p2pstore.checkpoint.peer.stores import PublishedPieces
-from p2pstore.errors import CheckpointChanged
-from p2pstore.errors import CheckpointRefused
-from p2pstore.errors import ConfigError
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.checkpoint_records import checkpoint_digest
-from p2pstore.gossip.records import TakesPart
-from p2pstore.objects import check_checkpoint_name
-from p2pstore.objects import format_peer_id
-from p2pstore.state.state_directory import StateDirectory
-from p2pstore.wire import Message
-from p2pstore.wire import Signer
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
-from typing import Final
+
 import logging
 import os
+from collections.abc import Callable, Iterator
+from typing import Final
+
 import trio
+
+from p2pstore.checkpoint.checkpoint_messages import Publish
+from p2pstore.checkpoint.content.hashing import hash_source
+from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, format_version, sign_manifest
+from p2pstore.checkpoint.content.sources import Source, SourceDirectory, SourceMemory
+from p2pstore.checkpoint.peer.bringing import Job, JobPhase, reader_of
+from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS, CheckpointPeer
+from p2pstore.checkpoint.peer.running import SwarmParts
+from p2pstore.checkpoint.peer.stores import (
+    HeldDirectory,
+    Holding,
+    Memories,
+    PieceStore,
+    PublishedMemory,
+    PublishedPieces,
+)
+from p2pstore.errors import (
+    CheckpointChanged,
+    CheckpointRefused,
+    ConfigError,
+    P2PStoreError,
+    ProtocolError,
+)
+from p2pstore.gossip.checkpoint_records import checkpoint_digest
+from p2pstore.gossip.records import TakesPart
+from p2pstore.objects import check_checkpoint_name, format_peer_id
+from p2pstore.state.state_directory import StateDirectory
+from p2pstore.wire import Message, Signer, decode_body, encode_body
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -50,6 +44,7 @@ FORMAT: Final = 1
 LOOK_SECONDS: Final = 0.05
 _FAILED: Final = {"event": "checkpoint_failed"}
 _PUBLISHED: Final = {"event": "checkpoint_published"}
+
 
 class Publication(Message, frozen=True):
     """A version that is published from a directory, as the state directory keeps it.
@@ -83,6 +78,7 @@ class Publication(Message, frozen=True):
         except BaseException:
             held.close()
             raise
+
 
 class Publications:
     """The publications in a state directory. Blocking, for worker threads; failures of the disk are only logged."""
@@ -148,6 +144,7 @@ class Publications:
                 continue
             self._kept.add(kept.manifest.version)
             yield kept
+
 
 class Publishing:
     """Hashes, signs and announces versions, and serves them until their part ends."""
