@@ -127,7 +127,7 @@ def key_hasher(namespace: str) -> Callable[[str], bytes]:
 
 
 def batch_key_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
-    """`keys_hasher` that keeps the digests of small batches for a while: whoever asks which keys exist gets those
+    """`keys_hasher` that keeps the digests of small batches for a while: a caller that asks which keys exist gets those
     next."""
     hashed = keys_hasher(namespace)
     kept: dict[str, bytes] = {}

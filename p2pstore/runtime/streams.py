@@ -161,7 +161,7 @@ class Driver(Protocol):
         ...
 
     def interrupted(self, error: Exception) -> BaseException:
-        """What to raise for an error of a signal handler that ran within a call."""
+        """The exception to raise for an error of a signal handler that ran within a call."""
         ...
 
 
