@@ -88,7 +88,7 @@ class PutColumns:
 
 
 class PutStatus(IntEnum):
-    """What a put did."""
+    """Outcome of a put."""
 
     CREATED = 0
     UNCHANGED = 1
