@@ -5,23 +5,18 @@ Everything here is part of formats that peers exchange; docs/formats.md lists th
 """
 
 from __future__ import annotations
-from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from functools import lru_cache
-from p2pstore.errors import CheckpointRefused
-from p2pstore.errors import ConfigError
-from p2pstore.errors import ObjectTooLarge
-from typing import Final
-from typing import NamedTuple
-from typing import TypeVar
-from typing import cast
+
 import hashlib
 import re
 import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple, TypeVar, cast
+
 import xxhash
+
+from p2pstore.errors import CheckpointRefused, ConfigError, ObjectTooLarge
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -48,14 +43,17 @@ DEFAULT_NAMESPACE: Final = "default"
 _KEY_PERSON: Final = b"p2pstore.key.1"
 _NAMESPACE_PERSON: Final = b"p2pstore.ns.1"
 
+
 def is_about_a_key(error: Exception) -> bool:
     """Whether `encode_key` raised this `ValueError`: the text cannot be a key."""
     return getattr(error, "is_about_a_key", False) is True
+
 
 def _no_key(text: str) -> ValueError:
     error = ValueError(text)
     error.is_about_a_key = True  # type: ignore[attr-defined] # callers see a plain `ValueError`
     return error
+
 
 def encode_key(key: str) -> bytes:
     """The key as UTF-8, checked. Raises `ValueError` when it is empty, too long or not encodable."""
@@ -71,6 +69,7 @@ def encode_key(key: str) -> bytes:
         raise _no_key(f"the key is {len(encoded):,} bytes long; at most {MAX_KEY_BYTES:,} are allowed")
     return encoded
 
+
 def encode_namespace(namespace: str) -> bytes:
     """The namespace as UTF-8, checked like a key (1 to 255 bytes)."""
     try:
@@ -81,6 +80,7 @@ def encode_namespace(namespace: str) -> bytes:
         raise ValueError(f"a namespace is 1 to {MAX_NAMESPACE_BYTES} bytes of UTF-8, not {len(encoded)}")
     return encoded
 
+
 def check_checkpoint_name(name: str) -> None:
     """Raises `CheckpointRefused` for an invalid name of a checkpoint: `@` separates name and version."""
     length = len(name.encode(errors="surrogatepass"))
@@ -90,12 +90,14 @@ def check_checkpoint_name(name: str) -> None:
             f"{name[:80]!r}"
         )
 
+
 def key_digest(key: str, namespace: str = DEFAULT_NAMESPACE) -> bytes:
     """BLAKE2b-128 of namespace and key: the object's name between peers, in slots and in locations."""
     space = encode_namespace(namespace)
     return hashlib.blake2b(
         bytes((len(space),)) + space + encode_key(key), digest_size=DIGEST_BYTES, person=_KEY_PERSON
     ).digest()
+
 
 def keys_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
     """`key_digest` of many keys of one namespace, at some 0.2 us each."""
@@ -118,10 +120,12 @@ def keys_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
 
     return hashed
 
+
 def key_hasher(namespace: str) -> Callable[[str], bytes]:
     """`key_digest` for one namespace."""
     hashed = keys_hasher(namespace)
     return lambda key: hashed((key,))[0]
+
 
 def batch_key_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
     """`keys_hasher` that keeps the digests of small batches for a while: a caller that asks which keys exist gets those
@@ -146,12 +150,14 @@ def batch_key_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
 
     return digests
 
+
 @lru_cache(maxsize=1024)
 def namespace_digest(namespace: str) -> bytes:
     """BLAKE2b-128 of the namespace alone: the name of its floor."""
     return hashlib.blake2b(
         encode_namespace(namespace), digest_size=DIGEST_BYTES, person=_NAMESPACE_PERSON
     ).digest()
+
 
 class Version(NamedTuple):
     """(hybrid logical clock, writer's hash, root checksum): the highest wins everywhere.
@@ -168,7 +174,9 @@ class Version(NamedTuple):
         """Whether a floor of this version forbids `other`: it is not newer (roots do not count)."""
         return (other.clock, other.writer) <= (self.clock, self.writer)
 
+
 ZERO_VERSION: Final = Version(0, 0, 0)
+
 
 class Announced(NamedTuple):
     """The versions that a holder may send of an object: the announced one, with the root that its writer vouches for;
@@ -183,21 +191,26 @@ class Announced(NamedTuple):
             version.writer == self.writer and version.covers(self.version)
         )
 
+
 CLOCK_COUNTER_BITS: Final = 16
 MAX_CLOCK_SKEW_SECONDS: Final = 10.0
+
 
 def clock_from_unix_seconds(unix_seconds: float) -> int:
     """The hybrid clock's reading for a wall-clock time. Its counter begins with the part below a
     millisecond: else what two peers write within one would be ordered by who they are."""
     return int(unix_seconds * (1000 << CLOCK_COUNTER_BITS))
 
+
 def unix_seconds_from_clock(clock: int) -> float:
     """The wall-clock part of a hybrid clock reading."""
     return (clock >> CLOCK_COUNTER_BITS) / 1000
 
+
 def newest_accepted_clock(unix_seconds: float) -> int:
     """The highest stamp that is taken from elsewhere: 10 s in the future."""
     return clock_from_unix_seconds(unix_seconds + MAX_CLOCK_SKEW_SECONDS)
+
 
 class HybridClock:
     """A hybrid logical clock (Kulkarni et al. 2014): never behind wall time nor behind what it saw.
@@ -233,18 +246,22 @@ class HybridClock:
         """Begin anew at the wall clock. Only where no stamp above it is kept: see `core.timekeeping`."""
         self.latest = clock_from_unix_seconds(unix_seconds)
 
+
 def chunk_count(length: int) -> int:
     """How many chunks (and checksums) a value of `length` bytes has; an empty value has none."""
     return (length + CHUNK_BYTES - 1) // CHUNK_BYTES
+
 
 def chunk_bounds(length: int) -> Iterator[tuple[int, int]]:
     """(start, end) of each chunk in order."""
     for start in range(0, length, CHUNK_BYTES):
         yield start, min(start + CHUNK_BYTES, length)
 
+
 def chunk_sum(chunk: bytes | bytearray | memoryview) -> int:
     """xxh3-64 of one chunk."""
     return xxhash.xxh3_64_intdigest(chunk)
+
 
 def chunk_sums(value: bytes | bytearray | memoryview) -> bytes:
     """The checksums of all chunks, packed as little-endian u64."""
@@ -253,20 +270,25 @@ def chunk_sums(value: bytes | bytearray | memoryview) -> bytes:
         chunk_sum(view[start:end]).to_bytes(8, "little") for start, end in chunk_bounds(len(view))
     )
 
+
 _pack_length: Final = struct.Struct("<Q").pack
 _checksum: Final = xxhash.xxh3_64_intdigest
+
 
 def root_checksum(length: int, sums: bytes) -> int:
     """xxh3-64 over the length and all chunk sums: it identifies a value's bytes."""
     return _checksum(_pack_length(length) + sums)
 
+
 def root_checksums(lengths: Iterable[int], sums: Iterable[bytes]) -> list[int]:
     """`root_checksum` of each value."""
     return list(map(_checksum, map(bytes.__add__, map(_pack_length, lengths), sums)))
 
+
 def are_sums_of(sums: bytes, length: int, root: int) -> bool:
     """Whether these are the sums of all chunks of a value of that length, and give its root."""
     return len(sums) == 8 * chunk_count(length) and root_checksum(length, sums) == root
+
 
 def check_object_length(length: int) -> None:
     """Raise `ObjectTooLarge` for what no peer can store."""
@@ -276,7 +298,9 @@ def check_object_length(length: int) -> None:
             "split it over several keys"
         )
 
+
 _BASE58: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
 
 def format_peer_id(peer_id: bytes) -> str:
     """A peer id in base58, as libp2p prints it (`12D3KooW...`)."""
@@ -287,12 +311,14 @@ def format_peer_id(peer_id: bytes) -> str:
         digits = _BASE58[digit] + digits
     return "1" * (len(peer_id) - len(peer_id.lstrip(b"\0"))) + digits
 
+
 def printable(text: str) -> str:
     """Text of strangers (keys, names) with control characters made visible: it must neither steer a terminal
     nor pass for another line of a log."""
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
     )
+
 
 _UNITS: Final = {
     "": 1,
@@ -310,6 +336,7 @@ _UNITS: Final = {
     "gib": GIB,
     "tib": 1024 * GIB,
 }
+
 
 def parse_bytes(text: str | int, setting: str = "size") -> int:
     """Bytes from an int or from text such as `4GiB`, `512 MiB`, `100GB`. Raises `ConfigError`."""
@@ -331,8 +358,10 @@ def parse_bytes(text: str | int, setting: str = "size") -> int:
         raise ConfigError(f"{setting}: {text!r} is negative")
     return int(size)
 
+
 _UNIT_SECONDS: Final = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.ASCII)
+
 
 def parse_duration(text: str, setting: str) -> float:
     """Seconds from `90`, `250ms`, `10m`, `2h` or `1d`. Raises `ValueError` naming the setting."""
@@ -342,9 +371,11 @@ def parse_duration(text: str, setting: str) -> float:
         raise ValueError(f"{setting}: {text!r} is not a duration; write seconds, or 250ms, 10m, 2h, 1d")
     return float(match[1]) * unit
 
+
 def counted(count: int, one: str, several: str = "") -> str:
     """A number with its noun: `1 file`, `1,200 files`; `several` where an s does not do."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
+
 
 def format_bytes(count: float) -> str:
     """`5.0 MiB` and the like, for people."""
@@ -353,8 +384,10 @@ def format_bytes(count: float) -> str:
             return f"{count / factor:.1f} {unit}"
     return f"{int(count)} B"
 
+
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+
 
 def put_newest(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
     """Keep an entry as the newest of at most `most`."""

@@ -11,19 +11,16 @@ A reply carries its request's kind and id and the REPLY flag; ERROR in its place
 """
 
 from __future__ import annotations
+
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from p2pstore import errors
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import ProtocolMismatch
-from typing import Any
-from typing import Final
-from typing import Protocol
-from typing import TypeVar
-from typing import cast
+from typing import Any, Final, Protocol, TypeVar, cast
+
 import msgspec
-import struct
+
+from p2pstore import errors
+from p2pstore.errors import P2PStoreError, ProtocolError, ProtocolMismatch
 
 HEADER: Final = struct.Struct("<HHIII")
 HEADER_BYTES: Final = HEADER.size
@@ -53,6 +50,7 @@ _KEPT_BYTES: Final = 64 * 1024
 HELLO_BODY_LIMIT: Final = 4 * 1024
 """Cap on a body before the other side has proved itself."""
 
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of one protocol's frames."""
@@ -60,11 +58,13 @@ class Limits:
     body_bytes: int
     bulk_bytes: int
 
+
 HELLO_LIMITS: Final = Limits(HELLO_BODY_LIMIT, 0)
 CONTROL_LIMITS: Final = Limits(4 * 1024 * 1024, 0)
 LOCAL_LIMITS: Final = Limits(4 * 1024 * 1024, 0)
 DATA_REQUEST_LIMITS: Final = Limits(1024 * 1024, 16 * 1024 * 1024)
 DATA_REPLY_LIMITS: Final = Limits(4 * 1024 * 1024, 1024 * 1024 * 1024)
+
 
 class Code(IntEnum):
     """Why a request failed, as sent. Numbers never change meaning."""
@@ -92,6 +92,7 @@ class Code(IntEnum):
     BAD_SETTING = 21
     ANSWER_TOO_LARGE = 22
 
+
 _ERROR_OF: Final[dict[Code, type[P2PStoreError] | type[ValueError]]] = {
     Code.UNSUPPORTED: errors.ProtocolMismatch,  # before the code that this error is sent as
     Code.MALFORMED: errors.ProtocolError,
@@ -115,12 +116,14 @@ _CODE_OF: Final[dict[type, Code]] = {error: code for code, error in _ERROR_OF.it
     errors.BufferTooSmall: Code.BUFFER_TOO_SMALL
 }
 
+
 def code_of(error: BaseException) -> Code:
     """The code that says what this error says; INTERNAL for what was not raised on purpose."""
     for kind in type(error).__mro__:
         if code := _CODE_OF.get(kind):
             return code
     return Code.INTERNAL
+
 
 def error_of(code: int, text: str, detail: int = 0) -> P2PStoreError | ValueError:
     """The error that the other side described by `code`."""
@@ -130,9 +133,11 @@ def error_of(code: int, text: str, detail: int = 0) -> P2PStoreError | ValueErro
         return errors.Unavailable(text)
     return _ERROR_OF.get(cast(Code, code), P2PStoreError)(text)
 
+
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Base of all message bodies: msgpack arrays, fields in order, new fields at the end. Plain data: no cycle goes
     through one, and the collector of garbage need not look at it."""
+
 
 class Failure(Message, frozen=True):
     """Body of a frame with the ERROR flag. `detail` is a number that some codes explain."""
@@ -141,8 +146,10 @@ class Failure(Message, frozen=True):
     text: str
     detail: int = 0
 
+
 class Empty(Message, frozen=True):
     """A body without fields."""
+
 
 class FrameHeader(msgspec.Struct, frozen=True, gc=False):
     """The head before a body. (A dataclass would take five times as long to make.)"""
@@ -153,14 +160,17 @@ class FrameHeader(msgspec.Struct, frozen=True, gc=False):
     body_length: int
     bulk_length: int
 
+
 M = TypeVar("M")
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, Any] = {}
 
+
 def encode_body(message: Message) -> bytes:
     """One message as msgpack."""
     return _encoder.encode(message)
+
 
 def decode_body(message_type: type[M], body: bytes | bytearray | memoryview) -> M:
     """The message in `body`. Raises `ProtocolError` when it is not one."""
@@ -173,6 +183,7 @@ def decode_body(message_type: type[M], body: bytes | bytearray | memoryview) -> 
         raise ProtocolError(f"malformed {message_type.__name__}: {error}") from error
     return decoded
 
+
 def encode_frame(
     kind: int, request_id: int, message: Message, *, flags: int = 0, bulk_length: int = 0
 ) -> bytes:
@@ -180,9 +191,11 @@ def encode_frame(
     body = _encoder.encode(message)
     return HEADER.pack(kind, flags, request_id, len(body), bulk_length) + body
 
+
 def encode_failure(kind: int, request_id: int, code: Code, text: str, detail: int = 0) -> bytes:
     """The frame that answers a request with an error."""
     return encode_frame(kind, request_id, Failure(code, text[:1000], detail), flags=REPLY | ERROR)
+
 
 def decode_header(
     data: bytes | bytearray | memoryview, limits: Limits, position: int = 0
@@ -195,6 +208,7 @@ def decode_header(
             f"at most {limits.body_bytes:,} + {limits.bulk_bytes:,} are allowed"
         )
     return FrameHeader(kind, flags, request_id, body_length, bulk_length)
+
 
 class FrameBuffer:
     """Collects received bytes and cuts them into frames.
@@ -269,6 +283,7 @@ class FrameBuffer:
         """Bytes that arrived and were not taken yet."""
         return len(self._data) - self._position
 
+
 def negotiate_version(their_minimum: int, their_maximum: int, own: tuple[int, int] | None = None) -> int:
     """The highest version both sides speak; `own` are the lowest and highest of this side. Raises
     `ProtocolMismatch` when there is none."""
@@ -281,6 +296,7 @@ def negotiate_version(their_minimum: int, their_maximum: int, own: tuple[int, in
         )
     return version
 
+
 class Signer(Protocol):
     """Signs with this peer's identity."""
 
@@ -290,6 +306,7 @@ class Signer(Protocol):
     def sign(self, message: bytes) -> bytes:
         """A 64-byte signature."""
         ...
+
 
 class Verifier(Protocol):
     """Checks signatures of other peers."""

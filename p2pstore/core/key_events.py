@@ -7,30 +7,23 @@ objects held here are known; a holder is asked for those of others (NAMES).
 """
 
 from __future__ import annotations
-from collections import OrderedDict
-from collections import deque
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
 from p2pstore.core.gets.lookup import split_digests
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import Reply
+from p2pstore.core.operation import Operation, Reply
 from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.locations.views import ViewPlace
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import Member, PeerId
 from p2pstore.location_table import TIER_FLAGS
 from p2pstore.objects import CLOCK_COUNTER_BITS
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_NAMED
-from p2pstore.transfer.peer_messages import Named
-from p2pstore.transfer.peer_messages import Names
-from typing import Any
-from typing import Final
-from typing import NamedTuple
-from typing import TYPE_CHECKING
-import msgspec
-import struct
+from p2pstore.transfer.peer_messages import MAX_NAMED, Named, Names
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -58,12 +51,14 @@ MAX_REPLAYED_EVENTS: Final = 4096
 RING_BATCHES: Final = 10_000
 RING_BYTES: Final = 64 << 20
 
+
 class KeyEvent(NamedTuple):
     """A key came to be held in this medium, or is held there no longer."""
 
     key: str
     medium: str
     stored: bool
+
 
 class KeyChanges:
     """Events of one namespace: of this peer's log alone, or with `fleet` of all logs that this peer has, where a key
@@ -274,7 +269,9 @@ class KeyChanges:
             if state is not None and not (location.hidden or location.hearsay):
                 yield state.peer_id
 
+
 # --- the stream of Mooncake's master -------------------------------------------------------------
+
 
 class EventFormat:
     """Batches as Mooncake's master publishes them: msgpack of `[milliseconds, events, 0]`, an event a map. Its own
@@ -326,6 +323,7 @@ class EventFormat:
             "dp_rank": 0,
         }
 
+
 def block_hash(key: str) -> int | None:
     """The 64-bit number that a key is, decimal or with 0x; None for any other key."""
     digits, base = (key[2:], 16) if key[:2] in ("0x", "0X") else (key, 10)
@@ -336,6 +334,7 @@ def block_hash(key: str) -> int | None:
     except ValueError:
         return None
     return number if number < 1 << 64 else None
+
 
 class BatchRing:
     """The last batches of a stream, numbered without gaps from `first` on."""
@@ -370,10 +369,12 @@ class BatchRing:
             self._listed = self.last, list(told)
         return self._listed
 
+
 def first_sequence(core: PeerCore) -> int:
     """The number of a life's first batch: above all of earlier lives, whatever the clock did since. Incarnations rise
     with each start and count milliseconds, the hybrid clock is saved; both are far faster than batches."""
     return max(core.clock.latest, core.incarnation << CLOCK_COUNTER_BITS)
+
 
 def replayed(
     changes: KeyChanges, ring: BatchRing, form: EventFormat, start: int, unix_ms: int
@@ -403,12 +404,14 @@ def replayed(
         yield number, payload
         number += 1
 
+
 SEQUENCE: Final = struct.Struct(">Q")
 """Of a batch, in its second frame."""
 REPLAY_END: Final = b"\xff" * 8
 """In place of a number: the end of a replay."""
 
 NAMES_TIMEOUT_SECONDS: Final = 2.0
+
 
 def name_here(core: PeerCore, digest: bytes, namespace: str, now: float) -> str | None:
     """The key of an object held here; empty when it is of another namespace, None when none is held."""
@@ -419,10 +422,12 @@ def name_here(core: PeerCore, digest: bytes, namespace: str, now: float) -> str 
         return None
     return entry.key if entry.namespace == namespace else ""
 
+
 def serve_names(core: PeerCore, request: Names, now: float) -> Named:
     """Answer NAMES: some 2 us a digest, 20 on the SSD. Raises `ProtocolError` when digests are not whole."""
     digests = split_digests(request.digests)
     return Named([name_here(core, digest, request.namespace, now) or "" for digest in digests])
+
 
 class NamesOperation(Operation):
     """Ask a holder for the keys of at most 256 digests. The result: a key for each, empty where the holder named none

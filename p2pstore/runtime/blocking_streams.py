@@ -10,41 +10,39 @@ as itself. The connection stays usable, or says that it was closed.
 """
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Coroutine
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from contextlib import asynccontextmanager
-from functools import wraps
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.runtime.polling import Polling
-from p2pstore.runtime.streams import ANCILLARY_BYTES
-from p2pstore.runtime.streams import BytesLike
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
-from p2pstore.runtime.streams import Event
-from p2pstore.runtime.streams import HelperTask
-from p2pstore.runtime.streams import SEND_PIECE_BYTES
-from p2pstore.runtime.streams import StartHelper
-from p2pstore.runtime.streams import T
-from p2pstore.runtime.streams import _set_kernel_timeout
-from p2pstore.runtime.streams import check_descriptors
-from p2pstore.runtime.streams import connect_first
-from p2pstore.runtime.streams import flatten_parts
-from p2pstore.runtime.streams import send_views
-from p2pstore.runtime.streams import shut_down
-from p2pstore.runtime.streams import stalled
-from p2pstore.runtime.streams import tune_tcp
-from types import TracebackType
-from typing import Any
-from typing import Concatenate
-from typing import Final
-from typing import ParamSpec
+
 import contextlib
 import inspect
 import socket
 import sys
 import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import wraps
+from types import TracebackType
+from typing import Any, Concatenate, Final, ParamSpec
+
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.runtime.polling import Polling
+from p2pstore.runtime.streams import (
+    ANCILLARY_BYTES,
+    DEFAULT_PROGRESS_SECONDS,
+    SEND_PIECE_BYTES,
+    BytesLike,
+    Event,
+    HelperTask,
+    StartHelper,
+    T,
+    _set_kernel_timeout,
+    check_descriptors,
+    connect_first,
+    flatten_parts,
+    send_views,
+    shut_down,
+    stalled,
+    tune_tcp,
+)
+
 
 class BlockingStream:
     """A `ByteStream` on a blocking socket with a timeout."""
@@ -143,14 +141,17 @@ class BlockingStream:
         shut_down(self._sock)  # wakes a thread that waits in a receive
         self._sock.close()
 
+
 def _differs(seconds: float, limit: float) -> bool:
     """Whether setting the limit anew is worth a system call."""
     return abs(seconds - limit) > 0.01 * limit
+
 
 def _said(error: OSError, seconds: float) -> BaseException:
     """The error of a blocking call on a socket: the kernel's timeout, or what a signal handler raised, or itself."""
     raised = as_raised(error)
     return stalled(seconds) if isinstance(raised, BlockingIOError) else raised
+
 
 class _Entered(threading.local):
     """The locks that this thread is in, or is about to get into, or just got out of."""
@@ -158,7 +159,9 @@ class _Entered(threading.local):
     def __init__(self) -> None:
         self.locks: list[_BlockingLock] = []
 
+
 _entered = _Entered()
+
 
 class _BlockingLock:
     """Ctrl-C may strike between taking or releasing the lock and noting that; `release_interrupted` finds out."""
@@ -190,6 +193,7 @@ class _BlockingLock:
                 _entered.locks[-1]._lock.release()
             _entered.locks.pop()
 
+
 class _BlockingEvent:
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -203,6 +207,7 @@ class _BlockingEvent:
             return self._lock.acquire(timeout=max(0.0, timeout_seconds))
         except Exception as error:
             raise as_raised(error) from None
+
 
 class _HelperThread(threading.Thread):
     """A helper of the blocking driver: a thread that runs a coroutine of its own."""
@@ -246,6 +251,7 @@ class _HelperThread(threading.Thread):
 
         return await connect_first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), connect)
 
+
 def _join_all(threads: list[_HelperThread]) -> None:
     """Wait for all to end, through what a signal raises here, such as Ctrl-C: raised then; else what one raised."""
     interrupt: BaseException | None = None
@@ -262,12 +268,15 @@ def _join_all(threads: list[_HelperThread]) -> None:
         if thread.error is not None:
             raise thread.error
 
+
 class _Helping(threading.local):
     """The helper that this thread is."""
 
     thread: _HelperThread | None = None
 
+
 _helping = _Helping()
+
 
 class BlockingDriver:
     """The `Driver` of the blocking client."""
@@ -342,6 +351,7 @@ class BlockingDriver:
     def interrupted(self, error: Exception) -> BaseException:
         return FromSignalHandler(error)  # `run_blocking` has it out again
 
+
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that uses only a `BlockingDriver` and its streams: it never suspends."""
     outer = len(_entered.locks)
@@ -359,8 +369,10 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     coroutine.close()
     raise RuntimeError("a coroutine of the blocking client tried to suspend")
 
+
 _OURS: Final = frozenset({"p2pstore", "trio", "outcome", *sys.stdlib_module_names})
 """Packages whose frames lie between a blocking call of this package and what it raised by itself."""
+
 
 class FromSignalHandler(BaseException):
     """Carries `error` out of the client."""
@@ -369,9 +381,11 @@ class FromSignalHandler(BaseException):
         super().__init__(error)
         self.error = error
 
+
 def as_raised(error: Exception) -> BaseException:
     """The exception to raise for an error that was caught in this frame: itself, or a `FromSignalHandler`."""
     return FromSignalHandler(error) if is_from_signal_handler(error) else error
+
 
 def is_from_signal_handler(error: BaseException) -> bool:
     """Whether the error comes from a frame that this package did not call."""
@@ -382,14 +396,17 @@ def is_from_signal_handler(error: BaseException) -> bool:
             return True
     return False
 
+
 P = ParamSpec("P")
 """Parameters of a method, which its blocking form has, too."""
+
 
 class Facade:
     """Blocking methods over an async object, each made of the async one: see `in_blocking_form` and `plain_form`."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
+
 
 def in_blocking_form(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
@@ -402,6 +419,7 @@ def in_blocking_form(
 
     call.__doc__ = inspect.getdoc(method)  # its own, or that of the protocol's method
     return call
+
 
 def plain_form(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Facade, P], T]:
     """A method of the async object that does not wait."""

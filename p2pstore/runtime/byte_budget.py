@@ -10,10 +10,9 @@ of connections. There are two bounds:
 """
 
 from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Final
-from typing import NamedTuple
-from typing import TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 Key = TypeVar("Key")
 MIB: Final = 1024 * 1024
@@ -23,11 +22,13 @@ SHARE_BYTES: Final = LIMIT_BYTES // 4
 FREE_BYTES: Final = 8 * 1024
 """Of an account do not count: small messages come and go without a look at the books of all."""
 
+
 class Owner(NamedTuple):
     """The member for which bytes are held, by its peer id, at a host (`crowding.host_group`)."""
 
     host: str
     member: bytes
+
 
 class ByteBudget:
     """The accounts of one process."""
@@ -107,11 +108,13 @@ class ByteBudget:
                 del self._waiting[wake]
                 wake()
 
+
 def _add(counts: dict[Key, int], key: Key, count: int) -> None:
     if left := counts.get(key, 0) + count:
         counts[key] = left
     else:
         del counts[key]
+
 
 class Account:
     """Bytes held for one connection."""

@@ -1,11 +1,7 @@
 """Small questions to Linux: limits of cgroups, owners of files and devices, terminals, shortages, readiness. Shell."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from pathlib import Path
-from types import FrameType
-from typing import Final
-from typing import IO
+
 import contextlib
 import ctypes
 import errno
@@ -19,9 +15,14 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO, Final
 
 _CREDENTIALS: Final = struct.Struct("3i")
 """Process, user and group at the other end of a Unix socket."""
+
 
 def memory_limits(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
@@ -41,6 +42,7 @@ def memory_limits(
             limits.append((int(limit), int(used) - int(statistics.get(names[2], 0))))
     return limits
 
+
 def processor_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float | None:
     """How many processors' time the groups around this process let it use at most, as a container's limit does; None
     where there is no limit, or nothing can be read."""
@@ -55,6 +57,7 @@ def processor_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
         if quota.isdigit() and period.isdigit() and int(period):  # no limit: "max", or -1
             limits.append(int(quota) / int(period))
     return min(limits, default=None)
+
 
 def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
     """(version, folder) of each group at or above this process that may limit what `controller` watches over."""
@@ -72,12 +75,14 @@ def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, P
         for folder in {root, below, *above}:
             yield version, folder
 
+
 def text_of(path: Path) -> str:
     """The content of a file of the kernel; empty where it cannot be read."""
     try:
         return path.read_text()
     except OSError:
         return ""
+
 
 def take_lock(descriptor: int) -> bool:
     """Lock a file (`flock`) for this descriptor, without waiting. False when another one has the lock. Raises
@@ -87,6 +92,7 @@ def take_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
 
 def lock_owner(status: os.stat_result) -> str | None:
     """The process that holds a lock (`flock`) on a file, for people; None where unknown, as in another container."""
@@ -102,6 +108,7 @@ def lock_owner(status: os.stat_result) -> str | None:
             return _process(int(fields[4]))
     return None
 
+
 def _process(number: int) -> str:
     try:
         command = Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").strip()
@@ -109,15 +116,18 @@ def _process(number: int) -> str:
         return f"process {number}"
     return f"process {number} ({command.decode(errors='backslashreplace')[:80]})"
 
+
 def mount_point(device: int) -> str | None:
     """Where a block device (its st_rdev) is mounted; None when it is not, or not that one can see from here."""
     fields = _mounted(device)
     return fields[4] if fields else None
 
+
 def file_system(device: int) -> str | None:
     """The kind of the file system with that number (`st_dev`), such as "ext4"; None when it cannot be seen."""
     fields = _mounted(device)
     return fields[fields.index("-") + 1] if fields else None
+
 
 def _mounted(device: int) -> list[str] | None:
     wanted = f"{os.major(device)}:{os.minor(device)}"
@@ -128,11 +138,13 @@ def _mounted(device: int) -> list[str] | None:
             return fields
     return None
 
+
 def connected_user(sock: socket.socket) -> int:
     """The user of the process at the other end of a Unix socket, as the kernel has it."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(credentials)[1]
     return user
+
 
 def user_name(number: int) -> str:
     """Name of a user; the number where the system has no name for it, as in containers."""
@@ -141,6 +153,7 @@ def user_name(number: int) -> str:
     except KeyError:
         return f"user {number}"
 
+
 def has_terminal() -> bool:
     """Whether this process can still talk to the terminal that controls it."""
     try:
@@ -148,6 +161,7 @@ def has_terminal() -> bool:
     except OSError:
         return False
     return True
+
 
 def survive_hangups() -> None:
     """From now on, until another handler is set, SIGHUP ends this process only when its terminal is gone.
@@ -166,12 +180,14 @@ def survive_hangups() -> None:
 
     signal.signal(signal.SIGHUP, handle)
 
+
 def is_ready(descriptor: int, seconds: float | None, *, to_write: bool = False) -> bool:
     """Whether a read, or a write, would not wait, within `seconds`; None waits without limit. The other side's end
     counts as ready. Not by `select`, which fails in a process that has more than 1,023 descriptors."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT if to_write else select.POLLIN)
     return bool(poll.poll(None if seconds is None else max(0.0, seconds) * 1000))
+
 
 def read_line(pipe: IO[bytes], deadline: float) -> bytes:
     """The next line, or what came of it until the deadline (`time.monotonic`) or the end."""
@@ -184,11 +200,14 @@ def read_line(pipe: IO[bytes], deadline: float) -> bytes:
         line += piece
     return line
 
+
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
 
 def is_shortage(error: OSError) -> bool:
     """Whether something is lacking that may be there again."""
     return error.errno in SHORTAGES
+
 
 def shortage(error: OSError) -> str:
     """The lacking resource, its limit, and what to do, for people."""
@@ -208,6 +227,7 @@ def shortage(error: OSError) -> str:
             )
     return f"the kernel has no memory for it ({error.strerror}): free some, or raise this process's limit of memory"
 
+
 _MEMBARRIER: Final = {"x86_64": 324, "aarch64": 283, "riscv64": 283, "ppc64le": 365, "s390x": 356}
 """The system call's number: glibc has no function for it."""
 _QUERY: Final = 0
@@ -218,18 +238,22 @@ _NEEDED: Final = _GLOBAL_EXPEDITED | _REGISTER
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
+
 def _call(command: int) -> int:
     number = _MEMBARRIER.get(platform.machine())
     return -1 if number is None else int(_libc.syscall(number, command, 0, 0))
+
 
 def has_barriers() -> bool:
     """Whether this kernel has such barriers, and lets this process ask for them."""
     supported = _call(_QUERY)
     return supported >= 0 and supported & _NEEDED == _NEEDED
 
+
 def join_barriers() -> bool:
     """Have the barriers of other processes pass through this one from now on; whether they will."""
     return _call(_REGISTER) == 0
+
 
 def memory_barrier() -> None:
     """A full barrier on every processor that runs a process which joined (membarrier, Linux 4.16), and in this thread:

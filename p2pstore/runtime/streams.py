@@ -8,23 +8,7 @@ it of what they send, and receivers measure it there.
 """
 
 from __future__ import annotations
-from collections import deque
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Coroutine
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from functools import partial
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ProtocolError
-from p2pstore.objects import KIB
-from p2pstore.runtime.flow import Flow
-from typing import Any
-from typing import Final
-from typing import Protocol
-from typing import TypeVar
+
 import array
 import contextlib
 import errno
@@ -32,6 +16,15 @@ import os
 import socket
 import struct
 import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+from p2pstore.errors import DeadlineExceeded, ProtocolError
+from p2pstore.objects import KIB
+from p2pstore.runtime.flow import Flow
 
 T = TypeVar("T")
 BytesLike = bytes | bytearray | memoryview
@@ -45,6 +38,7 @@ DEFAULT_PROGRESS_SECONDS: Final = 5.0
 MAX_PASSED_DESCRIPTORS: Final = 16
 BACKLOG_RETRY_SECONDS: Final = 0.01
 _TIMEVAL: Final = struct.Struct("@ll")
+
 
 class ByteStream(Protocol):
     """A connected stream socket. All calls raise `DeadlineExceeded` when nothing moves for
@@ -88,6 +82,7 @@ class ByteStream(Protocol):
         """Close at once; never blocks, may be called twice."""
         ...
 
+
 class AcceptedStream(ByteStream, Protocol):
     """A server's end, which waits for as long as it likes between requests."""
 
@@ -109,6 +104,7 @@ class AcceptedStream(ByteStream, Protocol):
         """A receive gets bytes that have arrived, and then 0 as if the other side had closed."""
         ...
 
+
 class Event(Protocol):
     """Something that one task or thread waits for; it may be set before that, and only once."""
 
@@ -117,6 +113,7 @@ class Event(Protocol):
     async def wait(self, timeout_seconds: float) -> bool:
         """Whether the event was set within that time."""
         ...
+
 
 class HelperTask(Protocol):
     """A coroutine that runs side by side with the one that started it."""
@@ -129,10 +126,12 @@ class HelperTask(Protocol):
         """It has the connection that it wanted: `cancel` leaves that alone."""
         ...
 
+
 StartHelper = Callable[[Callable[[HelperTask], Coroutine[Any, Any, None]]], None]
 """Starts `work(task)`. Raises `RuntimeError` where no more threads can be had. The work catches its own errors."""
 
 Work = Callable[[], Awaitable[None]]
+
 
 class Driver(Protocol):
     """How protocol code reaches the world."""
@@ -166,6 +165,7 @@ class Driver(Protocol):
         """The exception to raise for an error of a signal handler that ran within a call."""
         ...
 
+
 class NonblockingStream:
     """What `ByteStream`s on non-blocking sockets share. One task may send while another receives."""
 
@@ -195,6 +195,7 @@ class NonblockingStream:
 
     def abort(self) -> None:
         shut_down(self._sock)
+
 
 async def together(driver: Driver, works: Sequence[Work], most: int) -> None:
     """Do all works, at most `most` at once: the last one by this task, the first ones by helpers. All have ended when
@@ -236,9 +237,11 @@ async def together(driver: Driver, works: Sequence[Work], most: int) -> None:
     if errors:
         raise errors[0]
 
+
 def total_bytes(parts: Sequence[BytesLike]) -> int:
     """The bytes of all parts together."""
     return sum([part.nbytes if type(part) is memoryview else len(part) for part in parts])
+
 
 def flatten_parts(parts: Sequence[BytesLike]) -> list[memoryview]:
     """Byte views of at most 2 MiB each, empty parts left out."""
@@ -248,6 +251,7 @@ def flatten_parts(parts: Sequence[BytesLike]) -> list[memoryview]:
         for start in range(0, len(view), SEND_PIECE_BYTES):
             views.append(view[start : start + SEND_PIECE_BYTES])
     return views
+
 
 def gather(views: Sequence[memoryview], first: int) -> list[memoryview]:
     """The views for the next `sendmsg`: at most 512, and no further one after 2 MiB in all. A header goes out with the
@@ -259,6 +263,7 @@ def gather(views: Sequence[memoryview], first: int) -> list[memoryview]:
         last += 1
     return list(views[first:last])
 
+
 def send_all(sock: socket.socket, parts: Sequence[BytesLike], progress_seconds: float) -> None:
     """Send everything on a socket that waits in the kernel. Raises `DeadlineExceeded` when next to nothing moves for
     `progress_seconds`, and `OSError` when the connection breaks, or is shut down."""
@@ -267,6 +272,7 @@ def send_all(sock: socket.socket, parts: Sequence[BytesLike], progress_seconds: 
         views = flatten_parts(parts)
         del views[: advance(views, 0, sent)]
         send_views(sock, views, progress_seconds)
+
 
 def send_views(sock: socket.socket, views: list[memoryview], progress_seconds: float) -> None:
     """Send all views, which change, on a socket that waits in the kernel. Raises as `send_all`."""
@@ -279,6 +285,7 @@ def send_views(sock: socket.socket, views: list[memoryview], progress_seconds: f
         if not flow.moved(sent, time.monotonic() - began):
             raise flow.too_slow()
         first = advance(views, first, sent)
+
 
 @contextlib.contextmanager
 def waiting_in_kernel(
@@ -297,6 +304,7 @@ def waiting_in_kernel(
     finally:
         sock.setblocking(False)
 
+
 @contextlib.contextmanager
 def taking_no_core() -> Iterator[None]:
     """The calling thread, each time that it has waited, waits on until a core is free or its turn comes: it does not
@@ -314,6 +322,7 @@ def taking_no_core() -> Iterator[None]:
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, before, os.sched_param(0))
 
+
 def advance(views: list[memoryview], first: int, sent: int) -> int:
     """The index of the first view that is not wholly sent, after `sent` bytes from `first` on."""
     while sent:
@@ -325,6 +334,7 @@ def advance(views: list[memoryview], first: int, sent: int) -> int:
         first += 1
     return first
 
+
 def received_descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
     """File descriptors out of the ancillary data of a `recvmsg`."""
     descriptors = array.array("i")
@@ -332,6 +342,7 @@ def received_descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[in
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
     return list(descriptors)
+
 
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_PASSED_DESCRIPTORS * array.array("i").itemsize)
 _TCP_NOTSENT_LOWAT: Final = 25
@@ -342,6 +353,7 @@ within a host on the receiver's processor, while the sender's thread sends on it
 overtook each other, were taken for lost and sent again, and a connection to which that had happened was up to twice as
 slow from then on. With 512 KiB it still happens, with 256 hardly ever. More would also stand in the way of messages
 where the link is slow."""
+
 
 def tune_tcp(sock: socket.socket) -> None:
     """Options for every data connection: no Nagle delay, little that waits in the kernel, and a congestion control that
@@ -354,9 +366,11 @@ def tune_tcp(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control)
             return
 
+
 def _set_kernel_timeout(sock: socket.socket, option: int, seconds: float) -> None:
     microseconds = max(1000, round(seconds * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
+
 
 async def connect_first(
     addresses: Iterable[tuple[Any, ...]], connect: Callable[[socket.socket, Any], Awaitable[None]]
@@ -377,6 +391,7 @@ async def connect_first(
             return sock
     raise error
 
+
 async def connect_nonblocking(
     sock: socket.socket,
     address: Any,
@@ -393,9 +408,11 @@ async def connect_nonblocking(
     if code:
         raise OSError(code, os.strerror(code))
 
+
 def stalled(seconds: float) -> DeadlineExceeded:
     """The error of a connection on which nothing moved for `seconds`."""
     return DeadlineExceeded(f"the connection made no progress for {seconds:g} s")
+
 
 def check_descriptors(ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> list[int]:
     """The descriptors of one message; closes them and raises `ProtocolError` when some were lost."""
@@ -408,6 +425,7 @@ def check_descriptors(ancillary: Sequence[tuple[int, int, bytes]], flags: int) -
             "has none left (raise `ulimit -n`)"
         )
     return descriptors
+
 
 def shut_down(sock: socket.socket) -> None:
     """End a connection, also one that is only being made: its waiters are woken."""

@@ -13,28 +13,24 @@ writer follows from its namespace, so a ticket that names another one has anothe
 """
 
 from __future__ import annotations
+
+import hmac
 from dataclasses import dataclass
 from enum import IntFlag
-from p2pstore.access.keyring import KeyRing
-from p2pstore.access.keyring import Role
-from p2pstore.access.keyring import key_id_of
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import ProtocolError
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import READER_KINDS
-from p2pstore.transfer.data_messages import READ_KINDS
-from p2pstore.transfer.data_messages import Store
-from p2pstore.transfer.data_messages import Ticket
-from p2pstore.transfer.data_messages import WRITE_KINDS
-from p2pstore.transfer.peer_messages import Flush
-from p2pstore.transfer.peer_messages import Remove
-from p2pstore.wire import Message
-from p2pstore.wire import Signer
-from p2pstore.wire import Verifier
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
 from typing import Final
-import hmac
+
+from p2pstore.access.keyring import KeyRing, Role, key_id_of
+from p2pstore.errors import AuthenticationFailed, ProtocolError
+from p2pstore.transfer.data_messages import (
+    READ_KINDS,
+    READER_KINDS,
+    WRITE_KINDS,
+    DataKind,
+    Store,
+    Ticket,
+)
+from p2pstore.transfer.peer_messages import Flush, Remove
+from p2pstore.wire import Message, Signer, Verifier, decode_body, encode_body
 
 TICKET_FORMAT: Final = 1
 TICKET_SECONDS: Final = 120.0
@@ -44,6 +40,7 @@ NONCE_BYTES: Final = 32
 _SECRET_CONTEXT: Final = b"p2pstore ticket 1\0"
 _SIGNATURE_CONTEXT: Final = b"p2pstore ticket claims 1\0"
 
+
 class Scope(IntFlag):
     READ = 1
     """GET, LOOKUP, LIST, STATISTICS, PING."""
@@ -51,6 +48,7 @@ class Scope(IntFlag):
     """Everything else; only for the issuer itself."""
     WRITE = 4
     """STORE, STORE_PART, REMOVE and FLUSH: for local clients of the issuer that may write, and for writers' peers."""
+
 
 class TicketClaims(Message, frozen=True):
     format: int
@@ -63,12 +61,14 @@ class TicketClaims(Message, frozen=True):
     namespace: str = ""
     """The only one that WRITE is for; empty for all, which a writer's key cannot prove."""
 
+
 @dataclass(frozen=True, slots=True)
 class GrantedTicket:
     """A ticket with the secret that makes it usable."""
 
     ticket: Ticket
     secret: bytes
+
 
 def issue_ticket(
     *,
@@ -99,19 +99,23 @@ def issue_ticket(
         Ticket(claims, signer.sign(_SIGNATURE_CONTEXT + claims)), ticket_secret(key, claims)
     )
 
+
 def ticket_secret(key: bytes, claims: bytes) -> bytes:
     """A secret that only holders of the cluster key can make, for those whom they tell."""
     return hmac.digest(key, _SECRET_CONTEXT + claims, "sha256")
 
+
 def prove(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     """The proof of `role` (`b"client"` or `b"server"`) that it knows the secret."""
     return hmac.digest(secret, role + b"\0" + client_nonce + server_nonce, "sha256")
+
 
 def check_proof(
     secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes, proof: bytes
 ) -> bool:
     """Whether `proof` is right, in constant time."""
     return hmac.compare_digest(prove(secret, role, client_nonce, server_nonce), proof)
+
 
 def open_ticket(
     ticket: Ticket, *, audience: bytes, ring: KeyRing, verifier: Verifier, now_unix: float
@@ -141,6 +145,7 @@ def open_ticket(
     if not verifier.verify(claims.issuer, _SIGNATURE_CONTEXT + ticket.claims, ticket.signature):
         raise AuthenticationFailed("the ticket was not signed by its issuer")
     return claims, ticket_secret(key, ticket.claims)
+
 
 @dataclass(frozen=True, slots=True)
 class Rights:
@@ -180,6 +185,7 @@ class Rights:
         if self.role is Role.WRITER and isinstance(message, Store) and message.pin:
             return "a writer's key allows no pins, which keep memory from others: put without one"
         return ""
+
 
 def _scope_for(kind: int) -> Scope:
     """The scope that requests of this kind need."""

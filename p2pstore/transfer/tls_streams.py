@@ -6,44 +6,7 @@ received bytes, and one of sent ones, in pieces that stay in the cache.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.hazmat.primitives.serialization import NoEncryption
-from cryptography.hazmat.primitives.serialization import PrivateFormat
-from cryptography.hazmat.primitives.serialization import PublicFormat
-from dataclasses import dataclass
-from dataclasses import replace
-from datetime import UTC
-from datetime import datetime
-from functools import cache
-from hashlib import sha256
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ProtocolError
-from p2pstore.objects import KIB
-from p2pstore.runtime.streams import AcceptedStream
-from p2pstore.runtime.streams import ByteStream
-from p2pstore.runtime.streams import BytesLike
-from p2pstore.runtime.streams import flatten_parts
-from p2pstore.runtime.streams import stalled
-from p2pstore.transfer.data_frames import receive_some
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Refused
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.wire import Code
-from p2pstore.wire import PREFACE_DATA
-from p2pstore.wire import Signer
-from typing import Final
-from typing import TypeVar
-from typing import cast
+
 import contextlib
 import hmac
 import os
@@ -51,6 +14,32 @@ import socket
 import ssl
 import struct
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cache
+from hashlib import sha256
+from typing import Final, TypeVar, cast
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from p2pstore.errors import AuthenticationFailed, DeadlineExceeded, ProtocolError
+from p2pstore.objects import KIB
+from p2pstore.runtime.streams import AcceptedStream, BytesLike, ByteStream, flatten_parts, stalled
+from p2pstore.transfer.data_frames import receive_some
+from p2pstore.transfer.data_messages import DataKind, Refused
+from p2pstore.transfer.read_tickets import GrantedTicket
+from p2pstore.wire import PREFACE_DATA, Code, Signer
 
 T = TypeVar("T")
 
@@ -63,6 +52,7 @@ MOST_RECEIVE_BYTES: Final = 128 * KIB
 """Room to receive into, for who reads little and for who reads much at once."""
 MAX_HANDSHAKE_BYTES: Final = 64 * KIB
 """Most bytes from the other side in it; usual are one or two KiB."""
+
 
 class TlsStream:
     """A `ByteStream` over TLS. One task may send while another receives.
@@ -240,6 +230,7 @@ class TlsStream:
     def close(self) -> None:
         self._inner.close()
 
+
 class AcceptedTlsStream(TlsStream):
     """The server's end, which shows `certificate` (DER)."""
 
@@ -266,6 +257,7 @@ class AcceptedTlsStream(TlsStream):
     def stop_receiving(self) -> None:
         self._accepted.stop_receiving()
 
+
 async def dial_tls(
     stream: ByteStream, peer_id: bytes, granted: GrantedTicket
 ) -> tuple[TlsStream, GrantedTicket]:
@@ -284,6 +276,7 @@ async def dial_tls(
         raise
     return secured, replace(granted, secret=bound_secret(granted.secret, certificate))
 
+
 @cache
 def dialling_context() -> ssl.SSLContext:
     """For who checks the certificate itself afterwards."""
@@ -292,6 +285,7 @@ def dialling_context() -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # no authority signs these: see `check_certificate`
     return context
+
 
 def _records(parts: Sequence[BytesLike]) -> Iterator[memoryview]:
     """Small parts joined, as far as they fit into one record; long ones as they are."""
@@ -309,13 +303,16 @@ def _records(parts: Sequence[BytesLike]) -> Iterator[memoryview]:
     if small:
         yield memoryview(b"".join(small))
 
+
 def _reason(error: ssl.SSLError) -> str:
     """OpenSSL's reason in plain letters."""
     return (error.reason or str(error)).replace("_", " ").lower()
 
+
 RENEW_SECONDS: Final = 86_400
 _HANDSHAKE_RECORD: Final = 22
 """The first byte of a TLS client."""
+
 
 class TlsServing:
     """Accepts TLS with certificates of one peer."""
@@ -350,6 +347,7 @@ class TlsServing:
         self._certificate = certificate.der
         self._context = serving_context(certificate.pem)
 
+
 def serving_context(pem: bytes) -> ssl.SSLContext:
     """For servers that show this certificate: TLS 1.3, and no resumption."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -360,6 +358,7 @@ def serving_context(pem: bytes) -> ssl.SSLContext:
         file.write(pem)
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")
     return context
+
 
 BACKDATED_SECONDS: Final = 3600
 """A certificate begins earlier than it is made: clocks differ."""
@@ -383,6 +382,7 @@ _MALFORMED: Final = (
     x509.UnsupportedGeneralNameType,
 )
 
+
 @dataclass(frozen=True, slots=True)
 class Certificate:
     """A data server's certificate: which peer speaks at the other end of a TLS connection.
@@ -397,6 +397,7 @@ class Certificate:
 
     def __repr__(self) -> str:  # the key must not reach a log
         return f"Certificate({sha256(self.der).hexdigest()[:16]})"
+
 
 def make_certificate(
     signer: Signer, now_unix: float, key: ec.EllipticCurvePrivateKey | None = None
@@ -421,6 +422,7 @@ def make_certificate(
     return Certificate(
         certificate.public_bytes(Encoding.DER), secret + certificate.public_bytes(Encoding.PEM)
     )
+
 
 def check_certificate(der: bytes, peer_id: bytes, now_unix: float) -> None:
     """Raise `AuthenticationFailed` unless `peer_id` vouches for this certificate's key now.
@@ -450,10 +452,12 @@ def check_certificate(der: bytes, peer_id: bytes, now_unix: float) -> None:
             "hours, or the certificate is an old one"
         )
 
+
 def bound_secret(secret: bytes, certificate_der: bytes) -> bytes:
     """A ticket's secret for use over TLS with that server certificate alone: proofs made with it are of no use to
     an attacker in between, who shows another certificate or none."""
     return hmac.digest(secret, _BINDING_CONTEXT + sha256(certificate_der).digest(), "sha256")
+
 
 def _signed_text(key: object, begins_unix: int, ends_unix: int) -> bytes:
     """The text that a peer signs. Raises `ValueError` for a key of another kind than peers make."""
@@ -461,6 +465,7 @@ def _signed_text(key: object, begins_unix: int, ends_unix: int) -> bytes:
         raise ValueError("its key is not of an elliptic curve")
     public = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return _CONTEXT + _VALIDITY.pack(begins_unix, ends_unix) + public
+
 
 def _signed_by(peer_id: bytes, signature: bytes, text: bytes) -> bool:
     key = peer_id.removeprefix(_PEER_ID_PREFIX)

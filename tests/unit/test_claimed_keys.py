@@ -2,33 +2,30 @@
 when that it cannot know."""
 
 from collections.abc import Sequence
-from p2pstore.core.copies.proofs import DOUBT_SECONDS
-from p2pstore.core.copies.proofs import sign_versions
+from typing import Any
+
+import pytest
+
+from p2pstore.core.copies.proofs import DOUBT_SECONDS, sign_versions
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.gets.lookup import PATIENCE_SHARE
-from p2pstore.core.operation import AskPeer
-from p2pstore.core.operation import PullObject
+from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation
+from p2pstore.core.operation import AskPeer, PullObject
 from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import writer_of
+from p2pstore.errors import NoSuchKey, Unavailable
+from p2pstore.gossip.records import LocationRecord, writer_of
 from p2pstore.home_messages import Push
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Proofs
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import digests_asked
-from tests.unit.core_harness import remote_object
-from typing import Any
-import pytest
+from p2pstore.transfer.peer_messages import Locations, Proofs
+from p2pstore.wire import Code, Failure
+from tests.unit.core_harness import (
+    OTHER_INCARNATION,
+    Harness,
+    Other,
+    clock_at,
+    digest_of,
+    digests_asked,
+    remote_object,
+)
 
 DEADLINE_SECONDS = 5.0
 DENIES = Proofs([b""])
@@ -36,6 +33,7 @@ NONSENSE = Proofs([])
 REFUSES = Failure(int(Code.BUSY), "")
 SILENT = None
 PROVES = "proves"
+
 
 class Claimed:
     """A peer that has heard of copies of one key, all at others than the writer, which has none any more."""
@@ -84,6 +82,7 @@ class Claimed:
             reply = replies.pop(0) if len(replies) > 1 else replies[0]
             self.world.answer(ask, Proofs([self._proof]) if reply is PROVES else reply)
 
+
 @pytest.mark.parametrize(
     ("replies", "error"),
     [
@@ -107,6 +106,7 @@ def test_a_claim_that_was_not_answered_is_no_proof_of_absence(
     assert claimed.questions < 12 * len(replies), "asked with pauses"
     claimed.world.check_idle()
 
+
 @pytest.mark.parametrize(
     "replies",
     [
@@ -126,6 +126,7 @@ def test_holders_are_asked_again_within_the_deadline(replies: Sequence[Sequence[
     assert claimed.claimants[-1].member in {copy.member for copy in pull.copies}
     assert claimed.world.now <= began + PATIENCE_SHARE * DEADLINE_SECONDS
 
+
 def test_a_key_whose_holders_died_unproved_is_unavailable() -> None:
     claimed = Claimed(2)
     holder, other = claimed.claimants
@@ -134,6 +135,7 @@ def test_a_key_whose_holders_died_unproved_is_unavailable() -> None:
     fetch = claimed.fetch()
     assert isinstance(fetch, FetchOperation)
     assert isinstance(fetch.result, Unavailable)
+
 
 def test_who_denied_is_asked_again_after_a_while() -> None:
     claimed = Claimed(1)
@@ -144,6 +146,7 @@ def test_who_denied_is_asked_again_after_a_while() -> None:
         claimed.world.now += seconds
     assert claimed.questions == 2
 
+
 def test_a_put_does_not_wait_for_silent_holders() -> None:
     claimed = Claimed(1)
     claimed.answer(claimed.claimants[0], SILENT)
@@ -153,6 +156,7 @@ def test_a_put_does_not_wait_for_silent_holders() -> None:
     while not operation.done:
         claimed.exchange()
     assert claimed.world.now < began + 1.0
+
 
 @pytest.mark.parametrize(("reply", "claimed_after"), [(SILENT, True), (DENIES, False), (PROVES, False)])
 def test_a_lookup_without_patience_says_what_is_claimed_only(reply: Any, claimed_after: bool) -> None:

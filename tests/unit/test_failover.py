@@ -1,27 +1,32 @@
 """Which holder is tried next, and what the caller hears at the end."""
 
 from __future__ import annotations
+
 from collections import Counter
 from dataclasses import replace
+from random import Random
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import Unavailable
+
+from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.objects import Version
-from p2pstore.transfer.failover import AnotherVersion
-from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.failover import MAX_ATTEMPTS
-from p2pstore.transfer.failover import PullAttempts
-from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.failover import SilentHolders
-from p2pstore.transfer.failover import TooSlow
-from p2pstore.transfer.failover import is_silence
-from p2pstore.transfer.failover import order_copies
+from p2pstore.transfer.failover import (
+    MAX_ATTEMPTS,
+    AnotherVersion,
+    HolderReport,
+    PullAttempts,
+    PullFailed,
+    SilentHolders,
+    TooSlow,
+    is_silence,
+    order_copies,
+)
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import Code
-from random import Random
 from tests.present import present
-from typing import Any
+
 
 class FakeTransport:
     def __init__(self, name: str, cost: float, *, same_host_only: bool = False) -> None:
@@ -35,16 +40,20 @@ class FakeTransport:
     def cost(self, copy: RemoteCopy) -> float:
         return self._cost
 
+
 TCP: Any = FakeTransport("tcp", 1.0)
 SHM: Any = FakeTransport("shm", 0.1, same_host_only=True)
+
 
 def copy(member: int, *, same_host: bool = False, load: int = 0) -> RemoteCopy:
     return RemoteCopy(
         bytes([member]), ("10.0.0.1:1",), member=member, same_host=same_host, load_permille=load
     )
 
+
 def members(copies: list[RemoteCopy]) -> list[int]:
     return [each.member for each in copies]
+
 
 def test_of_two_random_copies_the_less_loaded_goes_first() -> None:
     copies = [copy(member, load=member * 100) for member in range(1, 6)]
@@ -53,6 +62,7 @@ def test_of_two_random_copies_the_less_loaded_goes_first() -> None:
     for member, share in ((1, 0.4), (2, 0.3), (3, 0.2), (4, 0.1)):
         assert abs(first[member] / 3000 - share) < 0.04
     assert first[5] == 0
+
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=12), st.integers())
 def test_copies_on_this_host_come_first_and_none_is_lost(
@@ -68,6 +78,7 @@ def test_copies_on_this_host_come_first_and_none_is_lost(
         (each.same_host for each in copies), reverse=True
     )
 
+
 def test_the_next_transport_is_tried_when_the_way_failed() -> None:
     attempts = PullAttempts([copy(1, same_host=True), copy(2)], [TCP, SHM])
     first = present(attempts.next())
@@ -80,6 +91,7 @@ def test_the_next_transport_is_tried_when_the_way_failed() -> None:
     third = present(attempts.next())
     assert (third.copy.member, third.transport) == (2, 0)
     assert [(report.member, report.transport) for report in attempts.reports] == [(1, "tcp")]
+
 
 def test_a_holder_without_the_object_is_not_asked_twice() -> None:
     attempts = PullAttempts([copy(1, same_host=True), copy(2)], [TCP, SHM])
@@ -96,6 +108,7 @@ def test_a_holder_without_the_object_is_not_asked_twice() -> None:
     )
     assert report.transport == "shm"
 
+
 def test_holders_are_hurried_while_others_are_left() -> None:
     attempts = PullAttempts([copy(1, same_host=True), copy(2)], [TCP, SHM])
     first = present(attempts.next())
@@ -106,6 +119,7 @@ def test_holders_are_hurried_while_others_are_left() -> None:
     attempts.failed(PullFailed(Code.DEADLINE_EXCEEDED, "hangs"))
     assert [(each.member, each.hurried) for each in attempts.reports] == [(1, True), (2, False)]
 
+
 def test_a_holder_is_to_begin_soon_while_another_was_not_asked_yet() -> None:
     attempts, course = PullAttempts([copy(1), copy(2)], [TCP]), []
     while attempt := attempts.next():
@@ -114,6 +128,7 @@ def test_a_holder_is_to_begin_soon_while_another_was_not_asked_yet() -> None:
             TooSlow("silent") if attempt.soon else PullFailed(Code.DEADLINE_EXCEEDED, "hangs")
         )
     assert course == [(1, True, True), (2, False, True), (1, False, False)]
+
 
 def test_busy_holders_are_asked_once_more_when_no_other_delivered() -> None:
     busy = PullFailed(Code.BUSY, "much to send")
@@ -135,6 +150,7 @@ def test_busy_holders_are_asked_once_more_when_no_other_delivered() -> None:
         (3, Code.NO_SUCH_KEY),
     ]
     assert isinstance(attempts.error(), Unavailable)
+
 
 def test_those_that_were_too_slow_are_asked_once_more_when_no_other_delivered() -> None:
     """Then each of them is held against the others of them, the last one against none."""
@@ -160,6 +176,7 @@ def test_those_that_were_too_slow_are_asked_once_more_when_no_other_delivered() 
         (3, False),
     ]
 
+
 def test_who_was_too_slow_is_told_even_if_another_delivers() -> None:
     attempts = PullAttempts([copy(1), copy(2)], [TCP])
     attempts.next()
@@ -169,6 +186,7 @@ def test_who_was_too_slow_is_told_even_if_another_delivers() -> None:
     assert [(each.member, each.code) for each in attempts.reports] == [(1, Code.DEADLINE_EXCEEDED)]
     assert is_silence(attempts.reports[0])
 
+
 def test_the_only_holder_is_not_asked_twice() -> None:
     attempts = PullAttempts([copy(1)], [TCP])
     first = present(attempts.next())
@@ -176,6 +194,7 @@ def test_the_only_holder_is_not_asked_twice() -> None:
     attempts.failed(PullFailed(Code.BUSY, "much to send"))
     assert attempts.next() is None
     assert [each.code for each in attempts.reports] == [Code.BUSY]
+
 
 def test_reads_of_a_batch_wait_for_a_silent_holder_once() -> None:
     silent = SilentHolders()
@@ -196,11 +215,13 @@ def test_reads_of_a_batch_wait_for_a_silent_holder_once() -> None:
     assert not is_silence(PullFailed(Code.UNAVAILABLE, "refused"))
     assert not is_silence(TimeoutError())
 
+
 def test_all_said_not_found() -> None:
     attempts = PullAttempts([copy(1), copy(2)], [TCP])
     while attempts.next():
         attempts.failed(PullFailed(Code.NO_SUCH_KEY, "gone"))
     assert isinstance(attempts.error(), NoSuchKey)
+
 
 def test_one_that_could_not_be_asked_makes_it_unavailable() -> None:
     attempts = PullAttempts([copy(1), copy(2)], [TCP])
@@ -213,16 +234,19 @@ def test_one_that_could_not_be_asked_makes_it_unavailable() -> None:
     assert isinstance(error, Unavailable)
     assert "chunk 3 arrived damaged (tcp)" in str(error)
 
+
 def test_no_copies_at_all_is_no_such_key() -> None:
     attempts = PullAttempts([], [TCP])
     assert attempts.next() is None
     assert isinstance(attempts.error(), NoSuchKey)
+
 
 def test_a_copy_that_no_transport_reaches_is_unavailable() -> None:
     attempts = PullAttempts([copy(1)], [SHM])
     assert attempts.next() is None
     assert isinstance(attempts.error(), Unavailable)
     assert attempts.reports[0].code is Code.UNAVAILABLE
+
 
 @given(
     st.lists(st.booleans(), max_size=25),
@@ -249,6 +273,7 @@ def test_every_reachable_holder_is_asked_before_giving_up(
     assert sorted(report.member for report in attempts.reports) == list(
         range(min(len(hosts), MAX_ATTEMPTS))
     )
+
 
 def test_helpers_are_of_the_same_version_and_reached_the_same_way() -> None:
     newer = Version(2, 1)
@@ -278,6 +303,7 @@ def test_helpers_are_of_the_same_version_and_reached_the_same_way() -> None:
     assert rest == [2, 3, 5]  # who failed is not asked again, who was busy last
     assert [each.member for each in attempts.reports] == [4, 1, 2, 3, 5]
 
+
 def test_who_replaced_the_object_is_asked_once_more() -> None:
     attempts = PullAttempts([copy(1), copy(2)], [TCP])
     asked = []
@@ -286,6 +312,7 @@ def test_who_replaced_the_object_is_asked_once_more() -> None:
         attempts.failed(AnotherVersion())
     assert asked == [1, 2, 1, 2]
     assert [each.code for each in attempts.reports] == [Code.STALE] * 2
+
 
 def test_a_helper_with_another_version_is_asked_when_the_rest_failed() -> None:
     attempts = PullAttempts([copy(1), copy(2)], [TCP])
@@ -297,8 +324,10 @@ def test_a_helper_with_another_version_is_asked_when_the_rest_failed() -> None:
     assert again.copy is helper
     assert [each.member for each in attempts.reports] == [1]
 
+
 def copy_of(member: int) -> RemoteCopy:
     return RemoteCopy(b"peer", ("10.0.0.1:1",), member=member, same_host=True)
+
 
 def test_the_next_transport_to_a_holder_is_a_fallback_and_the_next_holder_is_not() -> None:
     attempts = PullAttempts([copy_of(1), copy_of(2)], [TCP, SHM])

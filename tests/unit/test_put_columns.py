@@ -1,38 +1,28 @@
 """RESERVE and COMMIT in columns: they come out as they went in, in rows of the version before as well; nonsense is
 refused."""
 
+import struct
 from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+
 from p2pstore.errors import ProtocolError
 from p2pstore.local import local_messages as local
 from p2pstore.local import older_put_messages as older
 from p2pstore.local.local_messages import MAX_BATCH
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalClient
-from p2pstore.local.put_columns import columns_of
-from p2pstore.local.put_columns import numbers_in
-from p2pstore.local.put_columns import one_if_alike
-from p2pstore.local.put_columns import rooms_in
-from p2pstore.local.put_columns import runs_of
-from p2pstore.local.put_columns import sizes_of
-from p2pstore.objects import MIB
-from p2pstore.objects import batch_key_hasher
-from p2pstore.objects import chunk_count
-from p2pstore.objects import root_checksum
+from p2pstore.local.local_protocol import Access, LocalClient
+from p2pstore.local.put_columns import columns_of, numbers_in, one_if_alike, rooms_in, runs_of, sizes_of
+from p2pstore.objects import MIB, batch_key_hasher, chunk_count, root_checksum
 from p2pstore.peer.for_clients.local_puts import LocalPuts
-from p2pstore.put_facts import PutFacts
-from p2pstore.put_facts import PutOptions
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
+from p2pstore.put_facts import PutFacts, PutOptions
+from p2pstore.wire import decode_body, encode_body
 from simulation.segment_checks import check_segment
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from types import SimpleNamespace
-from typing import Any
-import pytest
-import struct
+from tests.unit.core_harness import NAMESPACE, Harness
 
 CLIENT = LocalClient(7, NAMESPACE, Access.WRITE, 1, "")
 HUGE = 1 << 62
@@ -45,6 +35,7 @@ wishes = st.builds(
     *(st.integers(1, 3), st.integers(0, 2), st.integers(0, 9), st.booleans(), st.booleans()),
     *(st.sampled_from(["", "float32"]), st.sampled_from([(), (3, 4)])),
 )
+
 
 @st.composite
 def commits(draw: st.DrawFn) -> local.Commit:
@@ -71,6 +62,7 @@ def commits(draw: st.DrawFn) -> local.Commit:
         draw(st.booleans()),
     )
 
+
 @given(st.lists(numbers))
 def test_runs_are_the_numbers(some: list[int]) -> None:
     runs = runs_of(some)
@@ -78,6 +70,7 @@ def test_runs_are_the_numbers(some: list[int]) -> None:
     assert len(runs) == sum(
         1 for before, each in zip([None, *some], some, strict=False) if before != each - 1
     )
+
 
 @given(commits())
 def test_columns_are_their_rows(commit: local.Commit) -> None:
@@ -92,6 +85,7 @@ def test_columns_are_their_rows(commit: local.Commit) -> None:
     halves = [columns.part(slice(0, 4)), columns.part(slice(4, None))]
     assert [half.facts(row) for half in halves for row in range(len(half.keys))] == rows
 
+
 @given(commits())
 def test_columns_and_rows_of_the_version_before_say_the_same(commit: local.Commit) -> None:
     in_rows = older.older(commit)
@@ -101,6 +95,7 @@ def test_columns_and_rows_of_the_version_before_say_the_same(commit: local.Commi
     assert older.older(again) == in_rows
     assert (again.follows, again.at_hand) == (commit.follows, commit.at_hand)
     assert sizes_of(again.again) == sizes_of(commit.again)
+
 
 @given(st.lists(st.tuples(st.integers(1, 4), numbers, numbers, st.booleans()), max_size=6))
 def test_spans_and_rows_of_the_version_before_say_the_same(
@@ -120,6 +115,7 @@ def test_spans_and_rows_of_the_version_before_say_the_same(
     newer = older.newer(decode_body(older.ReservedRows, encode_body(in_rows)))
     assert isinstance(newer, local.Reserved)
     assert rooms_in(newer.spans, count) == rooms
+
 
 GOOD = local.Commit(NAMESPACE, ["a", "b"], [(1, 2)], [5], bytes(16), [PutOptions()])
 DISAGREEING: list[dict[str, Any]] = [
@@ -144,11 +140,13 @@ DISAGREEING: list[dict[str, Any]] = [
     {"options": [PutOptions()] * 3},
 ]
 
+
 @pytest.mark.parametrize("change", DISAGREEING)
 def test_columns_that_disagree_are_refused(change: dict[str, Any]) -> None:
     assert len(columns_of(GOOD, digests_of).keys) == 2
     with pytest.raises(ValueError, match=r"."):
         columns_of(replace(GOOD, **change), digests_of)
+
 
 @pytest.mark.parametrize(
     "rooms", [[(1, 1, -1)], [(1, 1, MAX_BATCH + 1)], [(1, 1, HUGE)], [(1, 1, 9000)] * 2]
@@ -156,6 +154,7 @@ def test_columns_that_disagree_are_refused(change: dict[str, Any]) -> None:
 def test_rooms_for_nobody_and_for_too_many_are_refused(rooms: list[tuple[int, int, int]]) -> None:
     with pytest.raises(ValueError, match="at most 16,384"):
         sizes_of(rooms)
+
 
 @pytest.mark.parametrize(
     "span",
@@ -172,14 +171,18 @@ def test_a_peer_that_grants_another_number_of_rooms_is_not_believed(span: local.
     with pytest.raises(ProtocolError, match="another number"):
         rooms_in([span], 2)
 
+
 # --- at a peer -----------------------------------------------------------------------------------
+
 
 def puts_of(world: Harness) -> LocalPuts:
     node: Any = SimpleNamespace(core=world.core, now=world.now, ssd=None)
     return LocalPuts(node, office=None)  # type: ignore[arg-type]  # no ticket is asked for
 
+
 async def answer_of(answer: Any) -> Any:
     return await answer if isinstance(answer, Awaitable) else answer
+
 
 @pytest.mark.parametrize("runs", [[(0, 1), (0, 1)], [(0, 2), (1, 1), (0, 1)], [(5, 2), (-9, 1)]])
 async def test_a_reservation_that_is_named_twice_or_never_was_is_one_value_at_most(
@@ -200,6 +203,7 @@ async def test_a_reservation_that_is_named_twice_or_never_was_is_one_value_at_mo
     world.segment.drop_holder(CLIENT.holder)
     check_segment(world.segment)
 
+
 @pytest.mark.parametrize("change", DISAGREEING)
 async def test_a_refused_commit_changes_nothing(change: dict[str, Any]) -> None:
     world = Harness()
@@ -211,6 +215,7 @@ async def test_a_refused_commit_changes_nothing(change: dict[str, Any]) -> None:
     assert world.segment.used_bytes == used
     assert not world.segment.object_count
     assert world.core.operations_under_way == 0
+
 
 def test_rows_whose_sums_do_not_give_the_root_are_refused() -> None:
     row = PutFacts(1, "k", 5, bytes(8), root_checksum(5, bytes(8)))

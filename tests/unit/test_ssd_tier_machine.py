@@ -4,41 +4,37 @@ Exact bytes or a miss; never an older version than the newest; discarded objects
 was stored durably survives; and what a start would find on the disk is what the tier says it has.
 """
 
-from collections.abc import Awaitable
-from collections.abc import Callable
+import os
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from hypothesis import HealthCheck
-from hypothesis import Phase
-from hypothesis import settings
+from random import Random
+from typing import Any
+
+import trio
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine
-from hypothesis.stateful import initialize
-from hypothesis.stateful import invariant
-from hypothesis.stateful import rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
 from p2pstore.errors import ConfigError
 from p2pstore.objects import key_digest
-from p2pstore.ssd_tier.health import ColdMiss
-from p2pstore.ssd_tier.health import Miss
-from p2pstore.ssd_tier.health import TierOff
-from p2pstore.ssd_tier.health import TierState
-from random import Random
+from p2pstore.ssd_tier.health import ColdMiss, Miss, TierOff, TierState
 from simulation.faulty_disk import DiskFaults
-from tests.unit.cold_harness import Harness
-from tests.unit.cold_harness import Lockstep
-from tests.unit.cold_harness import NAMESPACE
-from tests.unit.cold_harness import UntilCrash
-from tests.unit.cold_harness import running
-from tests.unit.cold_harness import simulated_disk
-from tests.unit.cold_harness import value_of
-from typing import Any
-import os
-import trio
+from tests.unit.cold_harness import (
+    NAMESPACE,
+    Harness,
+    Lockstep,
+    UntilCrash,
+    running,
+    simulated_disk,
+    value_of,
+)
 
 NAMES = [f"key {number}" for number in range(24)]
 KEYS = st.sampled_from(NAMES)
 LENGTHS = st.sampled_from([0, 1, 4096, 20_000, 100_000, 300_000])
 TASKS = 6
+
 
 @dataclass
 class Known:
@@ -53,6 +49,7 @@ class Known:
     durable: int | None = None
     """A version that survives a crash, unless it is withdrawn or discarded."""
 
+
 @dataclass(frozen=True)
 class Store:
     key: str
@@ -60,10 +57,12 @@ class Store:
     durable: bool
     compressible: bool
 
+
 @dataclass(frozen=True)
 class Discard:
     key: str
     durably: bool
+
 
 OPERATIONS = st.lists(
     st.one_of(
@@ -74,6 +73,7 @@ OPERATIONS = st.lists(
     max_size=6,
     unique_by=lambda each: (type(each), each.key),
 )
+
 
 class TierAgainstDict(RuleBasedStateMachine):
     faulty = False
@@ -380,6 +380,7 @@ class TierAgainstDict(RuleBasedStateMachine):
         self.loop.call(look)
         assert found == expected
 
+
 class FaultyTierAgainstDict(TierAgainstDict):
     faulty = True
 
@@ -398,6 +399,7 @@ class FaultyTierAgainstDict(TierAgainstDict):
     def fail(self, chances: dict[str, float]) -> None:
         self.disk.faults = DiskFaults(latency_seconds=0.001, hang_seconds=12.0, **chances)
 
+
 class LyingDiskAgainstDict(FaultyTierAgainstDict):
     """Writes that are lost or misdirected without an error: then only the bytes can be relied on."""
 
@@ -412,6 +414,7 @@ class LyingDiskAgainstDict(FaultyTierAgainstDict):
         known.newest = None if entry is None else entry.version.clock
         known.withdrawn = entry is None
 
+
 def _settings(examples: int) -> Any:
     """Ten times as many in long runs: P2PSTORE_LONG_TESTS=1."""
     return settings(
@@ -421,6 +424,7 @@ def _settings(examples: int) -> Any:
         phases=[phase for phase in Phase if phase is not Phase.shrink],  # that takes minutes
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
+
 
 TestTierAgainstDict = TierAgainstDict.TestCase
 TestTierAgainstDict.settings = _settings(20)

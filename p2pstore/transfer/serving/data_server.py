@@ -5,75 +5,64 @@ good hello are served by `p2pstore.transfer.serving.data_session`.
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import closing
-from p2pstore.access.crowding import Strangers
-from p2pstore.access.crowding import host_group
-from p2pstore.access.keyring import AllowList
-from p2pstore.access.keyring import KeyRing
-from p2pstore.addresses import split_address
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import ConfigError
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.runtime.byte_budget import Account
-from p2pstore.runtime.byte_budget import ByteBudget
-from p2pstore.runtime.byte_budget import Owner
-from p2pstore.runtime.streams import AcceptedStream
-from p2pstore.runtime.streams import tune_tcp
-from p2pstore.runtime.trio_streams import Accepting
-from p2pstore.runtime.trio_streams import TrioStream
-from p2pstore.transfer.data_frames import next_frame
-from p2pstore.transfer.data_frames import receive_some
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Hello
-from p2pstore.transfer.data_messages import HelloReply
-from p2pstore.transfer.data_messages import MAX_DATA_VERSION
-from p2pstore.transfer.data_messages import MIN_DATA_VERSION
-from p2pstore.transfer.data_messages import Proof
-from p2pstore.transfer.data_messages import Refused
-from p2pstore.transfer.rdma.rdma_serving import RdmaServer
-from p2pstore.transfer.read_tickets import NONCE_BYTES
-from p2pstore.transfer.read_tickets import TicketClaims
-from p2pstore.transfer.read_tickets import check_proof
-from p2pstore.transfer.read_tickets import open_ticket
-from p2pstore.transfer.read_tickets import prove
-from p2pstore.transfer.serving.data_session import DataSession
-from p2pstore.transfer.serving.data_session import RECEIVE_BYTES
-from p2pstore.transfer.serving.read_answers import Traffic
-from p2pstore.transfer.serving.serving_backends import Backends
-from p2pstore.transfer.serving.serving_backends import DataBackend
-from p2pstore.transfer.serving.serving_backends import StoreBackend
-from p2pstore.transfer.serving.serving_backends import SwarmBackend
-from p2pstore.transfer.serving.serving_limits import DataPlaces
-from p2pstore.transfer.serving.serving_limits import ServerLimits
-from p2pstore.transfer.serving.serving_limits import Uploads
-from p2pstore.transfer.tls_streams import AcceptedTlsStream
-from p2pstore.transfer.tls_streams import TlsServing
-from p2pstore.wire import Code
-from p2pstore.wire import DATA_REQUEST_LIMITS
-from p2pstore.wire import FrameBuffer
-from p2pstore.wire import HELLO_LIMITS
-from p2pstore.wire import PREFACE_BYTES
-from p2pstore.wire import PREFACE_DATA
-from p2pstore.wire import REPLY
-from p2pstore.wire import Signer
-from p2pstore.wire import Verifier
-from p2pstore.wire import code_of
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_frame
-from p2pstore.wire import negotiate_version
-from typing import Any
-from typing import Final
+
 import errno
 import logging
 import os
 import socket
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any, Final
+
 import trio
+
+from p2pstore.access.crowding import Strangers, host_group
+from p2pstore.access.keyring import AllowList, KeyRing
+from p2pstore.addresses import split_address
+from p2pstore.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    DeadlineExceeded,
+    P2PStoreError,
+    ProtocolError,
+)
+from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
+from p2pstore.runtime.streams import AcceptedStream, tune_tcp
+from p2pstore.runtime.trio_streams import Accepting, TrioStream
+from p2pstore.transfer.data_frames import next_frame, receive_some
+from p2pstore.transfer.data_messages import (
+    MAX_DATA_VERSION,
+    MIN_DATA_VERSION,
+    DataKind,
+    Hello,
+    HelloReply,
+    Proof,
+    Refused,
+)
+from p2pstore.transfer.rdma.rdma_serving import RdmaServer
+from p2pstore.transfer.read_tickets import NONCE_BYTES, TicketClaims, check_proof, open_ticket, prove
+from p2pstore.transfer.serving.data_session import RECEIVE_BYTES, DataSession
+from p2pstore.transfer.serving.read_answers import Traffic
+from p2pstore.transfer.serving.serving_backends import Backends, DataBackend, StoreBackend, SwarmBackend
+from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
+from p2pstore.transfer.tls_streams import AcceptedTlsStream, TlsServing
+from p2pstore.wire import (
+    DATA_REQUEST_LIMITS,
+    HELLO_LIMITS,
+    PREFACE_BYTES,
+    PREFACE_DATA,
+    REPLY,
+    Code,
+    FrameBuffer,
+    Signer,
+    Verifier,
+    code_of,
+    decode_body,
+    encode_frame,
+    negotiate_version,
+)
 
 logger = logging.getLogger("p2pstore.transfer")
 
@@ -82,6 +71,7 @@ MAX_SUBJECTS: Final = 1024
 """Most entries of `QuietLog`: strangers may come from any number of hosts."""
 RETIRE_SECONDS: Final = 5.0
 """How long a connection whose key was removed may still answer what is under way."""
+
 
 class QuietLog:
     """Warnings about strangers: at most one line per second and subject, with how many were left out."""
@@ -103,6 +93,7 @@ class QuietLog:
         self._last[subject] = now
         left_out = self._left_out.pop(subject, 0)
         logger.warning("%s%s", text, f" ({left_out} more like it)" if left_out else "")
+
 
 async def open_data_listeners(addresses: Sequence[str]) -> list[socket.socket]:
     """Listening sockets for `HOST:PORT` and `[v6]:PORT` (port 0: any free one).
@@ -131,6 +122,7 @@ async def open_data_listeners(addresses: Sequence[str]) -> list[socket.socket]:
         raise
     return listeners
 
+
 def _listen(family: int, address: Any, *, both_families: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -144,6 +136,7 @@ def _listen(family: int, address: Any, *, both_families: bool) -> socket.socket:
         listener.close()
         raise
     return listener
+
 
 class DataServer:
     """Serves data connections. `connections` and `traffic` are for the peer's statistics."""
@@ -363,6 +356,7 @@ class DataServer:
             )
             raise Refused(header.kind, header.request_id, Code.BUSY, text)
         return claims, owner
+
 
 def stream_ender(stream: AcceptedStream, log: QuietLog) -> Callable[[str], None]:
     """The function that ends a connection whose other side has too many bytes held here."""
