@@ -1,4 +1,4 @@
-"""What an object is: its key's digest, its version, its chunk sums and their root.
+"""The facts of an object: its key's digest, its version, its chunk sums and their root.
 
 Everything here is part of formats that peers exchange; docs/formats.md lists them and
 `tests/unit/test_golden_bytes.py` holds them still.
@@ -29,7 +29,7 @@ PART_BYTES: Final = 64 * MIB
 """Unit of network requests and of SSD records: a longer object moves as several parts."""
 
 SIZE_UNIT_BYTES: Final = 4 * KIB
-"""What location records count lengths in."""
+"""Unit of lengths in location records."""
 
 MAX_OBJECT_BYTES: Final = 4 * GIB
 MAX_KEY_BYTES: Final = 1024
@@ -128,7 +128,7 @@ def key_hasher(namespace: str) -> Callable[[str], bytes]:
 
 
 def batch_key_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
-    """`keys_hasher` that keeps the digests of small batches for a while: whoever asks which keys exist gets those
+    """`keys_hasher` that keeps the digests of small batches for a while: a caller that asks which keys exist gets those
     next."""
     hashed = keys_hasher(namespace)
     kept: dict[str, bytes] = {}
@@ -179,7 +179,7 @@ ZERO_VERSION: Final = Version(0, 0, 0)
 
 
 class Announced(NamedTuple):
-    """What a holder may send of an object: the version that was announced, with the root that its writer vouches for;
+    """The versions that a holder may send of an object: the announced one, with the root that its writer vouches for;
     or a newer one that the holder wrote itself. `writer` is the holder's hash, as versions carry it."""
 
     writer: int

@@ -38,7 +38,7 @@ from p2pstore.wire import Code
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A copy on another peer may take this long before a put stops waiting for it."""
 ITEM_SECONDS: Final = 0.005
-"""What each item of a batch, and each further copy of it, may take besides: other peers are asked about it."""
+"""Additional time of each item of a batch, and of each further copy: other peers are asked about it."""
 
 _NO_MEMORY: Final = local.ItemError(
     int(Code.CAPACITY_EXCEEDED), "the local peer offers no memory: it was started with memory 0"
@@ -370,7 +370,7 @@ def _check_count(reply: local.Committed, count: int) -> None:
 
 
 def _commit_seconds(commit: local.Commit) -> float:
-    """What publishing these and making their copies may take, on top of the usual."""
+    """Additional time of publishing these and making their copies."""
     count, replicas = len(commit.keys), commit.options[0].replicas
     return _copy_seconds(sum(commit.lengths) * (count // len(commit.lengths)), replicas, count)
 

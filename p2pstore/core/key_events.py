@@ -215,7 +215,7 @@ class KeyChanges:
             self.told[digest] = key, media
         else:
             del self.told[digest]
-        # What went comes first: a consumer that knows no media ends with what is held.
+        # Removals come first: a consumer that knows no media ends with what is held.
         gone = [KeyEvent(key, MEDIA[bit], False) for bit in (0, 1) if before & ~media & 1 << bit]
         return gone + [KeyEvent(key, MEDIA[bit], True) for bit in (0, 1) if media & ~before & 1 << bit]
 

@@ -373,7 +373,7 @@ class HolderFailure(Message, frozen=True):
 
 
 class PullCount(Message, frozen=True):
-    """What a client read from one holder by itself: objects and bytes that came, attempts that failed. `durations` and
+    """Reads of a client from one holder by itself: objects and bytes that came, attempts that failed. `durations` and
     `lengths` count by powers of two (`p2pstore.runtime.histograms`) how many microseconds those took that were read
     one by one, `microseconds` in all, and how long the objects were, those of a batch as its mean."""
 

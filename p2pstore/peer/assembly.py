@@ -18,6 +18,7 @@ import trio
 
 import p2pstore
 from p2pstore.access.keyring import Role
+from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
 from p2pstore.core.copies.coldest import coldest_use
@@ -48,7 +49,6 @@ from p2pstore.memory.policies import make_policy
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, parse_bytes
-from p2pstore.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.peer.for_clients.local_backend import Erasing, PeerLocalBackend
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend, PeerStoreBackend
 from p2pstore.peer.lifetime.credentials import Credentials, log_expelled, refuse_open_door
@@ -392,8 +392,17 @@ class Assembly:
 
     def _open_checkpoints(self, node: Node) -> PeerCheckpoints:
         setting = self.config.checkpoint_memory
+        peer = CheckpointPeer(
+            node.core,
+            node.pool,
+            node.routes.host_id,
+            node.started_at,
+            node.process,
+            node.checkpoint_news,
+            node.start_soon,
+        )
         checkpoints = PeerCheckpoints(
-            CheckpointPeer(node),
+            peer,
             self.identity,
             self.verifier,
             self.rng,

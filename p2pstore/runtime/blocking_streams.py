@@ -148,7 +148,7 @@ def _differs(seconds: float, limit: float) -> bool:
 
 
 def _said(error: OSError, seconds: float) -> BaseException:
-    """What a blocking call on a socket raised: the kernel's timeout, or what a signal handler raised, or itself."""
+    """The error of a blocking call on a socket: the kernel's timeout, or what a signal handler raised, or itself."""
     raised = as_raised(error)
     return stalled(seconds) if isinstance(raised, BlockingIOError) else raised
 
@@ -219,7 +219,7 @@ class _HelperThread(threading.Thread):
         self._cancelled = False
         self._connecting: socket.socket | None = None
         self.error: BaseException | None = None
-        """What it raised."""
+        """The exception that it raised."""
 
     def run(self) -> None:
         _helping.thread = self
@@ -383,7 +383,7 @@ class FromSignalHandler(BaseException):
 
 
 def as_raised(error: Exception) -> BaseException:
-    """What to raise for an error that was caught in this frame: itself, or a `FromSignalHandler`."""
+    """The exception to raise for an error that was caught in this frame: itself, or a `FromSignalHandler`."""
     return FromSignalHandler(error) if is_from_signal_handler(error) else error
 
 

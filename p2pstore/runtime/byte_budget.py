@@ -117,7 +117,7 @@ def _add(counts: dict[Key, int], key: Key, count: int) -> None:
 
 
 class Account:
-    """What one connection has held."""
+    """Bytes held for one connection."""
 
     __slots__ = ("_budget", "_free_bytes", "_is_closed", "end", "held_bytes", "is_ending", "owner")
 

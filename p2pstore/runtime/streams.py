@@ -130,7 +130,6 @@ class HelperTask(Protocol):
 StartHelper = Callable[[Callable[[HelperTask], Coroutine[Any, Any, None]]], None]
 """Starts `work(task)`. Raises `RuntimeError` where no more threads can be had. The work catches its own errors."""
 
-
 Work = Callable[[], Awaitable[None]]
 
 
@@ -163,7 +162,7 @@ class Driver(Protocol):
         ...
 
     def interrupted(self, error: Exception) -> BaseException:
-        """What to raise for an error of a signal handler that ran within a call."""
+        """The exception to raise for an error of a signal handler that ran within a call."""
         ...
 
 

@@ -43,6 +43,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.links.identity import SEED_BYTES, Identity
 from p2pstore.gossip.records import PeerId, format_peer_id
+from p2pstore.runtime.linux import take_lock
 from p2pstore.state.folder import (
     FORMAT,
     IDENTITY_HEADER,
@@ -274,12 +275,9 @@ def is_in_use(path: str | os.PathLike[str]) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not take_lock(lock)
     finally:
         os.close(lock)
-    return False
 
 
 def kept_invite(path: str | os.PathLike[str]) -> str | None:

@@ -101,7 +101,7 @@ def issue_ticket(
 
 
 def ticket_secret(key: bytes, claims: bytes) -> bytes:
-    """What only holders of the cluster key, and whom they tell, can know."""
+    """A secret that only holders of the cluster key can make, for those whom they tell."""
     return hmac.digest(key, _SECRET_CONTEXT + claims, "sha256")
 
 
@@ -165,7 +165,7 @@ class Rights:
         return of_role and bool(self.claims.scope & _scope_for(kind))
 
     def why_not(self, kind: int) -> str:
-        """What to say to one of another kind."""
+        """The error text for a request of another kind."""
         if self.role is Role.MEMBER:
             issued_for = "other peers" if self.claims.scope & Scope.PEER else "reading"
         else:
@@ -188,7 +188,7 @@ class Rights:
 
 
 def _scope_for(kind: int) -> Scope:
-    """What a ticket must allow for requests of this kind."""
+    """The scope that requests of this kind need."""
     if kind in READ_KINDS:
         return Scope.READ
     return Scope.WRITE if kind in WRITE_KINDS else Scope.PEER

@@ -97,7 +97,6 @@ def commit_item(reservation: int, key: str, value: bytes, **fields: Any) -> PutF
 
 # --- broken clients --------------------------------------------------------------------------
 
-
 NONSENSE_IN_A_COMMIT: list[dict[str, Any]] = [
     {"reservation": 2**40},
     {"reservation": -1},
@@ -457,7 +456,7 @@ async def test_leaving_while_others_talk_is_quiet(
     loud = [
         record.getMessage()
         for record in caplog.records
-        # What libp2p says reaches an operator at DEBUG only; the fixture listens before that.
+        # Words of libp2p reach an operator at DEBUG only; the fixture listens before that.
         if record.levelno >= logging.ERROR and record.name.startswith("p2pstore.")
     ]
     assert loud == []

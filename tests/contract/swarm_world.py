@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import trio
@@ -20,6 +20,7 @@ from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import SignedManifest, read_manifest, sign_manifest, version_of
 from p2pstore.checkpoint.content.sources import SourceDirectory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
+from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.running import Part, RunningSwarms
 from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
@@ -83,7 +84,7 @@ class _Backend:
 
 
 class MemberHere:
-    """A member of the world; satisfies `Surroundings`."""
+    """A member of the world: what its swarms need of `CheckpointPeer`."""
 
     def __init__(self, world: World, number: int, host: str) -> None:
         self.world = world
@@ -140,7 +141,14 @@ class MemberHere:
         config: SwarmConfig | None = None,
     ) -> SwarmRun:
         """Take part in a swarm, until the world ends or `leave`."""
-        self.run = SwarmRun(self, signed, store, Random(self.number), publishes=publishes, config=config)
+        self.run = SwarmRun(
+            cast(CheckpointPeer, self),
+            signed,
+            store,
+            Random(self.number),
+            publishes=publishes,
+            config=config,
+        )
         self.swarms.parts[self.run.version] = Part(self.run, trio.CancelScope(), lambda *_: None, b"")
         self.world.nursery.start_soon(self._take_part, self.run)
         self.world.changed()

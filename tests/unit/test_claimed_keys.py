@@ -50,7 +50,7 @@ class Claimed:
         self.questions = 0
 
     def answer(self, claimant: Other, *replies: Any) -> None:
-        """What it answers to the first questions, and the last reply to all later ones."""
+        """Give these replies to the first questions, and the last one to all later ones."""
         self.answers[claimant.peer_id] = list(replies)
 
     def fetch(self) -> FetchOperation | PullObject:

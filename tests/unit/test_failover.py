@@ -143,7 +143,7 @@ def test_busy_holders_are_asked_once_more_when_no_other_delivered() -> None:
     assert course == [(1, True), (2, True), (3, True), (1, False), (3, False)]
     attempts.failed(PullFailed(Code.NO_SUCH_KEY, "gone"))
     assert attempts.next() is None
-    # Who refused though it was not to is reported as every failure.
+    # A holder that refused against the rules is reported as every failure.
     assert [(each.member, each.code) for each in attempts.reports] == [
         (2, Code.NO_SUCH_KEY),
         (1, Code.BUSY),

@@ -1,4 +1,5 @@
-"""RESERVE and COMMIT in columns: what goes in comes out, in rows of the version before as well; nonsense is refused."""
+"""RESERVE and COMMIT in columns: they come out as they went in, in rows of the version before as well; nonsense is
+refused."""
 
 import struct
 from collections.abc import Awaitable

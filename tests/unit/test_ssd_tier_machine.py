@@ -341,7 +341,7 @@ class TierAgainstDict(RuleBasedStateMachine):
         assert facts.version.clock == known.newest
         assert value == self.values[key, facts.version.clock]
 
-    # What must hold.
+    # Invariants.
 
     @invariant()
     def nothing_is_left_over(self) -> None:

@@ -68,7 +68,7 @@ logger = logging.getLogger("p2pstore.transfer")
 
 LISTEN_BACKLOG: Final = 512
 MAX_SUBJECTS: Final = 1024
-"""What `QuietLog` remembers: strangers may come from any number of hosts."""
+"""Most entries of `QuietLog`: strangers may come from any number of hosts."""
 RETIRE_SECONDS: Final = 5.0
 """How long a connection whose key was removed may still answer what is under way."""
 
