@@ -1,10 +1,14 @@
 """Records that core and clients exchange: facts of a value that is put, the outcome, a listed key. Pure."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
 from enum import IntEnum
-from p2pstore.wire import Message
+
 import msgspec
+
+from p2pstore.wire import Message
+
 
 class PutOptions(Message, frozen=True):
     """The caller's choice for a value that is put. `ttl_ms` 0 means no end."""
@@ -16,6 +20,7 @@ class PutOptions(Message, frozen=True):
     durable: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
+
 
 class PutFacts(Message, frozen=True):
     """A value that lies in a reservation, and what its caller wants of it.
@@ -38,6 +43,7 @@ class PutFacts(Message, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     follows: bytes = b""
+
 
 class PutColumns(msgspec.Struct, frozen=True, gc=False):
     """`PutFacts` of many values, in columns. `digests` are those of the keys, `options` one for all or one each; sums
@@ -72,12 +78,14 @@ class PutColumns(msgspec.Struct, frozen=True, gc=False):
             **msgspec.structs.asdict(options),
         )
 
+
 class PutStatus(IntEnum):
     """Outcome of a put."""
 
     CREATED = 0
     UNCHANGED = 1
     KEPT_EXISTING = 2
+
 
 class KeyEntry(Message, frozen=True):
     """One key of a listing: its newest version, and the peers with a copy."""
