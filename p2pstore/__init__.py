@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from p2pstore import aio as aio
     from p2pstore import blocking as blocking
-    from p2pstore.client.aio_client import AioClient as AioClient
-    from p2pstore.client.blocking_client import BlockingClient as BlockingClient
+    from p2pstore.aio import AioClient as AioClient
+    from p2pstore.blocking import BlockingClient as BlockingClient
     from p2pstore.client.object_store import ObjectStore as ObjectStore
     from p2pstore.client.trio_client import Client as Client
     from p2pstore.client.trio_client import connect as connect
@@ -59,8 +59,8 @@ __version__ = "0.1.0"
 
 _MODULES = ("aio", "blocking")
 _NAMES_IN = {
-    "p2pstore.client.aio_client": ("AioClient",),
-    "p2pstore.client.blocking_client": ("BlockingClient",),
+    "p2pstore.aio": ("AioClient",),
+    "p2pstore.blocking": ("BlockingClient",),
     "p2pstore.client.object_store": ("ObjectStore",),
     "p2pstore.values": ("RegisteredBuffer",),
     "p2pstore.client.trio_client": ("Client", "connect"),

@@ -72,7 +72,7 @@ def is_ip_address(host: str) -> bool:
 
 
 def _is_host_name(host: str) -> bool:
-    """Whether a name server may know it. What has only digits and dots is meant as an IPv4 address."""
+    """Whether a name server may know it. A text of digits and dots alone is meant as an IPv4 address."""
     if len(host) > MAX_HOST_LENGTH or re.fullmatch(r"[0-9.]+", host):
         return False
     return all(_LABEL.fullmatch(label) for label in host.removesuffix(".").split("."))

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
@@ -39,7 +38,14 @@ MAX_NAME_BYTES: Final = 64
 USER_KEY_NAME: Final = "user.key"
 """A file among the state directories, which are named by peers (`p2pstore.state.places`)."""
 
-NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
+NEEDS: Final[Mapping[str, tuple[str, str]]] = {
+    "ssd_capacity": ("ssd", "there is no SSD"),
+    "ssd_writes_per_day": ("ssd", "there is no SSD"),
+    "keep_memory": ("memory_path", "only memory in a file can be kept"),
+    "http_token_file": ("metrics", "no HTTP server"),
+    "kv_events_replay": ("kv_events", "there is no stream of events"),
+}
+"""Setting -> the one that it needs, and what is lacking without."""
 
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 NetworkName = Literal["lan", "wan", "local"]
@@ -77,12 +83,17 @@ class MemoryPiece(NamedTuple):
         return f"{self.size}@{where}"
 
 
-def _memory_piece(text: str, spelled: str) -> MemoryPiece:
-    size_text, _, where = text.partition("@")
-    size = parse_bytes(size_text, spelled)
-    size += -size % MEMORY_PIECE_BYTES
+def _bytes_above_0(text: str | int, spelled: str) -> int:
+    size = parse_bytes(text, spelled)
     if not size:
         raise ConfigError(f"{spelled}: {text!r} must be above 0 bytes")
+    return size
+
+
+def _memory_piece(text: str, spelled: str) -> MemoryPiece:
+    size_text, _, where = text.partition("@")
+    size = _bytes_above_0(size_text, spelled)
+    size += -size % MEMORY_PIECE_BYTES
     if "/" in where:
         return MemoryPiece(size, path=where)
     node = where.removeprefix("node:")
@@ -91,6 +102,13 @@ def _memory_piece(text: str, spelled: str) -> MemoryPiece:
             f"{spelled}: {text!r} does not say where: write SIZE@node:N, or SIZE@FILE with a slash in its path"
         )
     return MemoryPiece(size, node=int(node))
+
+
+def _check_namespace(name: str, spelled: str) -> None:
+    try:
+        encode_namespace(name)
+    except ValueError as error:
+        raise ConfigError(f"{spelled}: {error}") from None
 
 
 def _sizes(setting: list[str] | dict[str, str | int], spelled: str) -> dict[str, int]:
@@ -200,15 +218,15 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
     log_format: Literal["text", "json"] = "text"
     log_file: str | None = None
 
-    def checked(self, spelled: Mapping[str, str] = NOT_SPELLED) -> PeerConfig:
+    def checked(self, spelled: Mapping[str, str] | None = None) -> PeerConfig:
         """A copy with defaults. Raises `ConfigError` naming the wrong setting as `spelled` (setting -> text) has it."""
-        check_types(msgspec.structs.asdict(self), spelled, strict=True)
-        says = {field: spelled.get(field, field) for field in self.__struct_fields__}
+        says = {field: field for field in self.__struct_fields__} | dict(spelled or {})
+        check_types(msgspec.structs.asdict(self), says, strict=True)
         name = name_or_host(self.name, says["name"])
-        try:
-            encode_namespace(self.cluster)
-        except ValueError as error:
-            raise ConfigError(f"{says['cluster']}: {error}") from None
+        _check_namespace(self.cluster, says["cluster"])
+        for setting, (needed, what) in NEEDS.items():
+            if getattr(self, setting) not in (None, False) and getattr(self, needed) is None:
+                raise ConfigError(f"{says[setting]}: {what}; say where with {says[needed]}")
         self._check_addresses(says)
         memory = self._memory_bytes(says["memory"])
         if 0 != memory < MINIMUM_MEMORY_BYTES:
@@ -223,6 +241,12 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
             raise ConfigError(f"{says['more_memory']}: with memory 0 there is nothing to add to")
         self._check_quotas(memory + sum(each.size for each in pieces), says["quota"])
         self._check_caps(says["cap"], says["quota"])
+        _check_namespace(self.kv_events_namespace, says["kv_events_namespace"])
+        if self.kv_events_of == "fleet" and self.directory == "partitioned":
+            raise ConfigError(
+                f"{says['kv_events_of']}: a peer with a partitioned directory does not know the fleet; let one with a "
+                "full directory publish it"
+            )
         if self.max_objects is not None and self.max_objects < 1:
             raise ConfigError(f"{says['max_objects']}: {self.max_objects} must be at least 1")
         for setting in ("rdma_device", "rdma_topology"):
@@ -242,8 +266,7 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
             value = getattr(self, setting)
             if not 0 <= value <= 86_400:
                 raise ConfigError(f"{says[setting]}: {value!r} must be 0 to 86400 seconds")
-        if not parse_bytes(self.index_memory, says["index_memory"]):
-            raise ConfigError(f"{says['index_memory']}: must be above 0 bytes")
+        _bytes_above_0(self.index_memory, says["index_memory"])
         if self.checkpoint_memory is not None:
             parse_bytes(self.checkpoint_memory, says["checkpoint_memory"])
         self.socket_mode_bits(says["socket_mode"])
@@ -253,9 +276,6 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
 
     def _check_ssd(self, memory: int, says: Mapping[str, str]) -> None:
         if self.ssd is None:
-            for setting in ("ssd_capacity", "ssd_writes_per_day"):
-                if getattr(self, setting) is not None:
-                    raise ConfigError(f"{says[setting]}: there is no SSD; say where with {says['ssd']}")
             return
         if not self.ssd:
             raise ConfigError(f"{says['ssd']}: name a directory, or a block device")
@@ -269,17 +289,13 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
                 raise ConfigError(
                     f"{says['ssd_capacity']}: {self.ssd_capacity!r} is too little; give at least 256MiB"
                 )
-        limit, spelled = self.ssd_writes_per_day, says["ssd_writes_per_day"]
-        if limit is not None and not parse_bytes(limit, spelled):
-            raise ConfigError(f"{spelled}: must be above 0 bytes")
+        if self.ssd_writes_per_day is not None:
+            _bytes_above_0(self.ssd_writes_per_day, says["ssd_writes_per_day"])
 
     def _check_quotas(self, memory: int, spelled: str) -> None:
         quotas = _sizes(self.quota, spelled)
         for namespace, size in quotas.items():
-            try:
-                encode_namespace(namespace)
-            except ValueError as error:
-                raise ConfigError(f"{spelled}: {error}") from None
+            _check_namespace(namespace, spelled)
             if not size:
                 raise ConfigError(f"{spelled}: that of {namespace!r} must be above 0 bytes")
         if len(quotas) > MAX_QUOTAS:
@@ -307,15 +323,10 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
             raise ConfigError(
                 f"{says['numa_node']}: {self.numa_node} is no NUMA node; they count from 0"
             )
-        if self.keep_memory:
-            if self.memory_path is None:
-                raise ConfigError(
-                    f"{says['keep_memory']}: only memory in a file can be kept; say where with {says['memory_path']}"
-                )
-            if self.more_memory:
-                raise ConfigError(
-                    f"{says['keep_memory']}: memory can be kept in one file only; leave out {says['more_memory']}"
-                )
+        if self.keep_memory and self.more_memory:
+            raise ConfigError(
+                f"{says['keep_memory']}: memory can be kept in one file only; leave out {says['more_memory']}"
+            )
         if self.memory_path is None:
             return
         if not memory:
@@ -337,10 +348,6 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
             refuse_link_local(host, says[setting])
             if not is_loopback(host):
                 self.refuse_without_key(f"{says[setting]}: {address}")
-        if self.http_token_file is not None and self.metrics is None:
-            raise ConfigError(
-                f"{says['http_token_file']}: no HTTP server; say where with {says['metrics']}"
-            )
         if self.metrics is not None:
             split_address(on_loopback(self.metrics), says["metrics"])
         for address in self.bootstrap:
@@ -412,10 +419,7 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
             if not 0 < percent <= 100:
                 raise ConfigError(f"{spelled}: {self.max_leased!r} must be above 0% and at most 100%")
             return int(memory * percent / 100)
-        size = parse_bytes(self.max_leased, spelled)
-        if not size:
-            raise ConfigError(f"{spelled}: {self.max_leased!r} must be above 0 bytes")
-        return size
+        return _bytes_above_0(self.max_leased, spelled)
 
     def socket_mode_bits(self, spelled: str = "socket_mode") -> int:
         """The local socket's permission bits; by default this user's, and those of `socket_group`."""

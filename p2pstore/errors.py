@@ -56,7 +56,7 @@ class LeaseLimitExceeded(P2PStoreError):
 
 
 class PeerNotInstalled(P2PStoreError, ImportError):
-    """This environment has the client only: what runs a peer is the extra `p2pstore[peer]`. `library` is missing."""
+    """This environment has the client only: the extra `p2pstore[peer]` runs a peer. `library` is missing."""
 
     def __init__(self, library: str | None) -> None:
         super().__init__(f"{library} is not installed, which a peer needs: pip install 'p2pstore[peer]'")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 import xxhash
 
@@ -91,7 +91,7 @@ def check_checkpoint_name(name: str) -> None:
 
 
 def key_digest(key: str, namespace: str = DEFAULT_NAMESPACE) -> bytes:
-    """BLAKE2b-128 of namespace and key: what peers, slots and locations call the object."""
+    """BLAKE2b-128 of namespace and key: the object's name between peers, in slots and in locations."""
     space = encode_namespace(namespace)
     return hashlib.blake2b(
         bytes((len(space),)) + space + encode_key(key), digest_size=DIGEST_BYTES, person=_KEY_PERSON
@@ -127,7 +127,7 @@ def key_hasher(namespace: str) -> Callable[[str], bytes]:
 
 
 def batch_key_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
-    """`keys_hasher` that keeps the digests of small batches for a while: whoever asks which keys exist gets those
+    """`keys_hasher` that keeps the digests of small batches for a while: a client that asks which keys exist gets those
     next."""
     hashed = keys_hasher(namespace)
     kept: dict[str, bytes] = {}
@@ -275,8 +275,14 @@ _checksum: Final = xxhash.xxh3_64_intdigest
 
 
 def root_checksum(length: int, sums: bytes) -> int:
-    """xxh3-64 over the length and all chunk sums: what identifies a value's bytes."""
+    """xxh3-64 over the length and all chunk sums: it identifies a value's bytes."""
     return _checksum(_pack_length(length) + sums)
+
+
+def root_checksums(lengths: Iterable[int], sums: Iterable[bytes]) -> list[int]:
+    """`root_checksum` of each value."""
+    heads = map(struct.Struct("<Q").pack, lengths)
+    return list(map(xxhash.xxh3_64_intdigest, map(bytes.__add__, heads, sums)))
 
 
 def are_sums_of(sums: bytes, length: int, root: int) -> bool:
@@ -368,9 +374,9 @@ def parse_duration(text: str, setting: str) -> float:
     return float(match[1]) * unit
 
 
-def counted(count: int, thing: str) -> str:
-    """A number with its noun: `1 file`, `1,200 files`."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+def counted(count: int, one: str, several: str = "") -> str:
+    """A number with its noun: `1 file`, `1,200 files`; `several` where an s does not do."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def format_bytes(count: float) -> str:
@@ -379,3 +385,20 @@ def format_bytes(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{int(count)} B"
+
+
+class Signer(Protocol):
+    """Signs with this peer's identity."""
+
+    @property
+    def peer_id(self) -> bytes: ...
+
+    def sign(self, message: bytes) -> bytes:
+        """A 64-byte signature."""
+        ...
+
+
+class Verifier(Protocol):
+    """Checks signatures of other peers."""
+
+    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...

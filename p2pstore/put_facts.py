@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
+
 from p2pstore.wire import Message
+
+
+class PutOptions(Message, frozen=True):
+    """The caller's choice for a value that is put. `ttl_ms` 0 means no end."""
+
+    replicas: int = 1
+    pin: int = 0
+    ttl_ms: int = 0
+    overwrite: bool = False
+    durable: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
 
 
 class PutFacts(Message, frozen=True):
@@ -28,6 +44,47 @@ class PutFacts(Message, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     follows: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PutColumns:
+    """`PutFacts` of many values, in columns. `digests` are those of the keys, `options` one for all or one each; sums
+    and roots are those of values of the lengths."""
+
+    reservations: Sequence[int]
+    keys: Sequence[str]
+    digests: Sequence[bytes]
+    lengths: Sequence[int]
+    sums: Sequence[bytes]
+    roots: Sequence[int]
+    follows: Sequence[bytes]
+    options: Sequence[PutOptions]
+
+    def part(self, rows: slice) -> PutColumns:
+        """Some of the rows."""
+        return PutColumns(
+            self.reservations[rows],
+            self.keys[rows],
+            self.digests[rows],
+            self.lengths[rows],
+            self.sums[rows],
+            self.roots[rows],
+            self.follows[rows],
+            self.options if len(self.options) == 1 else self.options[rows],
+        )
+
+    def facts(self, row: int) -> PutFacts:
+        """Those of one value."""
+        options = self.options[row if len(self.options) > 1 else 0]
+        return PutFacts(
+            self.reservations[row],
+            self.keys[row],
+            self.lengths[row],
+            self.sums[row],
+            self.roots[row],
+            follows=self.follows[row],
+            **msgspec.structs.asdict(options),
+        )
 
 
 class PutStatus(IntEnum):

@@ -66,7 +66,7 @@ class Settings:
 
     def checked(self) -> PeerConfig:
         """The settings with defaults filled in. Raises `ConfigError` naming origin, value and what is allowed."""
-        return self.config().checked(self.origins)
+        return self.config().checked({**{name: option_of(name) for name in _FIELDS}, **self.origins})
 
     def over(self, values: Mapping[str, Any], origin: str) -> Settings:
         """These settings, and below them what `origin` says of all others."""

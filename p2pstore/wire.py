@@ -42,8 +42,8 @@ MAX_CONTROL_VERSION: Final = 2
 """Of control streams. 2: location records carry the root."""
 
 MIN_PROTOCOL_VERSION: Final = 1
-MAX_PROTOCOL_VERSION: Final = 1
-"""Of the local socket. Data connections have versions of their own (`p2pstore.transfer.data_messages`)."""
+MAX_PROTOCOL_VERSION: Final = 2
+"""Of the local socket. 2: puts in columns. Data connections have versions of their own (`data_messages`)."""
 
 _KEPT_BYTES: Final = 64 * 1024
 """What a `FrameBuffer` may keep of a frame that was taken."""
@@ -152,7 +152,7 @@ class Empty(Message, frozen=True):
 
 
 class FrameHeader(msgspec.Struct, frozen=True, gc=False):
-    """What stands before a body. (A dataclass would take five times as long to make.)"""
+    """The head before a body. (A dataclass would take five times as long to make.)"""
 
     kind: int
     flags: int

@@ -63,6 +63,7 @@ from p2pstore.transfer import data_messages as data
 from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
 from simulation.disk import Disk
 from simulation.pull import pull_object, pull_together
+from simulation.put_columns import columns_of_facts
 from simulation.signer import SimulatedSigner, SimulatedVerifier
 from simulation.tasks import Task
 
@@ -606,7 +607,8 @@ class SimulatedPeer:
             overwrite=overwrite,
         )
         operation = PutOperation(core, facts, holder="client", namespace=namespace)
-        [end] = publish_new(core, [facts], holder="client", namespace=namespace, now=now)
+        columns = columns_of_facts([facts], namespace)
+        [end] = publish_new(core, columns, holder="client", namespace=namespace, now=now)
         if end is None:
             core.operations.start(operation, now)
         elif not isinstance(end, PutAmongMany):

@@ -20,7 +20,7 @@ def stored(
     follows: bytes = b"",
     digest: bytes = b"",
 ) -> ObjectEntry:
-    """An object of this value, or of so many bytes that are not written. `digest`: another one than that of its key."""
+    """An object of this value, or of unwritten bytes of this length. `digest`: another one than that of its key."""
     length = value if isinstance(value, int) else len(value)
     room = len(encode_trailer(trailer))
     made = segment.reserve(length, room, holder="test", now=now, namespace=trailer.namespace)

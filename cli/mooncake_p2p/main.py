@@ -68,8 +68,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "checkpoint list": ("checkpoint_groups", "List the checkpoints that are published."),
     "checkpoint rm": ("checkpoint_groups", "Remove a checkpoint that the local peer published."),
     "demo": ("demo", "Watch three peers on this machine do the real thing."),
-    "completion": ("about", "Print a script that completes commands, options and keys with Tab."),
-    "help": ("about", "Show the help of a command."),
+    "completion": ("completion", "Print a script that completes commands, options and keys with Tab."),
+    "help": ("completion", "Show the help of a command."),
 }
 """Command -> (module with the function of that name, summary). One of two words is a command of its own."""
 
@@ -431,7 +431,7 @@ def main() -> NoReturn:
 
 def complete(instruction: str) -> int:
     """Answer a shell's completion script."""
-    from mooncake_p2p.completion import answer
+    from mooncake_p2p.commands.completion import answer
 
     return answer(instruction, os.environ)
 

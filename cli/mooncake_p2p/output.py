@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore import errors
 from p2pstore.errors import NoSuchKey
-from p2pstore.objects import MIB, format_bytes
+from p2pstore.objects import MIB, counted, format_bytes
 from p2pstore.objects import printable as printable
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def shortfall(client: BlockingClient, result: PutResult) -> str:
         return ""
     members = client.peers()
     holding = [member for member in members if member.memory_capacity > 0]
-    peers = f"{len(members):,} {'peer' if len(members) == 1 else 'peers'}"
+    peers = counted(len(members), "peer")
     if result.copies < len(holding):
         why = "no other peer has room for it; more are made when one has"
     elif len(holding) < len(members):

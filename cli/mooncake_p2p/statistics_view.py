@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, TextIO
 
 from mooncake_p2p.output import printable, short_id
-from p2pstore.objects import format_bytes
+from p2pstore.objects import counted, format_bytes
 
 LABEL_COLUMNS: Final = 11
 BAR_COLUMNS: Final = 30
@@ -156,7 +156,7 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
         _fact(
             "objects",
             f"{peer['objects']:,} here ({format_bytes(leased) if leased else 'nothing'} leased), "
-            f"{_copies(peer['known_locations'])} known elsewhere",
+            f"{counted(peer['known_locations'], 'copy', 'copies')} known elsewhere",
         ),
         *_returning_lines(peer.get("objects_returning", 0)),
         *_quota_lines(peer, blocks),
@@ -209,7 +209,7 @@ def _ssd_lines(ssd: Document | None, blocks: bool) -> list[str]:
         return []
     bar = memory_bar(ssd["live_bytes"], ssd["capacity_bytes"], blocks)
     read = ssd.get("read_latency", {})
-    facts = [_objects(ssd["objects"]), f"hit rate {_percent(ssd.get('hit_rate'))}"]
+    facts = [counted(ssd["objects"], "object"), f"hit rate {_percent(ssd.get('hit_rate'))}"]
     if ssd.get("write_amplification"):
         facts.append(f"write amplification {ssd['write_amplification']:.2f}")
     if read.get("p50_ms"):
@@ -232,7 +232,7 @@ def _directory_lines(directory: Document) -> list[str]:
         _fact(
             "directory",
             f"{printable(mode)}: home of {directory['home_partitions']:,} of 1,024 partitions, "
-            f"{_copies(directory['home_locations'])} there",
+            f"{counted(directory['home_locations'], 'copy', 'copies')} there",
         )
     ]
 
@@ -241,13 +241,13 @@ def _repair_lines(repair: Document) -> list[str]:
     """Copies made again after the loss of holders, and objects that lack copies."""
     facts = []
     if repair.get("copies"):
-        facts.append(f"{_copies(repair['copies'])} made again ({_bytes(repair['bytes'])})")
+        facts.append(
+            f"{counted(repair['copies'], 'copy', 'copies')} made again ({_bytes(repair['bytes'])})"
+        )
     if repair.get("lacking"):
-        count = repair["lacking"]
-        facts.append(f"{_objects(count)} with fewer copies than wanted")
+        facts.append(f"{counted(repair['lacking'], 'object')} with fewer copies than wanted")
     if repair.get("limited"):
-        count = repair["limited"]
-        facts.append(f"{_objects(count)} limited by the number of peers")
+        facts.append(f"{counted(repair['limited'], 'object')} limited by the number of peers")
     return [_fact("repair", ", ".join(facts))] if facts else []
 
 
@@ -276,10 +276,9 @@ def _activity_lines(total: Activity, rate: Activity | None) -> list[str]:
 
 
 def _cluster_lines(cluster: Document, blocks: bool) -> list[str]:
-    peers = cluster["peers"]
     return [
-        f"cluster {printable(cluster['name'])}: {peers:,} {'peer' if peers == 1 else 'peers'}, "
-        f"{_copies(cluster['copies'])}",
+        f"cluster {printable(cluster['name'])}: {counted(cluster['peers'], 'peer')}, "
+        f"{counted(cluster['copies'], 'copy', 'copies')}",
         _fact(
             "memory", memory_bar(cluster["memory_used_bytes"], cluster["memory_capacity_bytes"], blocks)
         ),
@@ -410,14 +409,6 @@ def _number(value: float) -> str:
 
 def _bytes(value: float) -> str:
     return format_bytes(round(value))
-
-
-def _copies(count: int) -> str:
-    return "1 copy" if count == 1 else f"{count:,} copies"
-
-
-def _objects(count: int) -> str:
-    return "1 object" if count == 1 else f"{count:,} objects"
 
 
 def _percent(value: float | None) -> str:

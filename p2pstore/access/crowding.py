@@ -75,7 +75,7 @@ class Strangers(Generic[T]):
 MEMBER_SHARE: Final = 4
 """A member with this part of all places, and more, makes room for others even where all are in use."""
 HOST_SHARE: Final = 2
-"""The same of a host (`strangers.host_group`)."""
+"""The same of a host (`host_group`)."""
 
 
 class Holder(NamedTuple):
@@ -165,9 +165,9 @@ class Use:
     """Whether requests are under way on it, in either direction."""
     used_at: float
     host: str = ""
-    """Where the other end is (`strangers.host_group`)."""
+    """The host of the other end (`host_group`)."""
     member: bytes = b""
-    """Who it is."""
+    """The peer id of the other end; empty for a stranger."""
 
 
 def idle(uses: Sequence[Use], now: float, limits: ConnectionLimits) -> list[int]:

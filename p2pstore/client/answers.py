@@ -52,19 +52,14 @@ def tier_name(number: int) -> str:
     return TIER_NAMES[number] if 0 <= number < len(TIER_NAMES) else "both"
 
 
-def put_result(key: str, outcome: PutOutcome, peer_name: str) -> PutResult:
-    """The result of one put. Raises the error that it ended with."""
-    raise_for(key, outcome.error)
+def put_results(keys: Sequence[str], outcome: PutOutcome, peer_name: str) -> list[PutResult]:
+    """The results of puts that ended alike. Raises the error that they ended with."""
+    raise_for(keys[0], outcome.error)
     if not 0 <= outcome.status < len(STATUS_NAMES):
         raise ProtocolError(f"the local peer answered a put with status {outcome.status}")
-    return PutResult(
-        key,
-        STATUS_NAMES[outcome.status],
-        outcome.copies,
-        outcome.wanted,
-        peer_name,
-        (outcome.clock, outcome.writer),
-    )
+    status, copies, wanted = STATUS_NAMES[outcome.status], outcome.copies, outcome.wanted
+    version = outcome.clock, outcome.writer
+    return [PutResult(key, status, copies, wanted, peer_name, version) for key in keys]
 
 
 def accepted(result: PutResult, policy: OnConflict) -> PutResult:

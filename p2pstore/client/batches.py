@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
+
+from msgspec.structs import replace
 
 from p2pstore.client.answers import plain_error
 from p2pstore.client.destinations import (
@@ -18,6 +20,7 @@ from p2pstore.client.destinations import (
     SmallRooms,
 )
 from p2pstore.client.fetcher import Fetcher
+from p2pstore.client.holder_reads import HolderReads
 from p2pstore.client.read_plan import (
     HolderGroup,
     ReadPlan,
@@ -29,6 +32,7 @@ from p2pstore.client.read_plan import (
 from p2pstore.errors import DeadlineExceeded, P2PStoreError, StoreClosed
 from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import Announced, Version
+from p2pstore.runtime.streams import Work
 from p2pstore.transfer.failover import PullFailed, SilentHolders, is_silence
 from p2pstore.transfer.reading.small_reads import PARTS_TOGETHER, Part, in_parts, part_items, part_slices
 from p2pstore.transfer.transport import Pulled, RemoteCopy, announcing
@@ -112,7 +116,7 @@ class _Batch:
             try:
                 await self._pull_as_planned()
                 await self._fetch_the_rest()
-            except DeadlineExceeded as error:  # what was read so far stays of use
+            except DeadlineExceeded as error:  # the items read so far stay of use
                 for number in list(self._wanted):
                     self._settle(number, plain_error(error))
         return self.outcomes
@@ -143,24 +147,41 @@ class _Batch:
             self._settle(number, error)
 
     async def _pull_ahead(self) -> None:
-        """Ask the holder of the first object for the first part of the batch, before the rest is looked up: nearly
-        always all objects of a batch are at one holder. Objects that turn out to be elsewhere are read again."""
+        """Ask the holder of the first objects for the first part of the batch, before the rest is looked up: nearly
+        always all objects of a batch are at one holder. What the rest says is elsewhere is read there meanwhile."""
         items = part_items(len(self.outcomes))
         self._prepare(min(items, len(self.outcomes)))
         begin = self._rooms.small(list(self._wanted), self._fetcher)
         if not begin.numbers:
             return
-        copy = self._fetcher.likely_holder(self._rooms.digests[begin.numbers[0]], begin.most_bytes)
-        if copy is None:
-            return
         first = part_slices(begin.views, begin.most_bytes, items)[0]
+        some = begin.numbers[first]
+        samples = [some[0], some[1 % len(some)], some[len(some) // 2], some[-1]]
+        digests = [self._rooms.digests[number] for number in samples]
+        copy = self._fetcher.likely_holder(digests, begin.most_bytes)
+        if copy is not None:
+            async with self._holders.together() as start:
+                await self._pull_first(copy, begin, first, start)
+
+    async def _pull_first(
+        self, copy: RemoteCopy, begin: SmallRooms, first: slice, start: Callable[[Work], None]
+    ) -> None:
         asked: list[int] = []
+        rest: SmallRooms | None = None
 
         def steps() -> Iterator[Sequence[Part]]:
+            nonlocal rest
             asked[:] = begin.numbers[first]
             yield [Part(self._rooms.digests_of(asked), begin.views[first], begin.most_bytes)]
-            rest = self._look_up_all_but(asked, copy)
-            slices = part_slices(rest.views, rest.most_bytes, items)
+            if rest is None:
+                rest = self._look_up_all_but(asked, copy)
+                if not self._is_only_holder_of_all(copy):
+                    elsewhere = [
+                        number for number in self._wanted.keys() - asked if self._only[number] != copy
+                    ]
+                    for work in self._at_only_holders(sorted(elsewhere)):
+                        start(work)
+            slices = part_slices(rest.views, rest.most_bytes, part_items(len(self.outcomes)))
             digests = self._rooms.digests_of(rest.numbers)
             for at in range(0, len(slices), PARTS_TOGETHER):
                 some = slices[at : at + PARTS_TOGETHER]
@@ -239,13 +260,18 @@ class _Batch:
         copies = [self._only[number] for number in self._wanted]
         if copies and (first := copies[0]) is not None and copies.count(first) == len(copies):
             await self._pull_only(first, list(self._wanted))
-            return
-        batches: dict[int, tuple[RemoteCopy, list[int]]] = {}
-        for number, copy in zip(self._wanted, copies, strict=True):
-            if copy is not None:
-                batches.setdefault(copy.member, (copy, []))[1].append(number)
-        for copy, some in batches.values():
-            await self._pull_only(copy, some)
+        else:
+            await _side_by_side(self._holders, self._at_only_holders(list(self._wanted)))
+
+    def _at_only_holders(self, numbers: Sequence[int]) -> list[Work]:
+        """The reads of these from their only holders, each of which is asked once; far holders come first."""
+        groups: dict[int, tuple[RemoteCopy, list[int]]] = {}
+        for number in numbers:
+            if (copy := self._only[number]) is not None:
+                groups.setdefault(copy.member, (copy, []))[1].append(number)
+                self._only[number] = None
+        ordered = sorted(groups.values(), key=lambda group: not is_far(group[0]))
+        return [partial(self._pull_only, *group) for group in ordered]
 
     async def _pull_only(self, copy: RemoteCopy, numbers: Sequence[int]) -> None:
         if is_far(copy):
@@ -267,18 +293,32 @@ class _Batch:
         numbers = list(self._wanted)
         plans = await self._fetcher.plan(self._rooms.keys[numbers[0]], self._rooms.digests_of(numbers))
         self._plans = dict(zip(numbers, plans, strict=True))
-        lukewarm = {number: plan for number, plan in self._plans.items() if number not in self._hot}
-        for group in groups_by_holder(lukewarm):
-            if not self._silent.last([group.holder]):
-                continue
-            if group.holder.same_host:
-                await self._copy_nearby_as_planned(group)
-            else:
-                await self._pull(remote_copy(group.holder), group.numbers, group.others)
+        asked = self._plans
+        for _ in range(2):  # what a silent holder did not bring comes from the next one
+            lukewarm = {number: plan for number, plan in asked.items() if number not in self._hot}
+            groups = sorted(groups_by_holder(lukewarm), key=lambda group: group.holder.same_host)
+            await _side_by_side(self._holders, [partial(self._pull_group, group) for group in groups])
+            asked = self._without_silent()
+            self._plans |= asked
 
-    async def _copy_nearby_as_planned(self, group: HolderGroup) -> None:
-        """Those in the memory of a peer of this host, which is mapped for that."""
+    def _without_silent(self) -> dict[int, PlanItem]:
+        """Plans for the items whose first holder was silent, and not the others."""
+        changed: dict[int, PlanItem] = {}
+        for number in self._wanted:
+            before = self._plans[number].holders
+            after = self._silent.last(before)
+            if after and after[0] is not before[0]:
+                changed[number] = replace(self._plans[number], holders=after)
+        return changed
+
+    async def _pull_group(self, group: HolderGroup) -> None:
+        """Those of one holder, as planned. The memory of a peer of this host is mapped for that."""
+        if not self._silent.last([group.holder]):
+            return
         copy = remote_copy(group.holder)
+        if not copy.same_host:
+            await self._pull(copy, group.numbers, group.others)
+            return
         failure = await self._holders.map_nearby(copy, group.others)
         if failure is None:
             versions = [version_of(self._plans[number]) for number in group.numbers]
@@ -396,3 +436,14 @@ class _Batch:
     def _settle(self, number: int, outcome: Outcome) -> None:
         del self._wanted[number]
         self.outcomes[number] = outcome
+
+
+async def _side_by_side(holders: HolderReads, reads: Sequence[Work]) -> None:
+    """Read from several holders at once, from the last one by this task."""
+    if len(reads) > 1:
+        async with holders.together() as start:
+            for read in reads[:-1]:
+                start(read)
+            await reads[-1]()
+    elif reads:
+        await reads[0]()

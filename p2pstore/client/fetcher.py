@@ -19,6 +19,7 @@ from p2pstore.client.read_plan import (
     WATCHED_PLACES,
     Place,
     ReadPlan,
+    is_far,
 )
 from p2pstore.errors import (
     AnswerTooLarge,
@@ -207,7 +208,7 @@ class Fetcher:
         return outcome
 
     def ended(self, error: Exception) -> None:
-        """A read of one object failed for good: that may be a miss, for the statistics."""
+        """Count a miss of the statistics where a read of one object failed because the object is not there."""
         if isinstance(error, NoSuchKey | Unavailable):
             self._link.ledger.missed()
 
@@ -225,13 +226,14 @@ class Fetcher:
         places: list[int] = here.nonzero()[0].tolist()
         return places
 
-    def likely_holder(self, digest: bytes, most_bytes: float) -> RemoteCopy | None:
-        """The one peer of another host that is known to hold an object which is not here; None where there is no such
-        one, or several, or objects of up to that length are not best asked for there."""
-        only = self._known.only(digest, most_bytes)
-        if only is None or not only.is_far:
+    def likely_holder(self, digests: Sequence[bytes], most_bytes: float) -> RemoteCopy | None:
+        """The one peer of another host that is known to hold all of these objects, of which the first is not here;
+        None where there is no such one, or objects of up to that length are not best asked for there."""
+        copies = self._known.only_many(digests, most_bytes)
+        copy = copies[0]
+        if copy is None or not is_far(copy) or copies.count(copy) < len(copies):
             return None
-        return None if self._link.lists(digest) else only.copy
+        return None if self._link.lists(digests[0]) else copy
 
     async def plan(
         self, first_key: str, digests: Sequence[bytes], wait_seconds: float = 0.0

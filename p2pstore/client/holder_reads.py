@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence, Sized
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from itertools import accumulate, compress, pairwise
 from random import Random
@@ -15,7 +16,7 @@ from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.read_plan import OnlyHolder, ReadPlan, blamed, remote_copy
 from p2pstore.local.local_messages import HolderFailure
 from p2pstore.objects import CHUNK_BYTES, Version
-from p2pstore.runtime.streams import Driver, Event
+from p2pstore.runtime.streams import Driver, Event, Work, together
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.failover import PullFailed, is_silence
 from p2pstore.transfer.reading.arriving import Destination, ResumableDestination
@@ -35,6 +36,8 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 
+MOST_HOLDERS: Final = 8
+"""Holders that one batch is read from at once, beside the one that its own task reads from."""
 MOST_ALONE: Final = 4
 """Concurrent single reads from one holder: as many as idle connections are kept. A smaller batch is slower."""
 MANY: Final = 8
@@ -159,6 +162,10 @@ class HolderReads:
 
     # --- many objects of one holder ----------------------------------------------------------
 
+    def together(self) -> AbstractAsyncContextManager[Callable[[Work], None]]:
+        """For reads of several holders side by side, each with its own connection."""
+        return together(self._link.driver, MOST_HOLDERS)
+
     async def map_nearby(self, copy: RemoteCopy, others: Collection[bytes]) -> PullFailed | None:
         """Map the memory of a peer of this host, for `copy_many_nearby`. Returns the failure, if any."""
         try:
@@ -253,7 +260,7 @@ class HolderReads:
 
 
 def _hurried(copy: RemoteCopy, others: Collection[bytes]) -> RemoteCopy:
-    return hurried(copy, others) if others else copy
+    return hurried(copy, others, soon=True) if others else copy
 
 
 class _Waiting:

@@ -86,7 +86,7 @@ class KnownHolders:
         self._rng = rng
         self._named: dict[int, _Named] = {}
         self._asked_until: dict[int, float] = {}
-        """Members that did not deliver: until then the peer says which holder comes first."""
+        """Members that did not deliver, and the end of their distrust: the local peer orders the holders until then."""
         self._changing = threading.Lock()
 
     def close(self) -> None:

@@ -342,7 +342,7 @@ class ChangeCalls(OpenSession):
             )
         except NoSuchKey as error:
             raise answers.name_key(key, error) from None
-        return answers.put_result(key, outcome, self.peer_name)
+        return answers.put_results([key], outcome, self.peer_name)[0]
 
     async def prefetch(self, keys: Sequence[str]) -> None:
         digests, _ = arguments.possible_keys(arguments.key_list(keys), self._digests)

@@ -99,10 +99,6 @@ class PeerLink:
             if self.connection.peer_is_gone():
                 self.connection.check_usable()
 
-    def ask(self, kind: LocalKind, message: Message, reply_type: type[M]) -> Awaitable[M]:
-        """One request with this link's deadline, which leaves nothing to give back when it fails."""
-        return self.connection.request(kind, message, reply_type, progress_seconds=self.timeout_seconds)
-
     def ask_ahead(
         self,
         kind: LocalKind,

@@ -58,7 +58,7 @@ class Presence:
         known = self._look_up_one(digest)
         if known is not None:
             return known
-        reply = await self._link.ask(LocalKind.CONTAINS, local.Contains(digest), local.ContainsReply)
+        reply = await self._link.request(LocalKind.CONTAINS, local.Contains(digest), local.ContainsReply)
         _check_count(reply, 1)
         return reply.present == b"\1"
 
@@ -125,7 +125,7 @@ class Presence:
         for some in Cuts(LocalKind.MATCH_PREFIX, keys - begin):
             asked = packed[(begin + some.start) * DIGEST_BYTES : (begin + some.stop) * DIGEST_BYTES]
             count = len(some)
-            reply = await self._link.ask(
+            reply = await self._link.request(
                 LocalKind.MATCH_PREFIX, local.MatchPrefix(asked), local.MatchedPrefix
             )
             if not 0 <= reply.length <= count:

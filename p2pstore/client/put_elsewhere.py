@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from p2pstore.client import answers
 from p2pstore.client.peer_link import PeerLink
@@ -22,6 +24,7 @@ from p2pstore.errors import (
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import chunk_sums, format_bytes, key_digest, root_checksum
+from p2pstore.put_facts import PutOptions
 from p2pstore.results import PutResult
 from p2pstore.runtime.side_by_side import PIECE_BYTES
 from p2pstore.runtime.streams import Driver
@@ -63,18 +66,18 @@ class ElsewhereWriter:
         self,
         key: str,
         source: memoryview,
-        options: dict[str, Any],
+        options: PutOptions,
         refusal: P2PStoreError,
         finish_seconds: float,
         progress: Progress | None = None,
     ) -> PutResult:
         """Store one value at the first peer that takes it. `refusal` is why the local one does not,
         `finish_seconds` what its replicas may take. Raises `CapacityExceeded` when no peer takes it."""
-        if options["durable"]:
+        if options.durable:
             raise CapacityExceeded(
                 f"durable: only the local peer's SSD is asked. {refusal}"
             ) from refusal
-        placed = await self._place(key, len(source), options["pin"], refusal)
+        placed = await self._place(key, len(source), options.pin, refusal)
         request = await self._request(key, source, options, placed.clock)
         reasons: list[str] = []
         tries = 0
@@ -108,10 +111,11 @@ class ElsewhereWriter:
             raise CapacityExceeded(f"{refusal}. Elsewhere: {placed.error.text}")
         return placed
 
-    async def _request(self, key: str, source: memoryview, options: dict[str, Any], clock: int) -> Store:
+    async def _request(self, key: str, source: memoryview, options: PutOptions, clock: int) -> Store:
         sums = await sum_chunks(self._link.driver, source)
         root = root_checksum(len(source), sums)
-        travelling = {name: value for name, value in options.items() if name != "durable"}
+        travelling = msgspec.structs.asdict(options)
+        del travelling["durable"]
         return Store(self._namespace, key, len(source), sums, root, clock, **travelling)
 
     def _is_own(self, target: local.Target) -> bool:
@@ -128,7 +132,7 @@ class ElsewhereWriter:
         outcome = local.PutOutcome(
             stored.status, stored.copies, stored.wanted, stored.clock, stored.writer
         )
-        return answers.put_result(key, outcome, target.name)
+        return answers.put_results([key], outcome, target.name)[0]
 
 
 async def sum_chunks(driver: Driver, source: memoryview) -> bytes:

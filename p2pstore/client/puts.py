@@ -11,7 +11,6 @@ import numpy as np
 from xxhash import xxh3_64
 
 from p2pstore.errors import GpuCopyFailed
-from p2pstore.local.local_messages import Reservation, ReserveItem
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MOST_ITEMS
 from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
@@ -26,10 +25,17 @@ AHEAD_SHARE: Final = 256
 """A reservation made ahead takes at most this fraction of the peer's memory."""
 MAX_AHEAD: Final = 4
 WINDOW_ITEMS: Final = MOST_ITEMS[LocalKind.COMMIT]
+FIRST_ITEMS: Final = 64
+"""Of the first window: the peer has something to do while the next one is written."""
 WINDOW_BYTES: Final = 16 * MIB
 LEAST_WINDOW_BYTES: Final = 4 * MIB
 WINDOW_SHARE: Final = 16
 """A window takes at most this fraction of the peer's memory: up to three have room at a time."""
+
+Room = tuple[int, int]
+"""Number and offset of a reservation."""
+RoomSize = tuple[int, int, int]
+"""What RESERVE asks for: length, trailer length, how many."""
 
 IN_CACHE_BYTES: Final = 256 * 1024
 """Copied, then summed: of a whole chunk the beginning has left the second-level cache by then, which costs 10 %."""
@@ -103,6 +109,9 @@ async def fill_many(
     if threads == 1 or not all(isinstance(source, memoryview) for source in sources):
         made: list[bytes | GpuCopyFailed] = []
         for target, source in zip(targets, sources, strict=True):
+            if isinstance(source, memoryview) and len(source) <= PIECE_BYTES:
+                made.append(copy_and_sum(target, source))
+                continue
             try:
                 made.append(await fill(driver, target, source, check))
             except GpuCopyFailed as error:
@@ -133,15 +142,16 @@ def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
 
 
 def windows(sizes: Sequence[int], most_bytes: int = WINDOW_BYTES) -> list[range]:
-    """Cut a batch into runs of at most 64 items and `most_bytes` (or one item). Reserved memory cannot be evicted, so a
-    run is small; and while the peer publishes one run, the client writes the next. Large values: a run has at most half
-    of the bytes that are left, so that little remains to be published behind the last copy."""
+    """Cut a batch into runs of at most 256 items (the first: 64) and `most_bytes` (or one item). Reserved memory cannot
+    be evicted, so a run is small; and while the peer publishes one run, the client writes the next. Large values: a run
+    has at most half of the bytes that are left, so that little remains to be published behind the last copy."""
     cuts: list[range] = []
     start = total = 0
     left = sum(sizes)
     limit = min(most_bytes, max(LEAST_WINDOW_BYTES, left // 2))
     for index, size in enumerate(sizes):
-        if index > start and (total + size > limit or index - start >= WINDOW_ITEMS):
+        most_items = WINDOW_ITEMS if cuts else FIRST_ITEMS
+        if index > start and (total + size > limit or index - start >= most_items):
             cuts.append(range(start, index))
             left -= total
             limit = min(most_bytes, max(LEAST_WINDOW_BYTES, left // 2))
@@ -163,41 +173,40 @@ class GrantedAhead:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._ready: list[tuple[ReserveItem, Reservation]] = []
-        self._last: ReserveItem | None = None
+        self._ready: list[tuple[RoomSize, Room]] = []
+        self._last: RoomSize | None = None
         self._used = False
 
-    def take(self, item: ReserveItem) -> Reservation | None:
+    def take(self, item: RoomSize) -> Room | None:
         """A reservation for this put, if there is one. Otherwise `drop_others` is due."""
         with self._lock:
             self._used = True
-            for position, (size, reservation) in enumerate(self._ready):
+            for position, (size, room) in enumerate(self._ready):
                 if size == item:
                     del self._ready[position]
-                    return reservation
+                    return room
             return None
 
-    def wanted(self, item: ReserveItem) -> list[ReserveItem]:
+    def wanted(self, item: RoomSize) -> list[RoomSize]:
         """The reservations to request along with the commit of this put."""
         with self._lock:
             repeated, self._last = item == self._last, item
-            if repeated and item.length <= self._max_bytes and len(self._ready) < MAX_AHEAD:
+            if repeated and item[0] <= self._max_bytes and len(self._ready) < MAX_AHEAD:
                 return [item]
             return []
 
-    def granted(self, item: ReserveItem, reservations: Sequence[Reservation]) -> list[int]:
+    def granted(self, item: RoomSize, rooms: Sequence[Room]) -> list[int]:
         """Keep what was granted; returns the numbers to give back, because the size has changed."""
-        good = [each for each in reservations if not each.error.code]
         with self._lock:
             if item != self._last:
-                return [each.reservation for each in good]
-            self._ready += [(item, each) for each in good]
+                return [number for number, _ in rooms]
+            self._ready += [(item, room) for room in rooms]
             return []
 
-    def drop_others(self, item: ReserveItem) -> list[int]:
+    def drop_others(self, item: RoomSize) -> list[int]:
         """Forget reservations of other sizes; returns the numbers to give back."""
         with self._lock:
-            others = [each.reservation for size, each in self._ready if size != item]
+            others = [number for size, (number, _) in self._ready if size != item]
             self._ready = [(size, each) for size, each in self._ready if size == item]
             return others
 
@@ -205,7 +214,7 @@ class GrantedAhead:
         """Forget all; returns the numbers to give back."""
         with self._lock:
             dropped, self._ready = self._ready, []
-            return [each.reservation for _, each in dropped]
+            return [number for _, (number, _) in dropped]
 
     def drop_unused(self) -> list[int]:
         """`drop` when no put came since the last call."""

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 
 from p2pstore import arguments
@@ -91,7 +92,7 @@ class PutCalls(OpenSession):
         policy = arguments.conflict_policy(overwrite, on_conflict)
         options = put_options(replicas, pin, ttl, policy, durable)
         source = await self._source(key, tensor)
-        described = options | {"dtype": dtype, "shape": shape}
+        described = msgspec.structs.replace(options, dtype=dtype, shape=shape)
         return answers.accepted(await self._live.writer.put(key, source, described), policy)
 
     async def put_many(

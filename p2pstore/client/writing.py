@@ -5,21 +5,31 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from itertools import groupby, islice
+from typing import Final, NamedTuple
 
 from p2pstore import arguments
 from p2pstore.client import answers
-from p2pstore.client.fetcher import deadline_ms
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.presence_calls import PrefixChains
 from p2pstore.client.put_elsewhere import ElsewhereWriter
-from p2pstore.client.puts import WINDOW_BYTES, WINDOW_SHARE, fill, fill_many, trailer_bound, windows
+from p2pstore.client.puts import (
+    WINDOW_BYTES,
+    WINDOW_SHARE,
+    Room,
+    RoomSize,
+    fill,
+    fill_many,
+    trailer_bound,
+    windows,
+)
 from p2pstore.errors import CapacityExceeded, GpuCopyFailed, ObjectTooLarge, P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import RequestAhead
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.objects import check_object_length, encode_namespace, key_hasher, root_checksum
-from p2pstore.put_facts import PutFacts
+from p2pstore.local.put_columns import numbers_in, one_if_alike, rooms_in, runs_of
+from p2pstore.objects import check_object_length, encode_key, encode_namespace, key_hasher
+from p2pstore.put_facts import PutOptions
 from p2pstore.results import Buffer, ItemResult, OnConflict, PutResult
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.values import Source, value_of
@@ -39,30 +49,18 @@ MOST_AHEAD: Final = 4
 """Windows of small values, which are much work for the peer and little memory: it is not to wait for the next one."""
 NO_ROOM = (Code.CAPACITY_EXCEEDED, Code.OBJECT_TOO_LARGE)
 
-PutOptions = dict[str, Any]
-"""Fields of a `PutFacts` that are the caller's choice."""
-
 
 def put_options(
     replicas: int, pin: str, ttl: float | None, policy: OnConflict, durable: bool
 ) -> PutOptions:
     """The options of one put, checked. `ttl` in seconds. Raises `TypeError` or `ValueError`."""
-    return {
-        "replicas": arguments.whole_number("replicas", replicas),
-        "pin": arguments.pin_number(pin),
-        "ttl_ms": arguments.milliseconds("ttl", ttl),
-        "overwrite": policy == "overwrite",
-        "durable": arguments.flag("durable", durable),
-    }
-
-
-class PutRow(NamedTuple):
-    """One value of a batch: its place there, and the digest of the block before it."""
-
-    place: int
-    key: str
-    source: Source
-    follows: bytes
+    return PutOptions(
+        arguments.whole_number("replicas", replicas),
+        arguments.pin_number(pin),
+        arguments.milliseconds("ttl", ttl),
+        policy == "overwrite",
+        arguments.flag("durable", durable),
+    )
 
 
 class Writer:
@@ -73,11 +71,11 @@ class Writer:
         self._link = link
         self._namespace = namespace
         self._chains = chains
-        self._digest = key_hasher(namespace)
+        self.digest = key_hasher(namespace)
         self._namespace_bytes = len(encode_namespace(namespace))
         self._elsewhere = ElsewhereWriter(link, namespace)
         memory_bytes = max((reader.geometry.data_bytes for reader in link.readers), default=0)
-        self._peer_has_memory = memory_bytes > 0
+        self.peer_has_memory = memory_bytes > 0
         self.window_bytes = min(WINDOW_BYTES, memory_bytes // WINDOW_SHARE)
 
     def close(self) -> None:
@@ -97,188 +95,178 @@ class Writer:
         `match_prefix` was asked about."""
         link = self._link
         if follows is None:
-            follows = self._chains.before(self._digest(key))
-        row = PutRow(0, key, source, follows)
-        item = self.room_for(row, options)
+            follows = self.before(key)
+        [item] = self.rooms_for([len(source)], len(encode_key(key)), options)
         try:
-            reservation = await self._room_for(key, item)
+            room = await self._room_for(key, item)
         except (CapacityExceeded, ObjectTooLarge) as refusal:
-            seconds = _replication_seconds(len(source), options["replicas"])
+            seconds = _commit_seconds([len(source)], options.replicas)
             whole = source
             if not isinstance(whole, memoryview):
                 whole = await link.driver.run_in_thread(whole.joined)
             return await self._elsewhere.put(key, whole, options, refusal, seconds, progress)
         try:
-            commit = await self.fill(row, reservation, options, progress)
+            # Closed by another task or thread, the peer gives this room to another client.
+            check, target = link.connection.check_usable, self.target(room, len(source))
+            sums = await fill(link.driver, target, source, check, progress)
             again = link.ahead.wanted(item)
-            reply = await self._commit([commit], again)
-            self._keep(again, reply)
-            return answers.put_result(key, reply.items[0], link.connection.hello.name)
+            commit = local.Commit(
+                self._namespace, [key], [(room[0], 1)], [len(source)], sums, [options], follows, again
+            )
+            reply = await link.request(
+                LocalKind.COMMIT,
+                commit,
+                local.Committed,
+                extra_seconds=_commit_seconds(commit.lengths, options.replicas),
+                on_late_reply=lambda late: link.abort(numbers_in(late.again)),
+            )
+            _check_count(reply, 1)
+            rooms = rooms_in(reply.again, len(again))
+            link.abort(link.ahead.granted(item, [each for each in rooms if isinstance(each, tuple)]))
+            return answers.put_results([key], reply.outcomes[0][1], link.connection.hello.name)[0]
         except BaseException:
-            link.abort([reservation.reservation])  # harmless when the commit got through
+            link.abort([room[0]])  # harmless when the commit got through
             raise
 
-    async def _room_for(self, key: str, item: local.ReserveItem) -> local.Reservation:
+    async def _room_for(self, key: str, item: RoomSize) -> Room:
         """Room in the local peer's memory. Raises `CapacityExceeded` or `ObjectTooLarge`."""
         link = self._link
-        reservation = link.ahead.take(item)
-        if reservation is not None:
-            return reservation
+        ahead = link.ahead.take(item)
+        if ahead is not None:
+            return ahead
         if link.ahead.held:
             link.abort(link.ahead.drop_others(item))
-        reservation = (await self.reserve([item]))[0]
-        if reservation.error.code == Code.CAPACITY_EXCEEDED and link.make_room():
-            reservation = (await self.reserve([item]))[0]
-        answers.raise_for(key, reservation.error)
-        return reservation
+        [room] = await self.reserve([item], 1)
+        if isinstance(room, local.ItemError):
+            if room.code == Code.CAPACITY_EXCEEDED and link.make_room():
+                [room] = await self.reserve([item], 1)
+            if isinstance(room, local.ItemError):
+                raise answers.error_in(key, room)
+        return room
 
     async def put_many(
         self, items: Sequence[tuple[str, Buffer]], options: PutOptions
     ) -> list[ItemResult]:
         """Store many values; one result per item. Each follows the one before it, as far as eviction is concerned:
         a batch is a chain of prefix blocks, or it does not matter which of it goes first."""
-        results: list[ItemResult] = [ItemResult(key) for key, _ in items]
-        rows: list[PutRow] = []
-        before: bytes | None = None
+        results: list[ItemResult[PutResult]] = [ItemResult(key) for key, _ in items]
+        places: list[int] = []
+        keys: list[str] = []
+        sources: list[Source] = []
         for place, (key, value) in enumerate(items):
             try:
-                digest = self._digest(key)
+                encode_key(key)
                 source = value_of(value)
                 check_object_length(len(source))
             except (P2PStoreError, ValueError, TypeError) as error:
                 results[place] = ItemResult(key, error=answers.plain_error(error))
                 continue
-            if before is None:  # the first one follows what it was missing behind
-                before = self._chains.before(digest)
-            rows.append(PutRow(place, key, source, before))
-            before = digest
-        batch = PutBatch(self._link, self, options, rows, results)
-        together = len(rows) > 1 and self._peer_has_memory
-        await (batch.put() if together else batch.put_alone())
+            places.append(place)
+            keys.append(key)
+            sources.append(source)
+        if keys:
+            batch = PutBatch(self._link, self, options, keys, sources)
+            together = len(keys) > 1 and self.peer_has_memory
+            await (batch.put() if together else batch.put_alone())
+            for place, result in zip(places, batch.results, strict=True):
+                results[place] = result
         return results
 
-    def room_for(self, row: PutRow, options: PutOptions) -> local.ReserveItem:
-        """The room that a value needs."""
-        check_object_length(len(row.source))
-        return local.ReserveItem(
-            len(row.source),
-            trailer_bound(
-                len(row.key.encode()) + self._namespace_bytes,
-                len(row.source),
-                options.get("dtype", ""),
-                len(options.get("shape", ())),
-            ),
-        )
+    def before(self, key: str) -> bytes:
+        """The digest of the block that it seems to follow, or nothing."""
+        return self._chains.before(self.digest(key))
 
-    async def reserve(self, items: list[local.ReserveItem]) -> list[local.Reservation]:
-        """Room for each, or why there is none."""
-        if not self._peer_has_memory:  # its mapping tells, so it need not be asked
-            return [local.Reservation(0, 0, 0, 0, _NO_MEMORY)] * len(items)
-        reply = await self._link.request(
-            LocalKind.RESERVE,
-            local.Reserve(items, self._namespace),
-            local.Reserved,
-            on_late_reply=lambda late: self._link.abort(_numbers(late.items)),
-        )
-        if len(reply.items) != len(items):
-            raise P2PStoreError("the local peer reserved room for another number of values")
-        return reply.items
-
-    async def fill(
-        self,
-        row: PutRow,
-        reservation: local.Reservation,
-        options: PutOptions,
-        progress: Progress | None = None,
-    ) -> PutFacts:
-        """Copy a value there, and sum it. Raises `GpuCopyFailed`."""
-        target = self._room(row, reservation)
-        # Closed by another task or thread, the peer gives this room to another client.
-        check = self._link.connection.check_usable
-        sums = await fill(self._link.driver, target, row.source, check, progress)
-        return _facts(row, reservation, sums, options)
-
-    async def fill_many(
-        self, rows: Sequence[PutRow], rooms: Sequence[local.Reservation], options: PutOptions
-    ) -> list[PutFacts | GpuCopyFailed]:
-        """`fill` of each."""
-        targets = list(map(self._room, rows, rooms))
-        check = self._link.connection.check_usable
-        made = await fill_many(self._link.driver, targets, [row.source for row in rows], check)
+    def rooms_for(self, lengths: Iterable[int], key_bytes: int, options: PutOptions) -> list[RoomSize]:
+        """The rooms that values need, in runs; `key_bytes` of the longest key."""
+        named_bytes = key_bytes + self._namespace_bytes
+        described = options.dtype, len(options.shape)
         return [
-            sums if isinstance(sums, GpuCopyFailed) else _facts(row, room, sums, options)
-            for row, room, sums in zip(rows, rooms, made, strict=True)
+            (length, trailer_bound(named_bytes, length, *described), sum(1 for _ in alike))
+            for length, alike in groupby(lengths)
         ]
 
-    def _room(self, row: PutRow, reservation: local.Reservation) -> memoryview:
-        segment = self._link.connection.segment(reservation.segment)
-        return segment[reservation.offset : reservation.offset + len(row.source)]
+    async def reserve(self, rooms: list[RoomSize], count: int) -> list[Room | local.ItemError]:
+        """Room for each, or why there is none."""
+        if not self.peer_has_memory:  # its mapping tells, so it need not be asked
+            return [_NO_MEMORY] * count
+        reply = await self._link.request(
+            LocalKind.RESERVE,
+            local.Reserve(rooms, self._namespace),
+            local.Reserved,
+            on_late_reply=lambda late: self._link.abort(numbers_in(late.spans)),
+        )
+        return rooms_in(reply.spans, count)
+
+    def target(self, room: Room, length: int) -> memoryview:
+        """Where the value goes."""
+        return self._link.connection.segment(0)[room[1] : room[1] + length]
 
     async def commit_ahead(
-        self, items: list[PutFacts], rooms: list[local.ReserveItem]
+        self, columns: Columns, options: PutOptions, again: list[RoomSize]
     ) -> RequestAhead[local.Committed]:
         """Have these published, and reserve rooms for values at hand. The answer is received later."""
         link = self._link
+        keys, numbers, lengths, sums, follows = columns
         commit = local.Commit(
-            self._namespace, items, deadline_ms(link.timeout_seconds), rooms, at_hand=True
+            self._namespace,
+            keys,
+            runs_of(numbers),
+            one_if_alike(lengths),
+            b"".join(sums),
+            [options],
+            follows,
+            again,
+            at_hand=True,
         )
         return await link.ask_ahead(
             LocalKind.COMMIT,
             commit,
             local.Committed,
-            extra_seconds=_commit_seconds(items),
-            on_late_reply=lambda late: link.abort(_numbers(late.again)),
+            extra_seconds=_commit_seconds(lengths, options.replicas),
+            on_late_reply=lambda late: link.abort(numbers_in(late.again)),
         )
 
-    async def _commit(self, items: list[PutFacts], again: list[local.ReserveItem]) -> local.Committed:
-        reply = await self._link.request(
-            LocalKind.COMMIT,
-            local.Commit(self._namespace, items, deadline_ms(self._link.timeout_seconds), again),
-            local.Committed,
-            extra_seconds=_commit_seconds(items),
-            on_late_reply=lambda late: self._link.abort(_numbers(late.again)),
-        )
-        if len(reply.items) != len(items):
-            raise P2PStoreError("the local peer answered for another number of puts")
-        return reply
 
-    def _keep(self, again: list[local.ReserveItem], reply: local.Committed) -> None:
-        if again:
-            self._link.abort(self._link.ahead.granted(again[0], reply.again))
+class Columns(NamedTuple):
+    """Values of a window that were written. `follows`: the digest of the key before the first one."""
+
+    keys: list[str]
+    numbers: list[int]
+    lengths: list[int]
+    sums: list[bytes]
+    follows: bytes
 
 
 class _Sent(NamedTuple):
-    """A window that the peer is publishing, and the rows for which it reserves room."""
+    """Rows of a window that the peer is publishing, and those for which it reserves room."""
 
-    rows: list[PutRow]
-    next_rows: Sequence[PutRow]
+    rows: Sequence[int]
+    next_rows: range
     request: RequestAhead[local.Committed]
 
 
 class PutBatch:
-    """One batch, whose values all have the same options. `results` has the keys, and gets the results."""
+    """One batch, whose values all have the same options; a row is the number of a key. `results` has one for each."""
 
     def __init__(
-        self,
-        link: PeerLink,
-        writer: Writer,
-        options: PutOptions,
-        rows: Sequence[PutRow],
-        results: list[ItemResult[PutResult]],
+        self, link: PeerLink, writer: Writer, options: PutOptions, keys: list[str], sources: list[Source]
     ) -> None:
         self._link = link
         self._writer = writer
         self._options = options
-        self._results = results
-        sizes = [len(row.source) for row in rows]
-        cuts = windows(sizes, writer.window_bytes)
-        self._windows = [rows[some.start : some.stop] for some in cuts]
-        largest = max((sum(sizes[some.start : some.stop]) for some in cuts), default=0)
+        self._keys = keys
+        self._sources = sources
+        self._follows = writer.before(keys[0])
+        self._key_bytes = max(map(len, map(str.encode, keys)))
+        self.results: list[ItemResult[PutResult]] = [ItemResult("")] * len(keys)
+        sizes = self._lengths = list(map(len, sources))
+        self._windows = windows(sizes, writer.window_bytes)
+        largest = max(sum(sizes[some.start : some.stop]) for some in self._windows)
         self._ahead = max(LEAST_AHEAD, min(MOST_AHEAD, writer.window_bytes // max(1, largest)))
         """Windows that have room before the first one is published."""
-        self._rooms: dict[int, local.Reservation] = {}
-        """Room that was granted, by the row's place, until the peer has said what became of it."""
-        self._alone: list[PutRow] = []
+        self._rooms: list[Room | None] = [None] * len(keys)
+        """Room that was granted, until the peer has said what became of it."""
+        self._alone: list[int] = []
         """Values that found no room: reservations of this batch may have been in their way."""
         self._sent: deque[_Sent] = deque()
 
@@ -289,118 +277,126 @@ class PutBatch:
         except BaseException:
             for sent in self._sent:
                 sent.request.abandon()
-            self._link.abort(room.reservation for room in self._rooms.values())
+            self._link.abort(room[0] for room in self._rooms if room is not None)
             raise
         for row in self._alone:
             await self._put_alone(row)
 
     async def _put_windows(self) -> None:
         """Some windows are being published while another one is written."""
-        first = [row for window in self._windows[: self._ahead] for row in window]
-        self._grant(first, await self._reserve(first))
+        await self._reserve(range(self._windows[: self._ahead][-1].stop))
         for number, window in enumerate(self._windows):
             while any(sent.next_rows is window for sent in self._sent):
                 await self._take_answer()
-            rows, items = await self._fill(window)
+            rows, sums = await self._fill(window)
             after = self._windows[number + self._ahead :]
-            next_rows = after[0] if after else ()
-            if not items:
-                self._grant(next_rows, await self._reserve(next_rows))
+            next_rows = after[0] if after else range(0)
+            if not rows:
+                await self._reserve(next_rows)
             else:
-                request = await self._writer.commit_ahead(items, self._rooms_for(next_rows))
+                columns = self._columns(rows, sums)
+                again = self._sizes(next_rows)
+                request = await self._writer.commit_ahead(columns, self._options, again)
                 self._sent.append(_Sent(rows, next_rows, request))
         while self._sent:
             await self._take_answer()
 
-    def _rooms_for(self, rows: Sequence[PutRow]) -> list[local.ReserveItem]:
-        return [self._writer.room_for(row, self._options) for row in rows]
+    def _sizes(self, rows: range) -> list[RoomSize]:
+        lengths = self._lengths[rows.start : rows.stop]
+        return self._writer.rooms_for(lengths, self._key_bytes, self._options)
 
-    async def _reserve(self, rows: Sequence[PutRow]) -> list[local.Reservation]:
-        return await self._writer.reserve(self._rooms_for(rows))
+    async def _reserve(self, rows: range) -> None:
+        if rows:
+            self._grant(rows, await self._writer.reserve(self._sizes(rows), len(rows)))
 
-    def _grant(self, rows: Sequence[PutRow], reserved: Sequence[local.Reservation]) -> None:
-        for row, room in zip(rows, reserved, strict=True):
-            if room.error.code in NO_ROOM:
+    def _grant(self, rows: range, rooms: Sequence[Room | local.ItemError]) -> None:
+        for row, room in zip(rows, rooms, strict=True):
+            if isinstance(room, tuple):
+                self._rooms[row] = room
+            elif room.code in NO_ROOM:
                 self._alone.append(row)
-            elif room.error.code:
-                self._failed(row, answers.error_in(row.key, room.error))
             else:
-                self._rooms[row.place] = room
+                self._failed(row, answers.error_in(self._keys[row], room))
 
-    async def _fill(self, window: Sequence[PutRow]) -> tuple[list[PutRow], list[PutFacts]]:
-        """Write those that have room."""
-        there = [row for row in window if row.place in self._rooms]
-        filled = await self._writer.fill_many(
-            there, [self._rooms[row.place] for row in there], self._options
+    def _columns(self, rows: Sequence[int], sums: list[bytes]) -> Columns:
+        before = rows[0] - 1
+        return Columns(
+            [self._keys[row] for row in rows],
+            [room[0] for row in rows if (room := self._rooms[row])],
+            [self._lengths[row] for row in rows],
+            sums,
+            self._follows if before < 0 else self._writer.digest(self._keys[before]),
         )
-        rows, items = [], []
-        for row, facts in zip(there, filled, strict=True):
-            if isinstance(facts, GpuCopyFailed):
+
+    async def _fill(self, window: range) -> tuple[list[int], list[bytes]]:
+        """Write those that have room; the rows that were, and their sums."""
+        target, lengths = self._writer.target, self._lengths
+        rows = [row for row in window if self._rooms[row] is not None]
+        targets = [target(room, lengths[row]) for row in rows if (room := self._rooms[row])]
+        sources = [self._sources[row] for row in rows]
+        # Closed by another task or thread, the peer gives this room to another client.
+        made = await fill_many(self._link.driver, targets, sources, self._link.connection.check_usable)
+        sums = [each for each in made if isinstance(each, bytes)]
+        for row, each in zip(rows, made, strict=True):
+            if isinstance(each, GpuCopyFailed):
                 self._give_back(row)
-                self._failed(row, answers.plain_error(facts))
-            else:
-                rows.append(row)
-                items.append(facts)
-        return rows, items
+                self._failed(row, answers.plain_error(each))
+        return [row for row in rows if self._rooms[row] is not None], sums
 
     async def _take_answer(self) -> None:
         """The results of the oldest window, and the rows of a later one that have room."""
         sent = self._sent[0]
         reply = await sent.request.receive()
         self._sent.popleft()
-        if len(reply.items) != len(sent.rows) or len(reply.again) != len(sent.next_rows):
-            raise P2PStoreError("the local peer answered for another number of puts")
-        self._grant(sent.next_rows, reply.again)
+        _check_count(reply, len(sent.rows))
+        self._grant(sent.next_rows, rooms_in(reply.again, len(sent.next_rows)))
         name = self._link.connection.hello.name
-        for row, outcome in zip(sent.rows, reply.items, strict=True):
+        left = iter(sent.rows)
+        for count, outcome in reply.outcomes:
+            rows = list(islice(left, count))
             try:
-                result = answers.put_result(row.key, outcome, name)
+                made = answers.put_results([self._keys[row] for row in rows], outcome, name)
             except (P2PStoreError, ValueError) as error:
-                self._give_back(row)
-                self._failed(row, answers.plain_error(error))
-            else:
-                del self._rooms[row.place]
-                self._results[row.place] = ItemResult(row.key, result)
+                for row in rows:
+                    self._give_back(row)
+                    self._failed(row, answers.plain_error(error))
+                continue
+            for row, result in zip(rows, made, strict=True):
+                self._rooms[row] = None
+                self.results[row] = ItemResult(result.key, result)
 
     async def put_alone(self) -> None:
         """Store one after the other: each in one round trip, where room was reserved by the put before."""
-        for window in self._windows:
-            for row in window:
-                await self._put_alone(row)
+        for row in range(len(self._keys)):
+            await self._put_alone(row)
 
-    async def _put_alone(self, row: PutRow) -> None:
+    async def _put_alone(self, row: int) -> None:
+        key = self._keys[row]
+        follows = self._writer.digest(self._keys[row - 1]) if row else self._follows
         try:
-            result = await self._writer.put(row.key, row.source, self._options, follows=row.follows)
+            result = await self._writer.put(key, self._sources[row], self._options, follows=follows)
         except StoreClosed:  # the local peer is gone: not this value's fault
             raise
         except (P2PStoreError, ValueError) as error:
             self._failed(row, answers.plain_error(error))
         else:
-            self._results[row.place] = ItemResult(row.key, result)
+            self.results[row] = ItemResult(key, result)
 
-    def _give_back(self, row: PutRow) -> None:
-        self._link.abort([self._rooms.pop(row.place).reservation])
+    def _give_back(self, row: int) -> None:
+        room, self._rooms[row] = self._rooms[row], None
+        if room is not None:
+            self._link.abort([room[0]])
 
-    def _failed(self, row: PutRow, error: P2PStoreError | ValueError) -> None:
-        self._results[row.place] = ItemResult(row.key, error=error)
-
-
-def _facts(row: PutRow, reservation: local.Reservation, sums: bytes, options: PutOptions) -> PutFacts:
-    length = len(row.source)
-    root = root_checksum(length, sums)
-    return PutFacts(reservation.reservation, row.key, length, sums, root, **options, follows=row.follows)
+    def _failed(self, row: int, error: P2PStoreError | ValueError) -> None:
+        self.results[row] = ItemResult(self._keys[row], error=error)
 
 
-def _commit_seconds(items: Iterable[PutFacts]) -> float:
-    """What publishing these may take, on top of the usual."""
-    return sum(_replication_seconds(item.length, item.replicas) for item in items)
+def _check_count(reply: local.Committed, count: int) -> None:
+    if sum(some for some, _ in reply.outcomes) != count or any(some < 1 for some, _ in reply.outcomes):
+        raise P2PStoreError("the local peer answered for another number of puts")
 
 
-def _replication_seconds(length: int, replicas: int) -> float:
-    """What making the copies may take."""
-    return length * (replicas - 1) / REPLICATE_BYTES_PER_SECOND + ITEM_SECONDS * replicas
-
-
-def _numbers(reservations: Iterable[local.Reservation]) -> list[int]:
-    """The numbers of those that were granted."""
-    return [each.reservation for each in reservations if not each.error.code]
+def _commit_seconds(lengths: Sequence[int], replicas: int) -> float:
+    """What publishing these and making their copies may take, on top of the usual."""
+    copied = sum(lengths) * (replicas - 1)
+    return copied / REPLICATE_BYTES_PER_SECOND + ITEM_SECONDS * replicas * len(lengths)

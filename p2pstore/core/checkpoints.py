@@ -70,7 +70,7 @@ class TrustedPublishers:
         return [(*name, publisher, clock) for (name, publisher), clock in self._forgotten.items()]
 
     def load_forgotten(self, forgotten: Iterable[tuple[str, str, PeerId, int]]) -> None:
-        """What was not to be shown in an earlier life."""
+        """Take in what an earlier life had been told to hide."""
         for namespace, name, publisher, clock in forgotten:
             self._forgotten[(namespace, name), publisher] = clock
 
@@ -268,12 +268,13 @@ class Checkpoints:
         return sorted(found, key=lambda head: (head.namespace, head.name, head.publisher))
 
     def head(self, digest: bytes) -> Head | None:
-        """What a publisher says of its name, also when that is gone."""
+        """The head of a publisher's name, also after the name's removal."""
         record = self._records.get(ClusterRecordKind.CHECKPOINT_HEAD, 0, digest)
         return None if record is None else read_head(record)
 
     def switched(self, digest: bytes) -> Switch | None:
-        """What a publisher's followers are to use; None before the first switch, and after the name's removal."""
+        """The version that a publisher's followers are to use; None before the first switch, and after the name's
+        removal."""
         record = self._records.get(ClusterRecordKind.CHECKPOINT_SWITCH, 0, digest)
         switch = None if record is None else read_switch(record)
         return None if switch is None or switch.version == NO_VERSION else switch

@@ -107,7 +107,7 @@ class Floors:
         return self._core.gossip.membership.names_of(members)
 
     def take_notes(self, now: float) -> list[str]:
-        """What an operator ought to know of, since the last call."""
+        """Notes for the operator since the last call."""
         self._note_members(now)
         if (
             self._distrusting is not None
@@ -214,7 +214,7 @@ class Floors:
             self._forbid(digest, record.version, now)
 
     def _tell_of_flush(self, record: ClusterRecord) -> None:
-        """Whoever reads this peer's log can see by whose word objects went."""
+        """Note a flush by another peer, for the operator."""
         core = self._core
         if record.signer == core.peer_id or len(self._notes) >= MAX_NOTES:
             return
@@ -340,7 +340,7 @@ class SweepOperation(Operation):
 
 
 WAIT_SECONDS: Final = 4.0
-"""An operation waits for room among the floors for so long: clients wait for its answer for ten seconds."""
+"""An operation's wait for room among the floors; clients wait 10 s for its answer."""
 WAIT_STEP_SECONDS: Final = 0.05
 PACE_ABOVE: Final = 0.8
 """Share of the limit of floors above which removals are slowed down."""

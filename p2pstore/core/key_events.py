@@ -3,7 +3,7 @@
 The source are the location logs. Each is followed by its number; where its ring has lost operations, all of its records
 are looked at again, and all that was told. A look compares what is held of a key now with what was told: a change that
 came back in between is no event, and the events add up to the truth whatever was missed. Logs name digests. The keys of
-what is held here are known; those of others are asked of a holder (NAMES).
+objects held here are known; a holder is asked for those of others (NAMES).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ASKED_AT_ONCE: Final = 8
 MAX_HOLDERS_ASKED: Final = 3
 """For one key: a digest of another namespace has no key anywhere."""
 SILENT_SECONDS: Final = 1.0
-"""A holder that did not answer is not asked again for so long."""
+"""Pause before a holder that did not answer is asked again."""
 MEDIA: Final = ("cpu", "disk")
 """By bit: in memory, on the SSD."""
 MEDIA_OF_TIER: Final = (1, 2, 3, 0)
@@ -100,7 +100,7 @@ class KeyChanges:
         self._named.clear()
 
     def take(self, now: float, limit: int = MAX_EVENTS) -> list[KeyEvent]:
-        """The next events: what came of looking at up to `limit` digests."""
+        """The next events, of up to `limit` digests."""
         if len(self._to_look) + len(self._unnamed) < MAX_AHEAD:
             self._follow()
             self._look_on()

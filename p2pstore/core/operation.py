@@ -69,7 +69,7 @@ class Operation:
         """Make a step: `wake_at` has come."""
 
     def heard_of(self, digest: bytes, now: float) -> None:
-        """There is news of a key that this operation awaits: see `PeerCore.await_keys`."""
+        """There is news of a key that this operation awaits: see `Operations.await_keys`."""
 
     def cancel(self, now: float) -> None:
         """No caller waits any more; give back reservations and references."""
@@ -200,14 +200,14 @@ class WriteObject:
 @dataclass(frozen=True, slots=True)
 class CheckReturned:
     """Compare the bytes of objects in memory, which an earlier life put there, with their sums;
-    `core.earlier_life.returned_checked` brings the outcome. They may go meanwhile; what is read then means nothing."""
+    `core.earlier_life.returned_checked` brings the outcome. They may go meanwhile; such an outcome is ignored."""
 
     entries: tuple[ObjectEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckObject:
-    """Make the checksums of an object in memory, its bytes held until `core.checks.ended` brings them."""
+    """Make the checksums of an object in memory, its bytes held until `Checks.ended` brings them."""
 
     entry: ObjectEntry
 

@@ -164,7 +164,7 @@ class OwnObjects:
         return entry
 
     def lend(self, digest: bytes, now: float, *, decides: bool) -> tuple[Loan, ObjectEntry] | None:
-        """`Segment.lend` of an object that may be served, for any thread. None when this takes more than a look, for
+        """`Views.lend` of an object that may be served, for any thread. None when this takes more than a look, for
         a thread that is not the one that `decides`."""
         if self._core.floors.sweep.pending and not (decides and self.find(digest, now)):
             return None
@@ -177,7 +177,8 @@ class OwnObjects:
         now: float,
         declines: Callable[[ObjectEntry], bool] | None = None,
     ) -> SmallObjectsLent | None:
-        """`Segment.lend_small` of what GET_SMALL answers, for any thread. None when this takes more than a look."""
+        """`Views.lend_small` of the objects that a GET_SMALL asks for, for any thread. None when this takes more than
+        a look."""
         if self._core.floors.sweep.pending:
             return None
         most_bytes = min(most_bytes, CHUNK_BYTES)
@@ -222,7 +223,7 @@ class OwnObjects:
 
 
 def location_of(entry: ObjectEntry) -> LocationRecord:
-    """What the peer announces of an object it holds."""
+    """The location record of an object in memory."""
     return LocationRecord(
         entry.digest,
         entry.version,
@@ -251,7 +252,7 @@ def packed_locations(entries: Sequence[ObjectEntry]) -> list[bytes]:
 
 
 def location_on_ssd(entry: ColdEntry) -> LocationRecord:
-    """What the peer announces of an object that is on its SSD alone."""
+    """The location record of an object that is on the SSD alone."""
     return LocationRecord(
         entry.digest,
         entry.version,

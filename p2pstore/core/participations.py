@@ -1,4 +1,4 @@
-"""What members have or want of checkpoints' versions: told of this peer, and heard of the others. Pure.
+"""Participations in checkpoints' versions: this peer's own ones, and those of other members. Pure.
 
 A *participation* is what one peer has of a version, in its own gossiped record. Heads and switches of the names:
 `p2pstore.core.checkpoints`.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TELL_SECONDS: Final = 1.0
 """Between two records of this peer that differ in its checkpoints. Each costs all others a signature."""
 FAILED_SECONDS: Final = 600.0
-"""For so long others are told that something failed here."""
+"""Time for which this peer's record tells of a failure."""
 PROGRESS_SECONDS: Final = 10.0
 """Between two that differ in how far it is alone, or twice that, and so on, in a large cluster. (A moment in which 16
 peers tell theirs costs each of them as much as ten pieces of a broadcast do.)"""
@@ -61,7 +61,7 @@ class Participations:
         self._forget_at: dict[tuple[bytes, bytes], float] = {}
         """Monotonic time at which a failure is no longer told."""
         self.told: list[Participation] = []
-        """What this peer's record says."""
+        """Participations in this peer's record."""
         self._told_at = -math.inf
         self._tell_at = math.inf
 
@@ -88,7 +88,7 @@ class Participations:
         return f"{who} gave it up: {part.why}" if part.state == TakesPart.FAILED else ""
 
     def parts_of(self, digest: bytes) -> dict[Member, list[Participation]]:
-        """What the living members have of a publisher's name, or want of it."""
+        """Participations of the living members in versions of a publisher's name."""
         return {
             state.member: parts
             for state in self._core.gossip.membership.live()
@@ -97,7 +97,7 @@ class Participations:
 
     @property
     def own(self) -> list[Participation]:
-        """What this peer has or wants, as its record is to say it."""
+        """Participations of this peer, for its record."""
         parts = dict(self._parts)
         for follows in self._follows.values():
             key = (follows.name, follows.version)
@@ -205,8 +205,8 @@ class Participations:
 
 
 def _both(follows: Participation, moves: Participation) -> Participation:
-    """What a peer says that follows a name, and moves pieces of the version that it is to use next. These may go to
-    another directory than the follower's: they do not make that one complete."""
+    """The participation of a peer that follows a name, and moves pieces of the version that it is to use next. These
+    may go to another directory than the follower's: they do not make that one complete."""
     if follows.state == TakesPart.FAILED:
         return follows
     if follows.state in HAS_ALL:

@@ -33,10 +33,10 @@ from p2pstore.core.puts.lifetimes import Expiries
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.records import Member, PeerId, Signer, Verifier, member_of, writer_of
+from p2pstore.gossip.records import Member, PeerId, member_of, writer_of
 from p2pstore.home_messages import Pushed
 from p2pstore.memory.segment import Segment
-from p2pstore.objects import HybridClock, Version, keys_hasher, namespace_digest
+from p2pstore.objects import HybridClock, Signer, Verifier, Version, keys_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.wire import Message
 
@@ -57,7 +57,7 @@ _TIMED: Final = (
 
 
 class PeerCore:
-    """What one peer decides. See the module's docstring for how it is driven."""
+    """All decisions of one peer. The module's docstring tells how it is driven."""
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class PeerCore:
         return now + self.unix_offset_seconds
 
     def believed_unix(self, now: float) -> float:
-        """Wall-clock time by which stamps of others are judged: see `Gossip.believed_unix`."""
+        """Wall-clock time by which stamps of others are judged: see `ClusterTime.believed_unix`."""
         return self.gossip.time.believed_unix(now)
 
     def is_in_time(self, clock: int, now: float) -> bool:
-        """Whether a stamp of somebody else's is at most 10 s in the future."""
+        """Whether another peer's stamp is at most 10 s in the future."""
         accepts = self.clock.accepts
         return accepts(clock, self.unix(now)) or accepts(clock, self.believed_unix(now))
 
@@ -196,7 +196,7 @@ class PeerCore:
 
     @property
     def keys_per_step(self) -> int:
-        """How many keys to look up, with their home peers, at a time: what takes 2 to 4 ms."""
+        """Keys to look up, with their home peers, at a time: 2 to 4 ms of work."""
         return max(1, min(LOOKED_UP_PER_STEP, WORK_PER_STEP // (8 + len(self.gossip.membership.live()))))
 
     def live_peers(self) -> list[PeerId]:
@@ -232,7 +232,7 @@ class PeerCore:
         many keys some are left for the next call, which `next_tick` asks for.
 
         Two concurrent first puts both succeed; the lower version goes when the higher one is heard of from its
-        holder. What others say of a holder gives up nothing.
+        holder. Other peers' statements of a holder give up nothing.
         """
         touched = self.gossip.directory.take_touched(self.keys_per_step)
         self.operations.tell_waiting(touched, now)

@@ -27,7 +27,7 @@ DIGESTS_PER_STEP: Final = 512
 """Keys that are hashed, or looked at, at a time."""
 KEYS_PER_PUSH: Final = 1_024
 RECORDS_PER_PUSH: Final = 40
-"""What the receiver of a push checks and forbids at a time: about 5 ms."""
+"""Records that the receiver of a push checks and applies at a time, in about 5 ms."""
 
 
 def pushed(records: Sequence[SignedRecord]) -> ClusterRecords:
@@ -166,7 +166,7 @@ MAX_ROUNDS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class FlushEnd:
-    """What a flush did. `told` other peers have dropped the namespace's objects; those of `not_told`,
+    """The outcome of a flush. `told` other peers have dropped the namespace's objects; those of `not_told`,
     which did not answer in time, will when they hear of it by gossip."""
 
     told: int

@@ -53,7 +53,7 @@ Body = TypeVar("Body", HeadBody, SwitchBody)
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a publisher says is the newest version of a name."""
+    """A publisher's statement of the newest version of a name."""
 
     digest: bytes
     """Of namespace, name and publisher."""
@@ -105,7 +105,7 @@ def short_version(version: bytes) -> bytes:
 
 
 def read_head(record: ClusterRecord) -> Head | None:
-    """What a record of kind CHECKPOINT_HEAD says; None for nonsense."""
+    """The content of a record of kind CHECKPOINT_HEAD; None for nonsense."""
     body = _body(record, ClusterRecordKind.CHECKPOINT_HEAD, HeadBody)
     if body is None or len(body.version) != VERSION_BYTES:
         return None
@@ -113,7 +113,7 @@ def read_head(record: ClusterRecord) -> Head | None:
 
 
 def read_switch(record: ClusterRecord) -> Switch | None:
-    """What a record of kind CHECKPOINT_SWITCH says; None for nonsense."""
+    """The content of a record of kind CHECKPOINT_SWITCH; None for nonsense."""
     body = _body(record, ClusterRecordKind.CHECKPOINT_SWITCH, SwitchBody)
     if body is None or len(body.version) != VERSION_BYTES:
         return None

@@ -154,7 +154,7 @@ SignedRecords = Annotated[list[SignedRecord], Meta(max_length=MAX_RECORDS)]
 
 
 class Delta(Message, frozen=True):
-    """What the receiver lacks: peer records, then log operations, then cluster records. To a receiver that named
+    """News for the receiver: peer records, then log operations, then cluster records. To a receiver that named
     `members_hash`, `operations` go packed, which `runs` divides among these members, with a signature a run
     (`digests`)."""
 
@@ -198,7 +198,7 @@ class Exchange(Message, frozen=True):
 
 
 class ExchangeReply(Message, frozen=True):
-    """What the sender lacks, and the replier's own digest, so that the sender can answer with a DELTA.
+    """News for the sender, and the replier's own digest, so that the sender can answer with a DELTA.
 
     When asked of floors: the replier's horizon, and up to where it has seen each writer's floors, both 16
     bytes a writer; where the epochs agree, `floors_epoch` again.
@@ -293,8 +293,8 @@ Effect = Ask | FetchSnapshot | Contact | Duplicate | Answer
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """What `serve` returns in place of a reply that another peer has yet to be asked for: an `Answer` with
-    this token brings it, at the latest after `timeout_seconds`."""
+    """`serve` returns this in place of a reply that depends on another peer: an `Answer` with this token brings the
+    reply, at the latest after `timeout_seconds`."""
 
     token: int
     timeout_seconds: float

@@ -1,4 +1,4 @@
-"""What one peer's gossip consists of, what it knows, and what this peer holds itself. Pure."""
+"""The parts of one peer's gossip, and its own log and record. Pure."""
 
 from __future__ import annotations
 
@@ -38,14 +38,12 @@ from p2pstore.gossip.records import (
     PeerId,
     PeerRecord,
     SignedRecord,
-    Signer,
     Tier,
-    Verifier,
     sign_peer_record,
 )
 from p2pstore.home_messages import Push
 from p2pstore.location_table import LocationTable
-from p2pstore.objects import DIGEST_BYTES, Version, unix_seconds_from_clock
+from p2pstore.objects import DIGEST_BYTES, Signer, Verifier, Version, unix_seconds_from_clock
 
 
 class GossipState:

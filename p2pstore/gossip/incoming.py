@@ -1,4 +1,4 @@
-"""What other peers say, in requests and in answers: it is taken in here, and answered. Pure."""
+"""Handlers of gossip requests and replies, by kind. Pure."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Incoming:
                 check_claims(reply.claims)
             except ProtocolError:
                 answers = self._state.probing.answered(token, asked, None)
-                if answers:  # who waits for the answer is told that there is none
+                if answers:  # the waiting task is told that there is no answer
                     return [*answers]
                 raise
             self._state.time.clocks.answered(pinged, reply.unix_ms, asked.sent_at, now)
@@ -196,12 +196,12 @@ class Incoming:
             self._state.exchanges.want(peer_id)
 
     def limit_step(self, now: float) -> None:
-        """Leave the choice of homes to a later step where this one has made many digest rows anew."""
+        """Defer the choice of homes to a later step where this step has made `MANY_ROWS` digest rows anew."""
         if self._state.knowledge.table.take_rows_made() >= MANY_ROWS:
             self._state.partitions.defer(now)
 
     def _self_claim(self, peer_id: PeerId, incarnation: int) -> Claim:
-        """What a peer's own acknowledgement says: it is alive, at this incarnation."""
+        """The claim in a peer's own acknowledgement: it is alive, at this incarnation."""
         state = self._membership.get(peer_id)
         bounded = incarnation if 0 <= incarnation < MAX_INCARNATION else 0
         return Claim(

@@ -66,7 +66,7 @@ __all__ = [
 
 
 def too_much_asked() -> Failure:
-    """The answer to a peer that asks more often than `message_budget` allows."""
+    """The answer to a peer that asks more often than its `MessageBudget` allows."""
     return Failure(int(Code.BUSY), "that peer asks too much; let it ask less often")
 
 
@@ -278,7 +278,7 @@ class Gossip(GossipState):
         del self._changes[: -self.config.membership.max_members]
 
     def _consequences(self, now: float) -> list[Effect]:
-        """What every event may have caused: members changed, this peer's identity used twice."""
+        """Consequences of any event: members changed, this peer's identity used twice."""
         self._react(now)
         duplicate, self.own_record.duplicate = self.own_record.duplicate, None
         return [] if duplicate is None else [Duplicate(duplicate)]

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import xxhash
@@ -20,7 +20,7 @@ import xxhash
 from p2pstore.errors import ProtocolError
 from p2pstore.location_table import LOCATION
 from p2pstore.location_table import LOCATION_BYTES as LOCATION_BYTES
-from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.objects import DIGEST_BYTES, Signer, Verifier, Version
 from p2pstore.objects import format_peer_id as format_peer_id
 from p2pstore.wire import Message, decode_body, encode_body
 
@@ -68,23 +68,6 @@ def public_key_from_peer_id(peer_id: PeerId) -> bytes:
     if len(peer_id) != len(ED25519_PREFIX) + 32 or not peer_id.startswith(ED25519_PREFIX):
         raise ProtocolError("a peer id that holds no ed25519 key")
     return peer_id[len(ED25519_PREFIX) :]
-
-
-class Signer(Protocol):
-    """Signs with this peer's identity."""
-
-    @property
-    def peer_id(self) -> PeerId: ...
-
-    def sign(self, message: bytes) -> bytes:
-        """A 64-byte signature."""
-        ...
-
-
-class Verifier(Protocol):
-    """Checks signatures of other peers."""
-
-    def verify(self, peer_id: PeerId, message: bytes, signature: bytes) -> bool: ...
 
 
 # --- location records ------------------------------------------------------------------------
@@ -161,7 +144,7 @@ def iterate_locations(packed: bytes | memoryview) -> Iterator[LocationRecord]:
 
 
 def location_hash(packed: bytes) -> int:
-    """What one held record adds (by XOR) to its log's set hash; the removed flag does not occur."""
+    """One held record's part (by XOR) of its log's set hash; the removed flag does not occur."""
     return xxhash.xxh3_64_intdigest(packed)
 
 
@@ -221,7 +204,7 @@ class Participation(Message, frozen=True):
     empty; `version` the first 8 bytes of a version, empty for a follower that knows of none yet. `state` is a
     `TakesPart`; one that is not known means that it takes no part in moving pieces. `current` are the first 8 bytes of
     the version that a follower has switched to. `why` says why it failed. `needs_permille`: how much of the version it
-    has, or wants to have, in the end; what is done is of that."""
+    has, or wants to have, in the end; the done part is of that."""
 
     name: bytes
     version: bytes
@@ -239,12 +222,12 @@ MAX_WHY_BYTES: Final = 120
 
 
 class PeerRecord(Message, frozen=True):
-    """Who a peer is and what it offers. `sequence` grows with every change within an incarnation.
+    """Identity, addresses and offers of a peer. `sequence` grows with every change within an incarnation.
 
     `control` and `data` are `host:port` addresses (`[v6]:port`), `socket` the local socket's path on
     the host that `host_id` names. Sizes in bytes, `load_permille` of one core. `floors_horizon` is a
     hash of the floors' horizon that the peer has taken in (`floor_stamps`), 0 while there is none.
-    `directory` is a `directory_mode.KeptDirectory`. `checkpoints` are those that the peer takes part in.
+    `directory` is a `KeptDirectory`. `checkpoints` are those that the peer takes part in.
     `floors_end`, `floors_hash`, `floors_seen`: see `floor_sync`; an end of 0 comes from an older peer, which does not
     know floors of several keys. `memory_coldest`: when the object that would be evicted first was used last, in Unix
     seconds, as its policy has it; 0: not told.
@@ -318,7 +301,7 @@ class ClusterRecord(Message, frozen=True):
 
 
 class FloorBody(Message, frozen=True):
-    """What a floor of keys says besides: their namespace's digest, and with `SCOPE_KEYS` up to 64 digests."""
+    """The body of a floor of keys: their namespace's digest, and with `SCOPE_KEYS` up to 64 digests."""
 
     namespace: bytes = b""
     keys: bytes = b""

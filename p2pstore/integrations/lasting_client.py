@@ -1,4 +1,4 @@
-"""A client for engines that run for weeks: the peer may be restarted, and a cache that is away is only a miss."""
+"""A client that never raises into an engine: circuit breaker, bounded lookups, reconnects to a restarted peer."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from p2pstore.blocking import BlockingClient
 from p2pstore.errors import ConfigError, DeadlineExceeded, StoreClosed
 from p2pstore.integrations.retention import Retention, retention
 from p2pstore.objects import MAX_KEY_BYTES
+from p2pstore.results import ItemResult
 from p2pstore.routing import worth_fetching
 
 T = TypeVar("T")
@@ -229,6 +230,19 @@ class LastingClient:
         if isinstance(result, list):
             self._trip_by(*(getattr(each, "error", None) for each in result))
         return result
+
+    def read(self, items: Sequence[tuple[str, memoryview]]) -> list[bool]:
+        """Read objects into the memory beside their keys; for each whether all of it came."""
+        failed: list[ItemResult[int]] = []
+        results = self.call(lambda client: client.get_many_into(items), failed)
+        came = zip(results, items, strict=False)
+        return [each.value == len(view) for each, (_, view) in came] or [False] * len(items)
+
+    def put(self, items: Sequence[tuple[str, Any]], ttl: float | None = None) -> list[bool]:
+        """Put objects; for each whether it is there now."""
+        failed: list[ItemResult[Any]] = []
+        results = self.call(lambda client: client.put_many(items, ttl=ttl), failed)
+        return [each.ok for each in results] or [False] * len(items)
 
     @property
     def answers(self) -> bool:

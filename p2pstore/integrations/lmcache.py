@@ -312,13 +312,9 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         def store() -> Any:
             items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
-            failed: list[ItemResult[Any]] = []
-            results = self._client.call(lambda client: client.put_many(items), failed)
-            stored = {
-                key: len(view)
-                for key, (_, view), result in zip(keys, items, results, strict=False)
-                if result.ok
-            }
+            done = self._client.put(items)
+            views = zip(keys, items, done, strict=True)
+            stored = {key: len(view) for key, (_, view), is_there in views if is_there}
             self._counted.found(stored)
             self._client.now_and_then(self._check)
             return L2StoreResult(len(stored) == len(items), sum(stored.values()))
@@ -371,16 +367,10 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         def load() -> Any:
             items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
-            failed: list[ItemResult[int]] = []
-            results = self._client.call(lambda client: client.get_many_into(items), failed)
-            whole = [
-                each.error is None and each.value == len(view)
-                for each, (_, view) in zip(results, items, strict=False)
-            ]
-            self._notify_keys_accessed(
-                [key for key, is_whole in zip(keys, whole, strict=False) if is_whole]
-            )
-            return _bitmap(whole or [False] * len(items))
+            whole = self._client.read(items)
+            came = [key for key, is_whole in zip(keys, whole, strict=True) if is_whole]
+            self._notify_keys_accessed(came)
+            return _bitmap(whole)
 
         return self._submit(load, _bitmap([False] * len(keys)), self._loaded, self._loaded_event)
 

@@ -62,7 +62,9 @@ def retention(
     orchestrator, by `hints`. Requests may not pin for good. The log names a wish without sense, which is left out."""
     try:
         given = parameters or {}
-        pin, ttl = (given.get(f"{prefix}p2pstore_{name}_seconds") for name in ("pin", "ttl"))
+        pin, ttl = (
+            given.get(prefix + name) for name in ("p2pstore_pin_seconds", "p2pstore_ttl_seconds")
+        )
         pins = [(0.0, math.inf, _seconds(pin))] if pin is not None else []
         for action in getattr(hints, "actions", None) or ():
             if action.action_type == RETAIN_ACTION:

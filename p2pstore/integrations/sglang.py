@@ -1,4 +1,4 @@
-"""SGLang's HiCache on this store: a `dynamic` storage backend.
+"""SGLang's HiCache on this store: a dynamic storage backend.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
     '{"backend_name": "p2pstore", "module_path": "p2pstore.integrations.sglang", "class_name": "P2PHiCache",
@@ -87,8 +87,6 @@ class _Pool:
 
     def by_page(self, pieces: Sequence[bool], pages: int) -> list[bool]:
         """Whether all pieces of each page are so."""
-        if not pieces:
-            return [False] * pages
         step = self.each
         return [all(pieces[at : at + step]) for at in range(0, pages * step, step)]
 
@@ -265,13 +263,8 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     def _read(self, items: list[tuple[str, memoryview]]) -> list[bool]:
         """Read objects; for each whether all of it came."""
-        missing: list[ItemResult[int]] = []
         began = time.perf_counter()
-        results = self._client.call(lambda client: client.get_many_into(items), missing)
-        whole = [
-            each.error is None and each.value == len(view)
-            for each, (_, view) in zip(results, items, strict=False)
-        ]
+        whole = self._client.read(items)
         self._note(items, whole, time.perf_counter() - began, read=True)
         return whole
 
@@ -283,7 +276,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         *,
         read: bool,
     ) -> None:
-        sizes = [len(view) for (_, view), good in zip(items, moved, strict=False) if good]
+        sizes = [len(view) for (_, view), good in zip(items, moved, strict=True) if good]
         pages = len(sizes) // self._pages.each
         self._figures.note(pages, sum(sizes), seconds, read=read)
 
@@ -291,12 +284,10 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         """Put objects, but for those that are there; for each whether it is there now."""
         there = self._client.look_up_soon([key for key, _ in items])
         new = [number for number, is_there in enumerate(there) if not is_there]
-        failed: list[ItemResult[Any]] = []
         began, wanted = time.perf_counter(), [items[number] for number in new]
-        results = self._client.call(lambda client: client.put_many(wanted), failed)
-        for number, result in zip(new, results, strict=False):
-            there[number] = result.error is None
-        stored = [there[number] for number in new]
+        stored = self._client.put(wanted)
+        for number, is_there in zip(new, stored, strict=True):
+            there[number] = is_there
         self._note(wanted, stored, time.perf_counter() - began, read=False)
         return there
 

@@ -46,7 +46,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.block_events import BlockEvents
 from p2pstore.integrations.lasting_client import FetchLimit, LastingClient, legal_key, or_else
-from p2pstore.results import ItemResult
 
 LOST_SECONDS = 5.0
 MAX_LOST = 100_000
@@ -296,25 +295,17 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         names = [self._name(key) for key in keys]
         there = self._client.call(lambda client: client.contains_many(names), [False] * len(names))
         new = [number for number, is_there in enumerate(there) if not is_there]
-        items = [(names[number], rows[number]) for number in new]
-        failed: list[ItemResult[Any]] = []
-        results = self._client.call(lambda client: client.put_many(items, ttl=ttl), failed)
+        done = self._client.put([(names[number], rows[number]) for number in new], ttl)
         _pin_later(self._pool, self._client, pinning)
-        stored = {number for number, result in zip(new, results, strict=False) if result.error is None}
+        stored = {number for number, is_there in zip(new, done, strict=True) if is_there}
         if self._events is not None:
             self._events.found([keys[number] for number in sorted(stored)], new=True)
             self._events.found([key for key, known in zip(keys, there, strict=True) if known], new=False)
         return [key for number, key in enumerate(keys) if there[number] or number in stored]
 
     def _load(self, keys: list[bytes], rows: list[memoryview]) -> list[bytes]:
-        items = [(self._name(key), row) for key, row in zip(keys, rows, strict=True)]
-        failed: list[ItemResult[int]] = []
-        results = self._client.call(lambda client: client.get_many_into(items), failed)
-        good = [
-            key
-            for key, row, result in zip(keys, rows, results, strict=False)
-            if result.error is None and result.value == len(row)
-        ]
+        came = self._client.read(list(zip(map(self._name, keys), rows, strict=True)))
+        good = [key for key, is_whole in zip(keys, came, strict=True) if is_whole]
         if len(good) < len(keys):
             self._forget(set(keys) - set(good))
         return good

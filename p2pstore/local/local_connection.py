@@ -19,7 +19,7 @@ from typing import Final, Generic, TypeVar
 from p2pstore.errors import ClientForked, DeadlineExceeded, ProtocolError, StoreClosed
 from p2pstore.local.local_greeting import Greeting, Opening, connect_to_peer, greet, hangs, user_at
 from p2pstore.local.local_messages import Contains
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import IN_ROWS, LocalKind
 from p2pstore.local.local_requests import (
     Frame,
     LateFrame,
@@ -29,6 +29,7 @@ from p2pstore.local.local_requests import (
     late_frame,
     reply_in,
 )
+from p2pstore.local.older_put_messages import older
 from p2pstore.runtime.blocking_streams import is_from_signal_handler
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
 from p2pstore.wire import (
@@ -240,6 +241,8 @@ class LocalConnection:
         """A new request and its frame to send; `Waiters.take` or `give_up` must follow."""
         self.check_usable()
         number = self._waiters.next_number()
+        if self.hello.version == 1 and kind in IN_ROWS:
+            kind, message = IN_ROWS[kind], older(message)
         frame = encode_frame(kind, number, message)
         if len(frame) - HEADER_BYTES > LOCAL_LIMITS.body_bytes:
             raise ValueError(

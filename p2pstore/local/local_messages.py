@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.put_facts import KeyEntry, PutFacts
+from p2pstore.put_facts import KeyEntry, PutOptions
 from p2pstore.wire import Message
 
 MAX_BATCH: Final = 16_384
@@ -27,43 +27,49 @@ OK = ItemError()
 # --- put -------------------------------------------------------------------------------------
 
 
-class ReserveItem(Message, frozen=True):
-    """Room for a value of `length` bytes with `trailer_length` bytes of trailer (an upper bound)."""
-
-    length: int
-    trailer_length: int
+Rooms = Annotated[list[tuple[int, int, int]], MANY]
+"""Rooms for values, in runs of alike ones: length, trailer length (an upper bound), how many."""
 
 
 class Reserve(Message, frozen=True):
-    """`namespace` is that of the values; older clients do not say it, and get no room that is kept for one."""
+    """`namespace` is that of the values; a client may not say it, and gets no room that is kept for one."""
 
-    items: Annotated[list[ReserveItem], MANY]
+    rooms: Rooms
     namespace: str = ""
 
 
-class Reservation(Message, frozen=True):
-    """Write `length` bytes at `offset` of segment number `segment`. It ends with COMMIT, ABORT or the
-    connection."""
+class Span(Message, frozen=True):
+    """Rooms for `count` values one after the other: reservations `first`, `first` + 1 and so on, for `length` bytes
+    each at the `offsets` (packed u64) of the segment; or why there are none. A reservation ends with COMMIT, ABORT or
+    the connection."""
 
-    reservation: int
-    segment: int
-    offset: int
-    length: int
+    count: int
+    first: int = 0
+    length: int = 0
+    offsets: bytes = b""
     error: ItemError = OK
 
 
 class Reserved(Message, frozen=True):
-    items: list[Reservation]
+    spans: list[Span]
 
 
 class Commit(Message, frozen=True):
-    """`again` are reservations to make in the same step for puts to come: with them a put costs one round trip. They
+    """Values that were written, in columns: `reservations` in runs (the first number, how many), `lengths` and
+    `options` one for all or one each, `sums` of all chunks (packed u64). `follows` is the digest of the block before
+    the first key, where the client knows of a chain of prefix blocks; each other key follows the one before it.
+
+    `again` are reservations to make in the same step for puts to come: with them a put costs one round trip. They
     are made where room can be spared; for values that are `at_hand`, as by RESERVE."""
 
     namespace: str
-    items: Annotated[list[PutFacts], MANY]
-    deadline_ms: int = 5000
-    again: Annotated[list[ReserveItem], MANY] = []
+    keys: Annotated[list[str], MANY]
+    reservations: Annotated[list[tuple[int, int]], MANY]
+    lengths: Annotated[list[int], MANY]
+    sums: bytes
+    options: Annotated[list[PutOptions], MANY]
+    follows: bytes = b""
+    again: Rooms = []
     at_hand: bool = False
 
 
@@ -77,8 +83,10 @@ class PutOutcome(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    items: list[PutOutcome]
-    again: list[Reservation] = []
+    """Outcomes in runs of equal ones: how many, and what each is."""
+
+    outcomes: list[tuple[int, PutOutcome]]
+    again: list[Span] = []
 
 
 class Abort(Message, frozen=True):
@@ -123,8 +131,6 @@ class StoredElsewhere(Message, frozen=True):
     sequence: int
     record: bytes
 
-
-# --- get -------------------------------------------------------------------------------------
 
 # --- the rest --------------------------------------------------------------------------------
 

@@ -15,13 +15,14 @@ from enum import IntEnum
 from typing import Final, Protocol
 
 from p2pstore.local import local_messages as local
+from p2pstore.local import older_put_messages
 from p2pstore.wire import Empty, Message
 
 
 class LocalKind(IntEnum):
     HELLO = 1
-    RESERVE = 16
-    COMMIT = 17
+    RESERVE_ROWS = 16
+    COMMIT_ROWS = 17
     ABORT = 18
     LEASE = 19
     RELEASE = 20
@@ -42,6 +43,8 @@ class LocalKind(IntEnum):
     ESTIMATE = 35
     PLACE = 36
     STORED = 37
+    RESERVE = 38
+    COMMIT = 39
     CHECKPOINT_PUBLISH = 48
     CHECKPOINT_FETCH = 49
     CHECKPOINT_PROGRESS = 50
@@ -107,6 +110,8 @@ class HelloReply(Message, frozen=True):
 
 MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
     LocalKind.HELLO: (Hello, HelloReply),
+    LocalKind.RESERVE_ROWS: (older_put_messages.ReserveRows, older_put_messages.ReservedRows),
+    LocalKind.COMMIT_ROWS: (older_put_messages.CommitRows, older_put_messages.CommittedRows),
     LocalKind.RESERVE: (local.Reserve, local.Reserved),
     LocalKind.COMMIT: (local.Commit, local.Committed),
     LocalKind.ABORT: (local.Abort, Empty),
@@ -131,6 +136,9 @@ MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
     LocalKind.STORED: (local.StoredElsewhere, Empty),
 }
 """Request and reply of each kind, but for CHECKPOINT_*; None where there is no reply."""
+IN_COLUMNS: Final = {LocalKind.RESERVE_ROWS: LocalKind.RESERVE, LocalKind.COMMIT_ROWS: LocalKind.COMMIT}
+"""Requests of protocol version 1 (`older_put_messages`), and those of version 2 in their places."""
+IN_ROWS: Final = {newer: older for older, newer in IN_COLUMNS.items()}
 REQUESTS: Final = {kind: request for kind, (request, _) in MESSAGES.items()}
 REPLIES: Final = {kind: reply for kind, (_, reply) in MESSAGES.items() if reply is not None}
 

@@ -9,10 +9,11 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from p2pstore.errors import AnswerTooLarge, ProtocolError
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import IN_ROWS, REPLIES, LocalKind
+from p2pstore.local.older_put_messages import newer
 from p2pstore.runtime.streams import Event
 from p2pstore.wire import (
     ERROR,
@@ -194,8 +195,10 @@ def reply_in(frame: Frame, kind: LocalKind, reply_type: type[M]) -> M:
     if header.flags & ERROR:
         failure = decode_body(Failure, body)
         raise error_of(failure.code, failure.text, failure.detail)
-    if header.kind != kind or not header.flags & REPLY:
+    if header.kind not in (kind, IN_ROWS.get(kind)) or not header.flags & REPLY:
         raise ProtocolError(f"the local peer answered {kind.name} with a frame of kind {header.kind}")
+    if header.kind != kind:  # a peer of version 1
+        return cast(M, newer(decode_body(REPLIES[header.kind], body)))
     return decode_body(reply_type, body)
 
 
@@ -204,8 +207,8 @@ MAX_REPORTED_FAILURES: Final = 1024
 REQUEST_BYTES: Final = LOCAL_LIMITS.body_bytes // 2
 """Of the items of one request. The other half of a frame is for the fields around them."""
 MOST_ITEMS: Final[dict[LocalKind, int]] = {
-    LocalKind.RESERVE: 256,  # four windows of puts
-    LocalKind.COMMIT: 64,
+    LocalKind.RESERVE: 1024,  # four windows of puts
+    LocalKind.COMMIT: 256,
     LocalKind.ABORT: 4096,
     LocalKind.LEASE: 256,  # a millisecond of the peer's event loop
     LocalKind.RELEASE: 4096,

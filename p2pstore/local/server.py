@@ -29,7 +29,9 @@ from p2pstore.errors import (
     ProtocolMismatch,
     StoreClosed,
 )
+from p2pstore.local import older_put_messages
 from p2pstore.local.local_protocol import (
+    IN_COLUMNS,
     Access,
     Hello,
     LocalBackend,
@@ -85,7 +87,7 @@ WRITING: Final = frozenset(
 )
 """What a client that connected only to read may not ask for."""
 _HELLO: Final = int(LocalKind.HELLO)
-_KINDS: Final = {int(kind): kind for kind in LocalKind}
+_KINDS: Final = {int(kind): IN_COLUMNS.get(kind, kind) for kind in LocalKind}
 _holders = itertools.count(1)
 
 
@@ -315,6 +317,8 @@ class _Connection:
             )  # a message, but with a list too long, say: the client stays
             return
         try:
+            if kind != header.kind:
+                message = older_put_messages.newer(message)
             if kind in WRITING and self._limited:
                 raise AuthenticationFailed(
                     "this user may only read here, as the peer was started with --socket-others read: put as the "
@@ -351,7 +355,7 @@ class _Connection:
         outcome: Awaitable[Message | None],
         begin: float,
     ) -> None:
-        kind = LocalKind(header.kind)
+        kind = _KINDS[header.kind]
         began = self._observer.began(kind, message) if self._observer is not None else None
         answer: Message | Exception | None = StoreClosed("the client has gone")
         try:
@@ -416,6 +420,8 @@ def _answer(header: FrameHeader, answer: Message | Exception | None) -> list[byt
         return [_failure(header, answer)]
     if answer is None:
         answer = Empty()
+    if header.kind in IN_COLUMNS:
+        answer = older_put_messages.older(answer)
     frame = encode_frame(header.kind, header.request_id, answer, flags=REPLY)
     if len(frame) - HEADER_BYTES > LOCAL_LIMITS.body_bytes:
         text = f"the answer has {len(frame):,} bytes; at most {LOCAL_LIMITS.body_bytes:,} are allowed: ask for less"

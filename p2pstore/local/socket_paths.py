@@ -21,7 +21,7 @@ DIRECTORY_NAME: Final = "mooncake-p2p"
 SYSTEM_DIRECTORY: Final = Path("/run") / DIRECTORY_NAME
 DIRECTORY_MODE: Final = 0o755
 MAX_PATH_BYTES: Final = 107
-"""Size of `sockaddr_un.sun_path` less its final zero byte."""
+"""Size of a socket address's path (sun_path) less its final zero byte."""
 PROBE_SECONDS: Final = 1.0
 
 

@@ -1,9 +1,9 @@
 """The parts of a segment's data area: one for each namespace that has a quota, and what all share. Pure.
 
-A quota is a place, not a sum. Room is made by evicting neighbours: if what must stay lay scattered over all of the
-memory, there would soon be no room left for large values of others. And whether an object is kept for its namespace is
-then seen by where it lies. Others use a part as well while its owner leaves it free, and give way to it. A cap is a
-sum: the most bytes that a namespace may have, wherever they lie.
+A quota is a contiguous range of the data area, not a byte count. Room is made by evicting neighbours: protected objects
+scattered over all of the memory would leave no room for large values. The offset of an object also tells whether it is
+kept for its namespace. Other namespaces use a range while its owner leaves it free, and give way to the owner. A cap is
+a byte count: the most that a namespace may have, at any offsets.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Places = tuple[Place, ...]
 
 @dataclass(slots=True)
 class QuotaUse:
-    """What a namespace has of its quota; bytes of whole extents."""
+    """Use of one namespace's quota, in bytes of whole extents."""
 
     quota_bytes: int
     used_bytes: int = 0

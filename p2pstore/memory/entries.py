@@ -1,4 +1,4 @@
-"""What a segment's owner knows of each object and each reservation. Pure."""
+"""Records of a segment's owner, one for each object and each reservation. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from p2pstore.memory.segment_layout import Pin, SlotState, TrailerBody
 from p2pstore.objects import Version
 
 MAX_RESERVATIONS_PER_HOLDER: Final = 4096
-
 
 _PINS: Final = tuple(Pin)
 
@@ -38,7 +37,7 @@ class ObjectEntry(msgspec.Struct, eq=False, gc=False):
     `warmer` are its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a
     chain of prefix blocks, `followers` counts the blocks of which it is that. `is_kept_elsewhere`: another peer holds a
     copy and is to keep it before this one does, as far as was known when it was looked up, which counts until
-    `known_until`. `timer` is the entry's place among those that have times (`expiry`). The collector
+    `known_until`. `timer` is the entry's place among those that have times (`ExpiryTimers`). The collector
     of garbage passes over entries, which are many: going out of the order ends all cycles.
     """
 
@@ -86,9 +85,9 @@ class ObjectEntry(msgspec.Struct, eq=False, gc=False):
 
 
 class SmallObjectsLent(NamedTuple):
-    """Objects of one chunk that stay where they are until the loan ends. `slots`: 64 bytes for each that was asked for,
-    zero for those that are none of them; `digests` and `payloads` of the others, `length_bytes` in all. `handle` is
-    whose they are; None for nothing."""
+    """Objects of one chunk that stay where they are until the loan ends. `slots`: 64 bytes for each requested digest,
+    zeros where no object is lent. `digests`, `payloads`: of the lent objects, in the order of the request;
+    `length_bytes` in all. `handle`: the loan; None when nothing is lent."""
 
     slots: bytes
     digests: list[bytes]

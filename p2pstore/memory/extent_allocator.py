@@ -17,14 +17,14 @@ from typing import Final
 from p2pstore.runtime.stepping import Steps
 
 MUCH_MORE: Final = 4.0
-"""Windows that cost so many times as much as the cheapest are not evicted along with it."""
+"""A window at this factor above the cheapest one's cost is not evicted along with it."""
 GROWN_PER_STEP: Final = 64
 """Extents by which a window is grown in one step: a microsecond each, ten where others hold what is in them."""
 MOST_GROWN: Final = 65_536
-"""No more windows are compared when those found have so many extents together."""
+"""Most extents of all windows together that are compared."""
 
 Window = tuple[float, list[int]]
-"""What it costs to evict some extents, and their offsets: together with free ones between them they are long enough."""
+"""The cost of evicting some extents, and their offsets: with the free ones between them they are long enough."""
 
 
 def choose_windows(found: Sequence[Window], count: int = 1) -> list[int]:
@@ -240,8 +240,8 @@ class ExtentAllocator:
         cost: Callable[[int], float | None],
         count: int = 1,
     ) -> Steps[list[Window]]:
-        """What may be evicted so that `needed_bytes` become free in one piece: some windows, with the cheapest among
-        them; none when there is none. With a `count` above 1, also those that `choose_windows` takes along.
+        """Windows whose eviction frees `needed_bytes` in one piece: some of them, with the cheapest; an empty list when
+        there is none. With a `count` above 1, also those that `choose_windows` takes along.
 
         Each candidate (an evictable extent) is grown over its free and evictable neighbours, the
         cheaper side first, until it is long enough; `cost` is None for an extent that must stay. Of windows of very

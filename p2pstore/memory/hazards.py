@@ -65,12 +65,12 @@ class HazardPage:
 
 
 class _Client:
-    """What the owner knows of one client."""
+    """One client's hazards, as the owner saw them last."""
 
     def __init__(self, page: memoryview) -> None:
         self.words = page.cast("I")
         self.known: dict[int, ObjectEntry] = {}
-        """What it was seen to look at, by the word that says so: the owner counts a reference for each."""
+        """The objects that its hazards name, by word: the owner counts a reference for each."""
         self.known_bytes = 0
         self.seen = b""
         """The page as it was then, if each word named an entry: these stay where they are, so that as long as the page

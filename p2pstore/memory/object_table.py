@@ -1,4 +1,4 @@
-"""What a segment's owner publishes: header, key index, object slots and trailers. Pure.
+"""The published part of a segment: header, key index, object slots and trailers. Pure.
 
 The order of writes matters to readers: trailer, slot, index entry when an object appears; index
 entry, then slot when it goes. Nothing that was written is believed when it is read back: clients that write map it
@@ -138,7 +138,7 @@ class ObjectTable:
         self._index.set_all(entries)
 
     def write_reservation(self, reservation: Reservation) -> None:
-        """Say in its slot that somebody may write there."""
+        """Mark the slot as one whose bytes may be written."""
         filling = Slot(
             SlotState.FILLING, bytes(16), Version(0, 0), reservation.offset, reservation.capacity, 0
         )
@@ -228,7 +228,7 @@ class ObjectTable:
             expected = packed_slot(held)
         elif held is None:
             expected = FREE_SLOT
-        else:  # nobody reads it
+        else:  # no reader uses it
             return False
         return self._restore(self._slot_offset(number), expected)
 
@@ -257,7 +257,7 @@ class ObjectTable:
         return True
 
     def close(self) -> None:
-        """Mark the segment as one that nobody keeps any more."""
+        """Mark the segment as abandoned by its owner."""
         begin, end = SEGMENT_STATE_OFFSET, SEGMENT_STATE_OFFSET + 4
         closed = int(SegmentState.CLOSED).to_bytes(4, "little")
         self._header = self._header[:begin] + closed + self._header[end:]

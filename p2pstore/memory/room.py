@@ -196,7 +196,7 @@ class Room:
         raise self._no_room(f"{format_bytes(size)} do not fit", namespace)
 
     def _when_expired(self, take: Callable[[], int | None], now: float) -> Steps[int | None]:
-        """What `take` gives when what has expired is gone, and what views and loans kept is free."""
+        """Call `take` again after each step that withdraws expired objects, and settles ended leases and loans."""
         self._objects.expire(now)
         while (taken := take()) is None and self._objects.expires_on(now):
             yield
@@ -206,8 +206,8 @@ class Room:
     def _take_made_room(
         self, size: int, places: Places, now: float, alike: int, *, thoroughly: bool
     ) -> Steps[int | None]:
-        """Room that is made by evicting. Just then a thread may begin to send from what is chosen, or a client look at
-        it, or others, between two steps, may do anything to it: others go too."""
+        """Evict victims, and take their extent. A victim may be leased or sent before it is evicted: then others are
+        chosen, at most `MOST_TRIES` times. None without victims."""
         for _ in range(MOST_TRIES):
             self._objects.references.settle()
             victims = yield from self.victims.for_room(size, places, now, alike, thoroughly=thoroughly)

@@ -256,8 +256,8 @@ def digests_in_slots(packed: bytes) -> list[bytes]:
 
 
 def is_only_chunk(packed: bytes, digest: bytes, payload_bytes: int, payload_sum: int) -> bool:
-    """Whether a slot, in a private copy, is that of the live object under `digest` which has so many bytes, at most
-    one chunk, with this xxh3-64. Its root is made of the length and the only sum: the trailer has nothing to add."""
+    """Whether a slot, in a private copy, is that of the live object under `digest` with `payload_bytes` bytes, at
+    most one chunk, of this xxh3-64. Its root is made of the length and the only sum: the trailer has nothing to add."""
     if len(packed) != SLOT_BYTES:
         return False
     fmt, state, _, _, _, found, _, _, length, root, checksum = _SLOT.unpack(packed)
@@ -307,8 +307,8 @@ class SlotRows:
         return SlotRows(self._rows[wanted])
 
     def column(self, name: str) -> list[int]:
-        """What they say of each value, unchecked: its `length` in bytes, its `root`, or where it begins, as `offset` in
-        bytes from the segment's start."""
+        """One field of all values, unchecked: `length` in bytes, `root`, or `offset` in bytes from the segment's
+        start."""
         listed: list[int] = self._rows[name].tolist()
         return listed
 
@@ -379,7 +379,7 @@ class Pin(IntEnum):
 
 
 class TrailerBody(Message, frozen=True):
-    """What belongs to an object besides its bytes. `sums` are packed little-endian u64, one per chunk.
+    """The facts of an object behind its bytes. `sums` are packed little-endian u64, one per chunk.
 
     `expires_unix_ms` is 0 for an object without a time to live. `replicas` is the number of copies
     asked for when it was put. `dtype` is empty unless the value is a tensor. `proof`, of a copy: who wrote it
@@ -441,7 +441,7 @@ def trailer_offset(length: int) -> int:
 
 
 def extent_bytes(length: int, trailer_length: int) -> int:
-    """What an object occupies: payload, padding and trailer in whole granules."""
+    """Length of an object's extent: payload, padding and trailer in whole granules."""
     return (((length + 7) & ~7) + trailer_length + GRANULE_BYTES - 1) & -GRANULE_BYTES
 
 

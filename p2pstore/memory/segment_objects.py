@@ -363,7 +363,9 @@ HIGHEST_WEIGHT: Final = 2.0**40
 
 
 class MostRead:
-    """Times are seconds; a clock that was set back does no harm."""
+    """The objects read most of late: counts with a half-life of 60 s, of at most 1,024 objects. For one more, the
+    median is subtracted from all counts, and an object with none left is forgotten. Times are seconds; a clock that
+    was set back does no harm."""
 
     def __init__(self, counted: int = COUNTED, half_life_seconds: float = HALF_LIFE_SECONDS) -> None:
         self._counted = counted

@@ -1,4 +1,4 @@
-"""Views keep a segment's objects in place for readers: leases, hazards, loans to threads. Pure."""
+"""References of readers that keep objects in place: leases, hazards, and loans to threads. Pure."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from p2pstore.state.state_directory import StateDirectory
 
 
 class Peer(Client):
-    """A peer in this process: a client of itself, with what a peer knows besides. Satisfies `p2pstore.ObjectStore`. The
-    `_nowait` methods answer from local knowledge and may be called from any thread."""
+    """A peer in this process: a client of itself, with what a peer knows besides. Satisfies `p2pstore.ObjectStore`.
+    Methods whose names end in _nowait answer from local knowledge and may be called from any thread."""
 
     _node: Node
     control: str

@@ -368,12 +368,12 @@ class Assembly:
             node, self.memory, self.location_memory, office, checkpoints=requests, erasing=erasing
         )
         self.stack.callback(backend.close)
-        backends = PeerDataBackend(node, checkpoints.parts.swarms, erasing)
+        backends = PeerDataBackend(node, checkpoints.parts, erasing)
         data_server = self._make_data_server(node, office, backends)
         nursery.start_soon(data_server.serve, listeners)
         if config.metrics is not None:
             await self._serve_status(node, config.metrics, nursery)
-        if config.kv_events is not None or config.kv_events_replay is not None:
+        if config.kv_events is not None:
             await self._publish_events(node, nursery)
         local_server = partial(
             serve_local,

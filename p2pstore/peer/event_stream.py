@@ -21,7 +21,6 @@ from typing import Final
 import trio
 
 from p2pstore.access.crowding import Strangers
-from p2pstore.config import PeerConfig
 from p2pstore.core.key_events import (
     REPLAY_END,
     SEQUENCE,
@@ -33,7 +32,6 @@ from p2pstore.core.key_events import (
 )
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.records import format_peer_id
-from p2pstore.objects import encode_namespace
 from p2pstore.peer.node import Node
 from p2pstore.peer.zeromq import ZeroMQConnection
 from p2pstore.status.http_server import address_of, open_http_listeners, serve_strangers
@@ -54,7 +52,7 @@ MAX_REPLAYS: Final = 16
 REPLAY_SECONDS: Final = 60.0
 OPEN_SECONDS: Final = 5.0
 STUCK_SECONDS: Final = 10.0
-"""A consumer is disconnected when it reads nothing for so long."""
+"""A consumer that reads nothing for this time is disconnected."""
 ENDS: Final = (ProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError)
 """A connection ends by them, and nothing else."""
 
@@ -68,12 +66,11 @@ class Follower:
 
 
 class EventStream:
-    """The stream of one peer: see the module's docstring. Raises `ConfigError` when it cannot be."""
+    """The stream of one peer: see the module's docstring."""
 
     def __init__(self, node: Node) -> None:
         config, self._node = node.config, node
         self._fleet = config.kv_events_of == "fleet"
-        _check(config)
         self._changes = KeyChanges(node.core, config.kv_events_namespace, fleet=self._fleet)
         # That of the fleet stays the same when its consumer goes to another peer.
         self._form = EventFormat(config.cluster if self._fleet else format_peer_id(node.core.peer_id))
@@ -165,7 +162,7 @@ class EventStream:
         scope.cancel()
 
     async def _serve_replays(self, connection: ZeroMQConnection) -> None:
-        """Replay what is asked for. What is no request ends the connection."""
+        """Replay the requested events. An invalid request ends the connection."""
         while True:
             empty, *rest = await connection.receive()
             if empty or len(rest) != 1 or len(rest[0]) != SEQUENCE.size:
@@ -200,17 +197,3 @@ async def _listen(setting: str, endpoint: str | None) -> list[trio.SocketListene
     where = f"tcp://{address_of(listeners)}"
     logger.info("%s at %s", setting, where, extra={"event": setting, "endpoint": where})
     return listeners
-
-
-def _check(config: PeerConfig) -> None:
-    if config.kv_events is None:
-        raise ConfigError("kv_events_replay: there is no stream of events; say where with kv_events")
-    if config.kv_events_of == "fleet" and config.directory == "partitioned":
-        raise ConfigError(
-            "kv_events_of: a peer with a partitioned directory does not know the fleet; let one with a full directory "
-            "publish it"
-        )
-    try:
-        encode_namespace(config.kv_events_namespace)
-    except ValueError as error:
-        raise ConfigError(f"kv_events_namespace: {error}") from None

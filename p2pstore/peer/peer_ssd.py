@@ -207,8 +207,8 @@ class PeerSsd:
                 )
 
     async def _only_in_memory(self) -> list[list[ObjectEntry]]:
-        """What is neither on the SSD nor a soft copy, in runs, each in the order in which it is to be written: all of
-        a million in order would hold the event loop for a second."""
+        """Firm objects that are not on the SSD, in runs, each in the order of writing: a sort of a million objects
+        would hold the event loop for a second."""
         segment, runs = self._core.segment, []
         for first in range(0, segment.geometry.slots, SLOTS_PER_STEP):
             some = segment.objects.in_slots(first, SLOTS_PER_STEP)
@@ -249,8 +249,8 @@ class PeerSsd:
         self._node.process()
 
     async def _stored(self, entry: ObjectEntry, *, durable: bool) -> bool:
-        """`_store` of what was acquired, and let go of it. The disk may hang, so that goes on in the background: who
-        waits can be called off, and raises `Unavailable` when nothing moves."""
+        """Run `_store` in a task of its own, as a hung disk cannot be cancelled, and release the caller's reference at
+        its end. Raises `Unavailable` after `ALONE_SECONDS` without progress."""
         ended = trio.Event()
         outcome: list[bool | Exception] = []
 

@@ -72,7 +72,7 @@ def create_segment_memory(config: PeerConfig, last_segment_id: bytes = b"") -> S
         joined = JoinedMemory(memories, total_bytes)
         stack.pop_all()
     if config.huge_pages != "never":
-        advise_huge_pages(joined.view)  # what was advised of the memories is of their own mappings
+        advise_huge_pages(joined.view)  # advice on the memories is of their own mappings
     return joined
 
 
@@ -209,7 +209,7 @@ class CopyChecks:
 
     async def are_good(self, entry: ObjectEntry) -> bool:
         """Whether an object's bytes give its checksums; hashed at once, unless they are known to. The caller holds the
-        bytes. What is wrong is withdrawn."""
+        bytes. An object with wrong bytes is withdrawn."""
         if not entry.verified:
             (sums,) = await self._sums([entry])
             self._node.core.checks.judge(entry, sums, self._node.now)

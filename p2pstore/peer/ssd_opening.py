@@ -171,12 +171,12 @@ def segment_bytes_for(capacity_bytes: int) -> int:
 
 
 def default_capacity(path: str) -> int | None:
-    """What is taken when nobody says how much: of a directory what was taken before, else half of what is free; None
+    """The capacity where no setting names one: of a directory the capacity before, else half of its free space; None
     for a whole device. Raises `ConfigError` when that is too little."""
     place = Path(path)
     if not place.is_dir():
         return None
-    with contextlib.suppress(OSError):  # what is wrong there is said when it is opened
+    with contextlib.suppress(OSError):  # opening it raises the error
         if taken := (place / FILE_NAME).stat().st_size:
             return taken
     half = shutil.disk_usage(place).free // 2

@@ -1,7 +1,7 @@
 """The asyncio driver: raw non-blocking sockets, and the loop only to wait for them.
 
 A wait ends before the system call that it was for. So a cancelled task has taken nothing off the
-socket and written nothing into a caller's buffer: asyncio's own `sock_recv_into` receives while the
+socket and written nothing into a caller's buffer: asyncio's own sock_recv_into receives while the
 task sleeps, and what it received is lost when the task is cancelled before it runs again.
 """
 

@@ -12,14 +12,16 @@ as itself. The connection stays usable, or says that it was closed.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import socket
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import wraps
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec
 
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.runtime.flow import Flow
@@ -423,3 +425,38 @@ def is_from_signal_handler(error: BaseException) -> bool:
         if name.partition(".")[0] not in _OURS or name == "__main__":
             return True
     return False
+
+
+P = ParamSpec("P")
+"""Parameters of a method, which its blocking form has, too."""
+
+
+class Facade:
+    """Blocking methods over an async object, each made of the async one: see `in_blocking_form` and `plain_form`."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+
+def in_blocking_form(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Facade, P], T]:
+    """The blocking form of an async method, with its parameters, result and documentation."""
+
+    @wraps(method)
+    def call(self: Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run_blocking(method(self._original, *args, **kwargs))
+
+    call.__doc__ = inspect.getdoc(method)  # its own, or that of the protocol's method
+    return call
+
+
+def plain_form(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Facade, P], T]:
+    """A method of the async object that does not wait."""
+
+    @wraps(method)
+    def call(self: Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self._original, *args, **kwargs)
+
+    call.__doc__ = inspect.getdoc(method)
+    return call

@@ -24,7 +24,7 @@ FREE_BYTES: Final = 8 * 1024
 
 
 class Owner(NamedTuple):
-    """The member for which bytes are held, by its peer id, at a host (`strangers.host_group`)."""
+    """The member for which bytes are held, by its peer id, at a host (`crowding.host_group`)."""
 
     host: str
     member: bytes

@@ -38,17 +38,25 @@ MEASURED_BYTES: Final = 256 * KIB
 MEASURED_SECONDS: Final = 0.5
 """An exchange of at least this time tells a rate whatever it brought."""
 REMEMBERED_SECONDS: Final = 60.0
+LEAST_SOON_SECONDS: Final = 0.2
+"""Shortest wait for the beginning of an answer: a lost packet is repeated within that."""
+TIMES_USUAL: Final = 4.0
+FORGOTTEN: Final = 0.1
+"""Share of a holder's longest wait that the next answer makes up for."""
 SHARE_OF_NEWEST: Final = 0.5
 MAX_HOLDERS: Final = 1024
 
 
 class Haste(NamedTuple):
-    """How soon one holder is to deliver."""
+    """Limits of one holder in a read: seconds to each answer, and the minimum rate. Tight where others have the
+    object."""
 
     answer_seconds: float = math.inf
     """For each wait for bytes, no longer than the connection's own limit. Finite where others have the object."""
     least_rate: float = LOWEST_RATE
     """Bytes a second."""
+    begin_seconds: float = math.inf
+    """For the first answer to begin, where another holder is asked next."""
 
 
 NO_HASTE: Final = Haste()
@@ -61,7 +69,10 @@ class Outrun(DeadlineExceeded):
 class Flow:
     """The bytes of one exchange, as one side receives or sends them."""
 
-    __slots__ = ("_lag_seconds", "least_rate", "moved_bytes", "patience_seconds", "waited_seconds")
+    __slots__ = (
+        *("_lag_seconds", "answer_seconds", "least_rate"),
+        *("moved_bytes", "patience_seconds", "waited_seconds"),
+    )
 
     def __init__(self, patience_seconds: float = math.inf) -> None:
         self.begin(patience_seconds)
@@ -70,11 +81,12 @@ class Flow:
         """Another exchange begins."""
         self.patience_seconds = patience_seconds
         self.least_rate = least_rate
-        self._lag_seconds = self.waited_seconds = 0.0
+        self._lag_seconds = self.waited_seconds = self.answer_seconds = 0.0
         self.moved_bytes = 0
 
     def answered(self) -> None:
         """An answer begins, with the bytes that were counted last."""
+        self.answer_seconds = self.answer_seconds or self.waited_seconds
         if self.least_rate == LOWEST_RATE:
             self._lag_seconds = 0.0
         else:
@@ -101,11 +113,27 @@ class Flow:
 
 
 class HolderRates:
-    """Recent rates of holders, in bytes a second, by peer id."""
+    """Recent rates of holders, in bytes a second, and how soon they begin to answer, by peer id."""
 
     def __init__(self) -> None:
         self._rates: dict[bytes, tuple[float, float]] = {}
         """The rate, and when it was measured last."""
+        self._answers: dict[bytes, float] = {}
+
+    def answered(self, peer_id: bytes, flow: Flow) -> None:
+        """The first answer of an exchange began, or was waited for in vain. A long wait is forgotten slowly."""
+        if not (seconds := flow.answer_seconds):
+            return
+        usual = self._answers.pop(peer_id, 0.0)
+        self._answers[peer_id] = max(seconds, usual + FORGOTTEN * (seconds - usual))
+        while len(self._answers) > MAX_HOLDERS:
+            del self._answers[next(iter(self._answers))]
+
+    def begin_seconds(self, peer_id: bytes) -> float:
+        """How long this holder may take to begin with an answer where others have the same; longer each time that it
+        does not begin."""
+        usual = self._answers.get(peer_id, math.inf)
+        return max(LEAST_SOON_SECONDS, TIMES_USUAL * usual)
 
     def measured(self, peer_id: bytes, flow: Flow, now: float) -> None:
         """An exchange with this holder is over."""

@@ -106,7 +106,7 @@ def _process(number: int) -> str:
 
 
 def mount_point(device: int) -> str | None:
-    """Where a block device (`st_rdev`) is mounted; None when it is not, or not that one can see from here."""
+    """Where a block device (its st_rdev) is mounted; None when it is not, or not that one can see from here."""
     fields = _mounted(device)
     return fields[4] if fields else None
 
@@ -155,7 +155,7 @@ def survive_hangups() -> None:
     """From now on, until another handler is set, SIGHUP ends this process only when its terminal is gone.
 
     To a peer the signal means "read your files again", and its sender cannot know that the peer is still
-    starting, and reads them anyway. A process that ignores the signal (`nohup`) goes on ignoring it.
+    starting, and reads them anyway. A process that ignores the signal (nohup) goes on ignoring it.
     """
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
         return

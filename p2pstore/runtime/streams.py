@@ -15,8 +15,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -127,6 +129,9 @@ StartHelper = Callable[[Callable[[HelperTask], Coroutine[Any, Any, None]]], None
 """Starts `work(task)`. Raises `RuntimeError` where no more threads can be had. The work catches its own errors."""
 
 
+Work = Callable[[], Awaitable[None]]
+
+
 class Driver(Protocol):
     """How protocol code reaches the world."""
 
@@ -158,6 +163,53 @@ class Driver(Protocol):
     def interrupted(self, error: Exception) -> BaseException:
         """What to raise for an error of a signal handler that ran within a call."""
         ...
+
+
+@asynccontextmanager
+async def together(driver: Driver, most: int) -> AsyncIterator[Callable[[Work], None]]:
+    """Gives a function that begins a work beside the block, or has it wait while `most` run. Leaving the block takes
+    part in what waits, and ends when all have ended; then it raises the first error, after which none begins."""
+    waiting: deque[Work] = deque()
+    errors: list[Exception] = []
+    running: list[Event] = []
+
+    async def work_off() -> None:
+        while waiting:
+            try:
+                work = waiting.popleft()
+            except IndexError:  # another thread took it
+                return
+            await work()
+
+    async def help(ended: Event, _: HelperTask) -> None:
+        try:
+            await work_off()
+        except Exception as error:
+            waiting.clear()
+            errors.append(error)
+        finally:
+            ended.set()
+
+    async with driver.helpers() as start:
+
+        def begin(work: Work) -> None:
+            waiting.append(work)
+            if len(running) < most:
+                ended = driver.event()
+                with contextlib.suppress(RuntimeError):  # no more threads: the block does it
+                    start(partial(help, ended))
+                    running.append(ended)
+
+        try:
+            yield begin
+            await work_off()
+        finally:
+            waiting.clear()
+        for ended in running:
+            while not await ended.wait(DEFAULT_PROGRESS_SECONDS):
+                pass
+    if errors:
+        raise errors[0]
 
 
 def total_bytes(parts: Sequence[BytesLike]) -> int:

@@ -1,7 +1,7 @@
-"""Small reads without a thread: Linux's asynchronous I/O (`io_submit`), as far as it never waits.
+"""Small reads without a thread: Linux's asynchronous I/O (io_submit), as far as it never waits.
 
 A thread that wakes up for each read costs several times what the read costs, and all of them want the interpreter
-lock. So small reads are handed to the kernel by the loop itself, with `RWF_NOWAIT`: what cannot begin at once, or
+lock. So small reads are handed to the kernel by the loop itself, with RWF_NOWAIT: what cannot begin at once, or
 fails, is left to the threads. The kernel tells of those that ended through an eventfd that the loop watches.
 (io_uring does the same with fewer system calls; most containers forbid it.)
 """

@@ -57,7 +57,7 @@ class Codec(IntEnum):
 
     RAW = 0
     LZ4 = 1
-    """Each chunk for itself (`lz4.block`); one that lz4 would not shrink lies there as it is."""
+    """Each chunk for itself (lz4's block format); one that lz4 would not shrink lies there as it is."""
 
 
 class RecordPlace(msgspec.Struct, frozen=True, gc=False):
@@ -242,7 +242,7 @@ class Superblock:
     segments: int
     segment_bytes: int = SEGMENT_BYTES
     cluster_mark: int = 0
-    """Whose objects these are (`cluster_mark`); 0 in logs of versions that did not say."""
+    """The cluster of these objects (`cluster_mark`); 0 in logs of older versions."""
 
     @property
     def total_bytes(self) -> int:

@@ -293,7 +293,7 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 
 
 def _owner_of(path: Path) -> str:
-    """Whose it is, or whose the directory is in which it cannot even be seen."""
+    """The owner of a file, or of the directory in which it cannot even be seen."""
     for each in (path, path.parent):
         with suppress(OSError):
             return f"{each} belongs to {user_name(each.stat().st_uid)}"

@@ -3,7 +3,7 @@
     lock            taken by the running peer; holds its process id
     identity.key    "p2pstore identity 1" and the 32-byte ed25519 seed in hexadecimal; mode 0600
     state.json      {"format": 1, "incarnation": ..., "clock": ..., "floors_seen": {...}, "floors_horizon": {...},
-                    "memory": ..., "floors_bytes": ..., "sum": ...} (`state_record`): floors by writer
+                    "memory": ..., "floors_bytes": ..., "sum": ...} (`state_files`): floors by writer
                     (`gossip.floors.floor_stamps`); the id of the last segment in hexadecimal; bytes of floors.bin that
                     were on the disk; xxh3-64 of the rest
     addresses.json  {"format": 1, "addresses": [...]}: where other peers were last seen. A cache

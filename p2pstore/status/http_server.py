@@ -3,7 +3,7 @@
 A page is one GET request, and its connection ends; queries are POST requests, many on one connection. A client that
 sends garbage or nothing, or does not read its answer, costs a connection for some seconds. Connections are shared
 fairly among hosts: a host that opens many keeps only itself out. Every client that reaches the port gets pages; at a
-loopback address, pages of other sites do not (`asked_names`). Queries are answered at a loopback address, and anywhere
+loopback address, pages of other sites do not (`is_own_name`). Queries are answered at a loopback address, and anywhere
 with the token, where there is one.
 """
 
@@ -317,7 +317,7 @@ LOCALHOST: Final = "localhost"
 
 
 def is_own_name(host: str, own_names: Collection[str]) -> bool:
-    """Whether a request with this `Host` may be answered at a loopback address. `own_names` are in lower case."""
+    """Whether a request with this Host header may be answered at a loopback address. `own_names` are in lower case."""
     name = _without_port(host.strip()).lower().rstrip(".")
     if name in own_names or name == LOCALHOST or name.endswith(f".{LOCALHOST}"):
         return True

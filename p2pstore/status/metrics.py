@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 from p2pstore.core.copies.cold_copies import Gone
 from p2pstore.core.copies.memory_return import FATES
@@ -30,9 +30,7 @@ SIZES: Final = tuple(range(12, 31, 2))
 """Of sizes, in bytes: 4 KiB to 1 GiB, each four times the one before."""
 MICROSECONDS: Final = 1e-6
 
-
 PREFIX: Final = "p2pstore_"
-
 
 Labelled = Iterable[tuple[Sequence[str], float]]
 """Values of labels, and the value that they have."""
@@ -67,8 +65,8 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Labelled) -
 def histograms(
     name: str, text: str, label: str, values: Mapping[str, Histogram], buckets: Sequence[int]
 ) -> Metric:
-    """A histogram for each value of a label; without a label, the one of "". `buckets` are exponents of two. What is
-    told in seconds is counted in microseconds."""
+    """A histogram for each value of a label; without a label, the one of "". `buckets` are exponents of two. Values
+    told in seconds are counted in microseconds."""
     family = HistogramMetricFamily(PREFIX + name, text, labels=[label] if label else [])
     unit = MICROSECONDS if name.endswith("_seconds") else 1
     ends = [str(round((1 << exponent) * unit, 6)) for exponent in buckets]
@@ -131,7 +129,7 @@ _PLACES: Final = (
         *("Members' connections refused because all places were in use.", "refused"),
     ),
 )
-"""By kind: the path of each value below `places.control` and `places.data`."""
+"""By kind: the path of each value below `places`, of control and of data connections."""
 _CLIENTS: Final = (
     ("client_puts", "Puts of this machine's clients."),
     ("client_put_bytes", "Bytes that they put."),
@@ -174,9 +172,7 @@ def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]
     """All metrics in Prometheus' text format; `cluster` is its name."""
     parts: list[bytes] = []
     for metric in _families(peer, cluster, measures):
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_One(metric))
-        parts.append(generate_latest(registry))
+        parts.append(generate_latest(_One(metric)))
         yield
     return b"".join(parts)
 

@@ -153,23 +153,23 @@ class PeerWatch:
     # --- counting ----------------------------------------------------------------------------
 
     def _count_puts(self, client: LocalClient, message: local.Commit, answer: local.Committed) -> None:
-        lengths: list[int] = []
-        failed = kept = short = 0
-        for item, outcome in zip(message.items, answer.items, strict=False):
+        begin = 0
+        for count, outcome in answer.outcomes:
+            lengths = Counter(message.lengths[begin : begin + count])
+            if len(message.lengths) == 1:
+                lengths = Counter({message.lengths[0]: count})
+            begin += count
             if outcome.error.code:
-                failed += 1
-            elif outcome.status == PutStatus.KEPT_EXISTING:
-                kept += 1  # nothing was put
-            else:
-                lengths.append(item.length)
-                short += outcome.copies < outcome.wanted
-        self._counters["client_puts_failed"] += failed
-        self._counters["client_puts_kept_existing"] += kept
-        self._counters["client_puts"] += len(lengths)
-        self._counters["client_put_bytes"] += sum(lengths)
-        self._counters["client_puts_short_of_copies"] += short
-        for length, count in Counter(lengths).items():
-            self.measures.put(message.namespace, length, count)
+                self._counters["client_puts_failed"] += count
+                continue
+            if outcome.status == PutStatus.KEPT_EXISTING:  # nothing was put
+                self._counters["client_puts_kept_existing"] += count
+                continue
+            self._counters["client_puts"] += count
+            self._counters["client_puts_short_of_copies"] += count * (outcome.copies < outcome.wanted)
+            for length, alike in lengths.items():
+                self._counters["client_put_bytes"] += alike * length
+                self.measures.put(message.namespace, length, alike)
 
     def _count_leases(self, client: LocalClient, message: local.Lease, answer: local.Leased) -> None:
         """With `fetch` is asked for what was not here a moment ago."""
@@ -394,9 +394,7 @@ def _digests(keys: Iterable[str], namespace: str) -> Iterable[bytes]:
 
 
 def _keys_of(message: Message) -> Sequence[str]:
-    if isinstance(message, local.Commit):
-        return [item.key for item in message.items]
-    if isinstance(message, local.Remove):
+    if isinstance(message, local.Commit | local.Remove):
         return message.keys
     return ()
 
@@ -406,11 +404,13 @@ def _outcome(answer: Message | Exception | None) -> str:
         return (str(answer) or type(answer).__name__)[:MAX_OUTCOME_LETTERS]
     if isinstance(answer, local.Keys) and answer.silent_peers:
         return f"no answer from {', '.join(answer.silent_peers)}"[:MAX_OUTCOME_LETTERS]
-    errors = [
-        item.error for item in getattr(answer, "items", ()) if getattr(item, "error", local.OK).code
-    ]
+    runs = [(1, item) for item in getattr(answer, "items", ())]
+    if isinstance(answer, local.Committed):
+        runs = answer.outcomes
+    errors = [(count, item.error) for count, item in runs if getattr(item, "error", local.OK).code]
     if errors:
-        return f"{len(errors)} failed: {errors[0].text}"[:MAX_OUTCOME_LETTERS]
+        failed = sum(count for count, _ in errors)
+        return f"{failed} failed: {errors[0][1].text}"[:MAX_OUTCOME_LETTERS]
     return "ok"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
+from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS, counted
 from p2pstore.status.doctor.finding import MAX_TEXT_LETTERS, Finding, Status, broken, shown, warning
 from p2pstore.status.doctor.network_rules import SsdReading, judge_ssd
 
@@ -230,7 +230,7 @@ def _slow_process(facts: Facts) -> Iterator[Finding]:
     if stalls >= max(STALLS, STALLED * looks):
         yield warning(
             "stalls",
-            f"This peer's event loop stalled {_count(stalls, 'time', 'times')} for over 0.1 s{_lately(facts)}",
+            f"This peer's event loop stalled {counted(stalls, 'time')} for over 0.1 s{_lately(facts)}",
             "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait",
             "look at the machine's load and the cgroup's CPU limit; else report it with `mooncake-p2p support-bundle`",
         )
@@ -262,7 +262,7 @@ def _members(facts: Facts) -> Iterator[Finding]:
         names = _names(facts.dead, facts.dead_count)
         yield warning(
             "members",
-            f"{_count(facts.dead_count, 'member is', 'members are')} dead: {names}",
+            f"{counted(facts.dead_count, 'member is', 'members are')} dead: {names}",
             "ended without leaving, or cut off; objects that no other peer held cannot be read until it is back",
             "start it again; `mooncake-p2p doctor --peer HOST:PORT` on this machine checks the way to it",
         )
@@ -270,7 +270,7 @@ def _members(facts: Facts) -> Iterator[Finding]:
         names = _names(facts.suspect, facts.suspect_count)
         yield warning(
             "members",
-            f"{_count(facts.suspect_count, 'member does', 'members do')} not answer: {names}",
+            f"{counted(facts.suspect_count, 'member does', 'members do')} not answer: {names}",
             "others are asked whether it is dead; that takes some seconds",
             "wait; if it comes again and again, its machine or the network loses packets or stalls",
         )
@@ -295,14 +295,14 @@ def _copies(facts: Facts) -> Iterator[Finding]:
     if dropped > DROPPED_PER_SECOND * facts.seconds and facts.memory_share >= FULL:
         yield warning(
             "data lost",
-            f"{_count(dropped, 'object', 'objects')} that no other peer held had to go{_lately(facts)}",
+            f"{counted(dropped, 'object')} that no other peer held had to go{_lately(facts)}",
             "memory is full of objects in use, and there is no SSD, or too little, for the rest",
             "more `--memory`, an `--ssd`, or more peers; what must stay can be pinned (`mooncake-p2p pin`)",
         )
     if facts.lacking:
         yield warning(
             "copies",
-            f"{_count(facts.lacking, 'object here has', 'objects here have')} fewer copies than wanted",
+            f"{counted(facts.lacking, 'object here has', 'objects here have')} fewer copies than wanted",
             "holders were lost, or had no room; others are asked to make copies, one after the other",
             "wait; if the number stays, no other peer has room: more `--memory`, or more peers",
         )
@@ -317,7 +317,7 @@ def _copies(facts: Facts) -> Iterator[Finding]:
     if failed > FAILED_PUTS * (failed + facts.puts):
         yield warning(
             "puts",
-            f"{_count(failed, 'put', 'puts')} failed{_lately(facts)}",
+            f"{counted(failed, 'put')} failed{_lately(facts)}",
             "mostly no room for the value here or elsewhere, because leases and hard pins hold what is there",
             "the log and `mooncake-p2p stats --slow` on its machine say more",
         )
@@ -326,7 +326,7 @@ def _copies(facts: Facts) -> Iterator[Finding]:
         spoilt, when = (lately, _lately(facts)) if lately else (facts.spoilt, " since it started")
         yield (broken if lately else warning)(
             "memory",
-            f"{_count(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{when}",
+            f"{counted(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{when}",
             "a client wrote where it must not, or the machine's memory is faulty; nothing wrong was delivered",
             "look for memory errors (`dmesg`, EDAC), and for programs that write through stale views",
         )
@@ -370,7 +370,7 @@ def _floors(facts: Facts) -> Iterator[Finding]:
     if facts.distrusted:
         yield warning(
             "removals",
-            f"This peer discarded older objects {_count(facts.distrusted, 'time', 'times')} since it started",
+            f"This peer discarded older objects {counted(facts.distrusted, 'time')} since it started",
             "it was out of touch longer than others remember which keys were removed",
             "look in the log for how long its network or process stood still; what others hold is not concerned",
         )
@@ -380,7 +380,7 @@ def _kept(facts: Facts) -> Iterator[Finding]:
     if facts.kept_damaged:
         yield warning(
             "kept memory",
-            f"{_count(facts.kept_damaged, 'object', 'objects')} of the kept memory {_were(facts.kept_damaged)} damaged "
+            f"{counted(facts.kept_damaged, 'object')} of the kept memory {_were(facts.kept_damaged)} damaged "
             "when this peer started",
             "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good",
             "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)",
@@ -392,7 +392,7 @@ def _transports(facts: Facts) -> Iterator[Finding]:
     if fallbacks >= FALLBACKS:
         yield warning(
             "transports",
-            f"A better transport gave way to a worse one {_count(fallbacks, 'time', 'times')}{_lately(facts)}",
+            f"A better transport gave way to a worse one {counted(fallbacks, 'time')}{_lately(facts)}",
             "RDMA or shared memory to some peer does not work; reads go on by TCP, slower",
             "the log says which and why; `mooncake-p2p doctor --peer HOST:PORT` checks the way",
         )
@@ -407,7 +407,7 @@ def _transports(facts: Facts) -> Iterator[Finding]:
     if facts.lost_rdma_devices:
         yield warning(
             "rdma",
-            f"{_count(facts.lost_rdma_devices, 'RDMA device', 'RDMA devices')} of this peer failed",
+            f"{counted(facts.lost_rdma_devices, 'RDMA device')} of this peer failed",
             "reads go by its other devices, or by TCP",
             "`dmesg` and `rdma link` show what became of it; the peer uses it again after a restart",
         )
@@ -421,7 +421,7 @@ def _ssd(facts: Facts) -> Iterator[Finding]:
         what = f"The SSD of this peer {finding.value.partition(':')[0]}"
         if finding.status is Status.WARNING:
             damaged = facts.ssd.damaged
-            what = f"{_count(damaged, 'object', 'objects')} on the SSD of this peer {_were(damaged)} damaged"
+            what = f"{counted(damaged, 'object')} on the SSD of this peer {_were(damaged)} damaged"
         yield Finding("ssd", finding.status, what, finding.cause, finding.cure)
 
 
@@ -433,7 +433,7 @@ def _checkpoints(facts: Facts) -> Iterator[Finding]:
         names = _names([each.member for each in members], len(members))
         yield warning(
             "checkpoint",
-            f"Checkpoint {name} failed on {_count(len(members), 'member', 'members')}: {names}",
+            f"Checkpoint {name} failed on {counted(len(members), 'member')}: {names}",
             members[0].why or "it does not say why",
             "mend that on the member's machine and fetch again: what is there already is kept",
         )
@@ -457,7 +457,7 @@ def _places(facts: Facts) -> Iterator[Finding]:
     if ended:
         yield warning(
             "hoarding",
-            f"{_count(ended, 'connection was', 'connections were')} cut{_lately(facts)} for the memory held for them",
+            f"{counted(ended, 'connection was', 'connections were')} cut{_lately(facts)} for the memory held for them",
             "a member sends requests that it does not finish, or does not read its answers",
             "the log says which one (`held here`); restart it, or take it off the allow list and send SIGHUP",
         )
@@ -466,10 +466,6 @@ def _places(facts: Facts) -> Iterator[Finding]:
 _JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (
     *(_this_peer, _members, _copies, _floors, _kept, _ssd, _transports, _places, _checkpoints),
 )
-
-
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number:,} {one if number == 1 else several}"
 
 
 def _were(number: int) -> str:
@@ -483,4 +479,4 @@ def _names(names: Sequence[str], count: int) -> str:
 
 def _lately(facts: Facts) -> str:
     minutes = round(facts.seconds / 60)
-    return f" in the last {_count(minutes, 'minute', 'minutes')}" if minutes else " in the last minute"
+    return f" in the last {counted(minutes, 'minute')}" if minutes else " in the last minute"

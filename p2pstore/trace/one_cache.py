@@ -269,21 +269,6 @@ def _entry(
     )
 
 
-def replay_one_cache(requests: Iterable[Request], cache: BlockCache) -> HitCounts:
-    """One cache that all requests share: the hits of each, then all of its blocks are read or put, from the head on."""
-    counts = HitCounts()
-    for request in requests:
-        counts.count(request, leading_hits(request.hash_ids, cache.get))
-        before = None
-        for block in request.hash_ids:
-            if block in cache:
-                cache.read(block, request.seconds)
-            else:
-                cache.put(block, request.seconds, before)
-            before = block
-    return counts
-
-
 SEGMENTS: Final = 64
 OPEN_SEGMENTS: Final = 2
 """One for new blocks, one for those that reclaim keeps."""

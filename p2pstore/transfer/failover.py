@@ -153,6 +153,8 @@ class Attempt:
     transport: int
     hurried: bool = False
     """Whether another holder is better than a long wait for this one, or than this one while it is busy."""
+    soon: bool = False
+    """Whether that other holder was not asked yet."""
     others: tuple[RemoteCopy, ...] = ()
     """Copies to read instead when this holder is slower than those are expected to be."""
 
@@ -190,8 +192,8 @@ class PullAttempts:
             copy = self._copies.pop(0)
             offered = self._offered(copy)
             hurried = not self._second_round and bool(self._copies or self._again)
-            others = self._others()
-            self._ways = [Attempt(copy, number, hurried, others) for number in offered]
+            soon, others = hurried and bool(self._copies), self._others()
+            self._ways = [Attempt(copy, number, hurried, soon, others) for number in offered]
             if not offered:
                 self.reports.append(
                     HolderReport(copy.member, Code.UNAVAILABLE, "no transport reaches this peer", "")

@@ -17,10 +17,11 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import Final, Protocol
+from typing import Final
 
 from p2pstore.access.keyring import KeyRing, Role, key_id_of
 from p2pstore.errors import AuthenticationFailed, ProtocolError
+from p2pstore.objects import Signer, Verifier
 from p2pstore.transfer.data_messages import (
     READ_KINDS,
     READER_KINDS,
@@ -62,17 +63,6 @@ class TicketClaims(Message, frozen=True):
     """The only one that WRITE is for; empty for all, which a writer's key cannot prove."""
 
 
-class SignerLike(Protocol):
-    @property
-    def peer_id(self) -> bytes: ...
-
-    def sign(self, message: bytes) -> bytes: ...
-
-
-class VerifierLike(Protocol):
-    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class GrantedTicket:
     """A ticket with the secret that makes it usable."""
@@ -83,7 +73,7 @@ class GrantedTicket:
 
 def issue_ticket(
     *,
-    signer: SignerLike,
+    signer: Signer,
     ring: KeyRing,
     audience: bytes,
     now_unix: float,
@@ -129,7 +119,7 @@ def check_proof(
 
 
 def open_ticket(
-    ticket: Ticket, *, audience: bytes, ring: KeyRing, verifier: VerifierLike, now_unix: float
+    ticket: Ticket, *, audience: bytes, ring: KeyRing, verifier: Verifier, now_unix: float
 ) -> tuple[TicketClaims, bytes]:
     """Claims and secret of a ticket shown to `audience`. Raises `AuthenticationFailed` saying why not."""
     if len(ticket.claims) > MAX_CLAIMS_BYTES:

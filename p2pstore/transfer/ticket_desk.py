@@ -1,4 +1,4 @@
-"""Tickets at hand: made once per peer and scope, used until they are half spent."""
+"""Issues tickets: one per peer and scope, cached until half of its time is over. `read_tickets` checks them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import time
 from collections.abc import Callable
 
 from p2pstore.access.keyring import KeyRing
-from p2pstore.transfer.read_tickets import TICKET_SECONDS, GrantedTicket, Scope, SignerLike, issue_ticket
+from p2pstore.objects import Signer
+from p2pstore.transfer.read_tickets import TICKET_SECONDS, GrantedTicket, Scope, issue_ticket
 from p2pstore.transfer.transport import RemotePeer
 
 
 class TicketOffice:
-    """Issues tickets in this peer's name. A signature costs 50 us, so tickets are kept for a minute.
+    """Issues tickets in this peer's name. A signature costs 50 us, so tickets are cached for half of their 120 s.
 
     `ahead(peer_id)`: how far this machine's clock is ahead of a peer's, in seconds. A ticket says its
     audience's time, so that reads go on where a clock is wrong.
     """
 
     def __init__(
-        self, signer: SignerLike, ring: KeyRing, ahead: Callable[[bytes], float] = lambda peer_id: 0.0
+        self, signer: Signer, ring: KeyRing, ahead: Callable[[bytes], float] = lambda peer_id: 0.0
     ) -> None:
         self.ring = ring
         self._ahead = ahead

@@ -34,11 +34,11 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from p2pstore.errors import AuthenticationFailed, DeadlineExceeded, ProtocolError
-from p2pstore.objects import KIB
+from p2pstore.objects import KIB, Signer
 from p2pstore.runtime.streams import AcceptedStream, BytesLike, ByteStream, flatten_parts, stalled
 from p2pstore.transfer.data_frames import receive_some
 from p2pstore.transfer.data_messages import DataKind, Refused
-from p2pstore.transfer.read_tickets import GrantedTicket, SignerLike
+from p2pstore.transfer.read_tickets import GrantedTicket
 from p2pstore.wire import PREFACE_DATA, Code
 
 T = TypeVar("T")
@@ -317,7 +317,7 @@ _HANDSHAKE_RECORD: Final = 22
 class TlsServing:
     """Accepts TLS with certificates of one peer."""
 
-    def __init__(self, signer: SignerLike, unix_clock: Callable[[], float]) -> None:
+    def __init__(self, signer: Signer, unix_clock: Callable[[], float]) -> None:
         self._signer = signer
         self._unix_clock = unix_clock
         self._renew()
@@ -400,7 +400,7 @@ class Certificate:
 
 
 def make_certificate(
-    signer: SignerLike, now_unix: float, key: ec.EllipticCurvePrivateKey | None = None
+    signer: Signer, now_unix: float, key: ec.EllipticCurvePrivateKey | None = None
 ) -> Certificate:
     """A certificate of `signer`, good for seven days; for a fresh key, unless one is given."""
     key = key or ec.generate_private_key(ec.SECP256R1())

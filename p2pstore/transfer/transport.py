@@ -46,6 +46,8 @@ class RemotePeer:
     answer_seconds: float = field(default=math.inf, kw_only=True)
     """How long to wait for each sign of life; not longer than for any other progress. Finite where others
     have the object as well: then it may also be told to ask them (BUSY)."""
+    soon: bool = field(default=False, kw_only=True)
+    """Whether another holder is asked when this one does not begin to answer within a few times what is usual."""
     others: tuple[bytes, ...] = field(default=(), kw_only=True)
     """Peer ids of those: this one is left when it brings less than half of what the best of them is expected to."""
     keeps: Keeps = field(default=Keeps.NO, kw_only=True)
@@ -180,9 +182,11 @@ def failed_report(copy: RemoteCopy, transports: Sequence[Transport], failure: Pu
     return PullReport(None, None, tuple(attempts.reports), attempts.error())
 
 
-def hurried(copy: RemoteCopy, others: Iterable[bytes]) -> RemoteCopy:
-    """A copy whose holder gets little time, because others (by their peer ids) have the object, too."""
-    return replace(copy, answer_seconds=HURRIED_ANSWER_SECONDS, others=tuple(others))
+def hurried(copy: RemoteCopy, others: Iterable[bytes], *, soon: bool = False) -> RemoteCopy:
+    """A copy whose holder gets little time, because others (by their peer ids) have the object, too. `soon`: as for a
+    `RemotePeer`, unless an SSD is read for it."""
+    seconds, soon = HURRIED_ANSWER_SECONDS, soon and not copy.on_ssd
+    return replace(copy, answer_seconds=seconds, soon=soon, others=tuple(others))
 
 
 async def pull_with_failover(
@@ -249,7 +253,7 @@ async def _pull(
     """One attempt; a large object with the help of others, where the transport can do that."""
     copy, others = attempt.copy, tuple(each.peer_id for each in attempt.others)
     if attempt.hurried:
-        copy = hurried(copy, others)
+        copy = hurried(copy, others, soon=attempt.soon)
     elif others:
         copy = replace(copy, others=others)
     if helpers is not None and isinstance(transport, TeamTransport):

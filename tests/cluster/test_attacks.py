@@ -25,6 +25,7 @@ from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import LocationRecord, SignedRecord
 from p2pstore.home_messages import Holding, Push
 from p2pstore.local import local_messages as local
+from p2pstore.local import older_put_messages as older
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
@@ -81,10 +82,10 @@ def request(
     return client._link.request(kind, message, reply, extra_seconds=extra_seconds)
 
 
-async def reserve(client: Client, length: int, count: int = 1) -> list[local.Reservation]:
-    items = [local.ReserveItem(length, 4096)] * count
-    reply: local.Reserved = await request(
-        client, LocalKind.RESERVE, local.Reserve(items), local.Reserved
+async def reserve(client: Client, length: int, count: int = 1) -> list[older.Reservation]:
+    items = [older.ReserveItem(length, 4096)] * count
+    reply: older.ReservedRows = await request(
+        client, LocalKind.RESERVE_ROWS, older.ReserveRows(items), older.ReservedRows
     )
     return reply.items
 
@@ -123,9 +124,9 @@ async def test_a_commit_of_nonsense_leaves_no_operation(tmp_path: Path) -> None:
             [room] = await reserve(peer, 5)
             item = commit_item(room.reservation, f"k{number}", b"value")
             wrong = msgspec.structs.replace(item, **change)
-            commit = local.Commit("default", [wrong, wrong])
+            commit = older.CommitRows("default", [wrong, wrong])
             try:
-                reply = await request(peer, LocalKind.COMMIT, commit, local.Committed)
+                reply = await request(peer, LocalKind.COMMIT_ROWS, commit, older.CommittedRows)
             except (errors.P2PStoreError, ValueError):
                 pass
             else:
@@ -154,9 +155,9 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
 
         b.node.pool.request = slow_request  # type: ignore[method-assign, assignment]
 
-        async def put(client: Client, commit: local.Commit) -> None:
+        async def put(client: Client, commit: older.CommitRows) -> None:
             with suppress(errors.P2PStoreError, ValueError):
-                await request(client, LocalKind.COMMIT, commit, local.Committed)
+                await request(client, LocalKind.COMMIT_ROWS, commit, older.CommittedRows)
 
         for way in ("close", "abort"):
             gone = trio.Event()
@@ -166,7 +167,7 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
                     commit_item(room.reservation, f"k{n}", b"value") for n, room in enumerate(rooms)
                 ]
                 async with trio.open_nursery() as nursery:
-                    commit = local.Commit("default", items)
+                    commit = older.CommitRows("default", items)
                     nursery.start_soon(put, client, commit)
                     await until(lambda: b.node.core.operations_under_way > 0, 2)
                     if way == "abort":

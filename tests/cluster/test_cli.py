@@ -100,14 +100,6 @@ def test_streams(pair: tuple[Peer, Peer]) -> None:
     assert done(second.run("get", "empty", "-o", "-", "--wait", "5")).stdout == b""
 
 
-def test_a_missing_key(pair: tuple[Peer, Peer]) -> None:
-    first, _ = pair
-    out = first.machine.folder / "missing"
-    assert "nothing/here" in failed(first.run("get", "nothing/here", "-o", str(out)), 3)
-    assert not out.exists()
-    assert not list(first.machine.folder.glob(".*.part"))
-
-
 def test_no_peer(machine: Machine) -> None:
     nowhere = str(machine.folder / "nowhere.sock")
     for arguments in (["stats"], ["put", "k", "/dev/null"]):
@@ -136,13 +128,6 @@ def test_a_reader_that_stops_reading(pair: tuple[Peer, Peer]) -> None:
     assert process.wait(10) == 1
     assert process.stderr.read() == b""
     process.stderr.close()
-
-
-def test_a_destination_that_cannot_be_written(pair: tuple[Peer, Peer]) -> None:
-    first, _ = pair
-    first.client.put("somewhere", b"v")
-    path = first.machine.folder / "none" / "out"
-    assert "cannot write" in failed(first.run("get", "somewhere", "-o", str(path)), 1)
 
 
 def test_too_large_for_the_peer(pair: tuple[Peer, Peer]) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.client_environment import build, make_environment, needed
-from tests.cluster.lone_peer import peer_process
 from tests.cluster.older_version import sources_of
 from tests.commands import ran
+from tests.contract.worlds import peer_process
 
 MOST_PACKAGES = 12
 PREVIOUS_VERSION = "5df8ac77c8adaab8e8e9b9a864530574ef5af2d1"
@@ -87,8 +87,8 @@ def python(tmp_path_factory: pytest.TempPathFactory, built: list[Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with peer_process(tmp_path_factory.mktemp("p")) as (_, path):
-        yield path
+    with peer_process(tmp_path_factory.mktemp("p"), "p") as peer:
+        yield peer.socket
 
 
 def run(python: Path, *arguments: str, status: int = 0, **variables: str) -> tuple[str, str]:
@@ -126,8 +126,8 @@ def test_clients_work(python: Path, socket: str) -> None:
 def test_clients_work_with_a_peer_of_the_previous_version(python: Path, tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     sources.mkdir()
-    with peer_process(tmp_path, sources_of(PREVIOUS_VERSION, sources)) as (_, path):
-        run(python, "-c", PROGRAM, path)
+    with peer_process(tmp_path, "p", sources=sources_of(PREVIOUS_VERSION, sources)) as peer:
+        run(python, "-c", PROGRAM, peer.socket)
 
 
 def test_mooncakes_api_works(python: Path, socket: str) -> None:

@@ -12,9 +12,11 @@ from p2pstore import blocking
 from p2pstore.errors import Unavailable
 from p2pstore.objects import MIB
 from p2pstore.results import ItemResult
+from p2pstore.transfer import transport as transports
 from tests.cluster.machines import Machine, Peer
 from tests.waiting import eventually
 
+HURRIED_SECONDS = 60.0
 SPARE_SECONDS = 2.0
 """For a busy machine; a second wait for the same holder would take longer."""
 
@@ -74,11 +76,16 @@ def test_the_only_holder_hangs(machine: Machine, transport: str, why: str) -> No
         assert not any(each.ok for each in results)
 
 
-def test_another_holder_is_asked_soon(machine: Machine) -> None:
-    reader, first, second = cluster(machine, "reader", "first", "second")
-    keys = [f"k{number}" for number in range(16)]  # each read begins at one of the two, by chance
+@pytest.mark.parametrize("length", [5, 300_000, 5_000_000])
+def test_another_holder_is_asked_soon(
+    machine: Machine, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When none begins to answer within a few times what is usual, long before the wait for an answer would end."""
+    monkeypatch.setattr(transports, "HURRIED_ANSWER_SECONDS", HURRIED_SECONDS)
+    reader, first, second = cluster(machine, "reader", "first", "second", transport="tcp")
+    keys = [f"k{number}" for number in range(8)]  # each read begins at one of the two, by chance
     for key in keys:
-        first.client.put(key, b"value")
+        first.client.put(key, bytes(length))
         second.client.take_lease(key, wait=5, here=True)  # brings a copy there
 
     def on_both() -> bool:
@@ -86,5 +93,42 @@ def test_another_holder_is_asked_soon(machine: Machine) -> None:
         return all(each == {"first", "second"} for each in places)
 
     eventually(on_both)
-    with blocking.connect(reader.ready["socket"], timeout=20) as client, stopped(first):
-        assert seconds_of(lambda: [client.get(key) for key in keys]) < 1.5 + SPARE_SECONDS
+    clients = [blocking.connect(reader.ready["socket"], timeout=2 * HURRIED_SECONDS) for _ in range(2)]
+    with clients[0] as one_by_one, clients[1] as together:
+        rooms = [bytearray(b"\xee" * length) for _ in 2 * keys]
+        for client in clients:
+            assert [client.get(key) for key in keys] == [bytes(length)] * len(keys)
+
+        def read() -> None:
+            for key, room in zip(keys, rooms, strict=False):
+                one_by_one.get_into(key, room)
+            items = list(zip(keys, rooms[len(keys) :], strict=True))
+            assert all(each.ok for each in together.get_many_into(items))
+
+        with stopped(first):
+            assert seconds_of(read) < HURRIED_SECONDS
+            assert rooms == [bytes(length)] * len(rooms)
+            for room in rooms:
+                room[:] = b"\xee" * length
+        # Now it answers what it was asked, to nobody.
+        eventually(lambda: first.client.get(keys[0]) and reader.alive() == 3)
+        assert rooms == [b"\xee" * length] * len(rooms)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_hung_holder_delays_no_others_keys(machine: Machine, mixed: bool) -> None:
+    reader, hung, good = cluster(machine, "reader", "hung", "good", transport="tcp")
+    keys = [f"{name}{number}" for name in ("hung", "good") for number in range(40)]
+    for holder in (hung, good):
+        holder.client.put_many([(key, key.encode()) for key in keys if key[:4] == holder.name])
+    eventually(lambda: all(reader.client.contains_many(keys)))
+    if mixed:
+        keys.sort(key=lambda key: int(key[4:]))
+    with blocking.connect(reader.ready["socket"], timeout=60) as client, ThreadPoolExecutor(1) as thread:
+        assert all(each.ok for each in client.get_many(keys))  # from here on it knows the way
+        items = [(key, bytearray(len(key))) for key in keys]
+        with stopped(hung):
+            reading = thread.submit(client.get_many_into, items)
+            eventually(lambda: all(buffer == key.encode() for key, buffer in items if key < "h"))
+            assert not reading.done()
+        assert all(each.ok for each in reading.result())

@@ -15,7 +15,7 @@ from p2pstore import blocking, errors
 from p2pstore.blocking import BlockingClient
 from p2pstore.local.socket_paths import answers
 from p2pstore.runtime.linux import is_ready, read_line
-from tests.cluster.lone_peer import peer_process
+from tests.contract.worlds import peer_process
 
 
 def limit(process: subprocess.Popen[bytes], spare: int) -> None:
@@ -25,31 +25,29 @@ def limit(process: subprocess.Popen[bytes], spare: int) -> None:
 
 
 def test_a_peer_without_descriptors_says_so_and_recovers(tmp_path: Path) -> None:
-    folder = tmp_path
-    with peer_process(folder) as (process, path), contextlib.ExitStack() as stack:
-        limit(process, 3)
+    with peer_process(tmp_path, "p") as peer, contextlib.ExitStack() as stack:
+        limit(peer.process, 3)
         clients: list[BlockingClient] = []
         with pytest.raises(errors.P2PStoreError, match="descriptors"):
             while True:
-                clients.append(stack.enter_context(blocking.connect(path, timeout=10)))
+                clients.append(stack.enter_context(blocking.connect(peer.socket, timeout=10)))
         for _ in range(20):
             with pytest.raises(errors.P2PStoreError, match=r"descriptors.*ulimit -n") as told:
-                blocking.connect(path, timeout=10)
+                blocking.connect(peer.socket, timeout=10)
             assert not isinstance(told.value, errors.DeadlineExceeded)
             assert "hangs" not in str(told.value)
-        log = (folder / "log").read_text()
+        log = (tmp_path / "p.log").read_text()
         assert log.count("local clients cannot connect now: this process has all of the") <= 1
         assert log.count("\n") < 20, log
         for client in clients:
             client.put("k", b"value", overwrite=True)
-        limit(process, 100)
-        with blocking.connect(path, timeout=10) as client:
+        limit(peer.process, 100)
+        with blocking.connect(peer.socket, timeout=10) as client:
             assert client.get("k") == b"value"
 
 
 def test_a_client_without_descriptors_is_told_that_it_has_none(tmp_path: Path) -> None:
-    folder = tmp_path
-    with peer_process(folder) as (_, path):
+    with peer_process(tmp_path, "p") as peer:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         used = max(map(int, os.listdir("/proc/self/fd"))) + 1
         held: list[socket.socket] = []
@@ -59,14 +57,14 @@ def test_a_client_without_descriptors_is_told_that_it_has_none(tmp_path: Path) -
                 while True:
                     held.append(socket.socket())
             with pytest.raises(errors.NoLocalPeer, match=r"this process.*ulimit -n"):
-                blocking.connect(path, timeout=5)
+                blocking.connect(peer.socket, timeout=5)
             with pytest.raises(errors.NoLocalPeer, match=r"this process.*ulimit -n"):
-                answers(path)
+                answers(peer.socket)
         finally:
             for each in held:
                 each.close()
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        with blocking.connect(path, timeout=5) as client:
+        with blocking.connect(peer.socket, timeout=5) as client:
             client.put("k", b"x")
 
 

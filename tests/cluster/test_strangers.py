@@ -21,7 +21,7 @@ import trio
 from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing, key_id_of
 from p2pstore.addresses import split_address
-from p2pstore.client.blocking_client import BlockingClient
+from p2pstore.blocking import BlockingClient
 from p2pstore.gossip.gossip_messages import (
     MAX_CLAIMS,
     MAX_LOG_CHUNKS,
@@ -601,7 +601,7 @@ def too_long() -> Iterator[tuple[str, str, int, Message]]:
     yield "data", "digests", DataKind.LOOKUP, peer_messages.Lookup(digest * 4097)
     many = [b""] * (peer_messages.MAX_PUSHED_RECORDS + 1)
     yield "data", "records", DataKind.CLUSTER_RECORDS, peer_messages.ClusterRecords(many, many)
-    yield ("local", "reservations", LocalKind.RESERVE, local.Reserve([local.ReserveItem(1, 1)] * 16_385))
+    yield ("local", "reservations", LocalKind.RESERVE, local.Reserve([(1, 1, 1)] * 16_385))
     yield "local", "digests", LocalKind.CONTAINS, local.Contains(digest * 16_385)
     yield "local", "leases", LocalKind.LEASE, local.Lease(digest * 16_385)
     yield "local", "plans", LocalKind.PLAN, local.Plan(digest * 16_385)

@@ -24,12 +24,13 @@ from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.listener import serve_local
 from p2pstore.local.local_protocol import LocalClient, LocalKind
+from p2pstore.local.put_columns import columns_of, sizes_of
 from p2pstore.memory.entries import Written
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, create_page
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin, TrailerBody, plan_geometry
-from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
+from p2pstore.objects import DIGEST_BYTES, MIB, Version, batch_key_hasher, key_digest
 from p2pstore.put_facts import KeyEntry, PutFacts, PutStatus
 from p2pstore.runtime import linux
 from p2pstore.wire import Code, Empty, Message, code_of
@@ -124,20 +125,20 @@ class SmallBackend:
         return answer
 
     def _reserve(self, client: LocalClient, message: local.Reserve) -> Message:
-        return local.Reserved([self._reserve_one(client, item) for item in message.items])
+        return local.Reserved([self._reserve_one(client, *size) for size in sizes_of(message.rooms)])
 
-    def _reserve_one(self, client: LocalClient, item: local.ReserveItem) -> local.Reservation:
+    def _reserve_one(self, client: LocalClient, length: int, trailer_length: int) -> local.Span:
         try:
-            made = self.segment.reserve(
-                item.length, item.trailer_length, holder=client.holder, now=time.time()
-            )
+            made = self.segment.reserve(length, trailer_length, holder=client.holder, now=time.time())
         except P2PStoreError as error:
-            return local.Reservation(0, 0, 0, 0, _item_error(error))
-        return local.Reservation(made.number, 0, made.offset, made.length)
+            return local.Span(1, error=_item_error(error))
+        return local.Span(1, made.number, made.length, made.offset.to_bytes(8, "little"))
 
     def _commit(self, client: LocalClient, message: local.Commit) -> Message:
-        outcomes = [self._commit_one(client, message.namespace, item) for item in message.items]
-        again = [self._reserve_one(client, item) for item in message.again]
+        columns = columns_of(message, batch_key_hasher(message.namespace))
+        items = [columns.facts(row) for row in range(len(columns.keys))]
+        outcomes = [(1, self._commit_one(client, message.namespace, item)) for item in items]
+        again = [self._reserve_one(client, *size) for size in sizes_of(message.again)]
         return local.Committed(outcomes, again)
 
     def _commit_one(self, client: LocalClient, namespace: str, item: PutFacts) -> local.PutOutcome:

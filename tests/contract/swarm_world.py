@@ -19,7 +19,7 @@ from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import SignedManifest, read_manifest, sign_manifest, version_of
 from p2pstore.checkpoint.content.sources import SourceDirectory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
-from p2pstore.checkpoint.peer.running import RunningSwarms
+from p2pstore.checkpoint.peer.running import Part, RunningSwarms
 from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.checkpoint.swarm.selection import SwarmConfig
@@ -140,7 +140,7 @@ class MemberHere:
     ) -> SwarmRun:
         """Take part in a swarm, until the world ends or `leave`."""
         self.run = SwarmRun(self, signed, store, Random(self.number), publishes=publishes, config=config)
-        self.swarms.add(self.run)
+        self.swarms.parts[self.run.version] = Part(self.run, trio.CancelScope(), lambda *_: None, b"")
         self.world.nursery.start_soon(self._take_part, self.run)
         self.world.changed()
         return self.run
@@ -150,7 +150,7 @@ class MemberHere:
             with trio.CancelScope() as self.taking_part:
                 await run.run()
         finally:
-            self.swarms.remove(run)
+            del self.swarms.parts[run.version]
 
     @property
     def sent_bytes(self) -> int:
@@ -209,8 +209,8 @@ class World:
     def changed(self) -> None:
         """Gossip: all members hear of all participants."""
         for member in self.living.values():
-            for run in member.swarms.all():
-                run.look_around()
+            for part in list(member.swarms.parts.values()):
+                part.run.look_around()
 
 
 @asynccontextmanager

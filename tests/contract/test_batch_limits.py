@@ -16,7 +16,7 @@ import trio
 import p2pstore
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
-from p2pstore.client.puts import WINDOW_BYTES, WINDOW_ITEMS
+from p2pstore.client.puts import FIRST_ITEMS, WINDOW_BYTES, WINDOW_ITEMS
 from p2pstore.errors import AnswerTooLarge, CapacityExceeded, NoSuchKey, StoreClosed
 from p2pstore.integrations.mooncake import replicas as removing
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
@@ -30,7 +30,7 @@ from p2pstore.local.local_requests import (
     Cuts,
     text_bytes,
 )
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutOptions
 from p2pstore.wire import LOCAL_LIMITS, encode_body
 from simulation.segment_checks import check_segment
 from tests.contract.small_peer import SmallPeer, small_peer
@@ -113,12 +113,13 @@ def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
 
 DIGEST = b"d" * 16
 BIG = (1 << 64) - 1
+OPTIONS = [PutOptions(BIG, BIG, BIG, True, True, "float32", (BIG, BIG))]
 LARGEST: dict[LocalKind, tuple[int, Any]] = {
-    LocalKind.RESERVE: (0, lambda n: local.Reserve([local.ReserveItem(BIG, BIG)] * n, "n" * 255)),
+    LocalKind.RESERVE: (0, lambda n: local.Reserve([(BIG, BIG, BIG)] * n, "n" * 255)),
     LocalKind.COMMIT: (
         0,
         lambda n: local.Commit(
-            "n" * 255, [PutFacts(BIG, "k" * 1024, BIG, bytes(512), BIG, follows=DIGEST)] * n
+            "n" * 255, ["k" * 1024] * n, [(BIG, BIG)] * n, [BIG] * n, bytes(512 * n), OPTIONS * n, DIGEST
         ),
     ),
     LocalKind.ABORT: (0, lambda n: local.Abort([BIG] * n)),
@@ -197,9 +198,7 @@ def reserved_now(peer: SmallPeer) -> int:
     return segment.used_bytes - sum(entry.extent_bytes for entry in segment.entries())
 
 
-@pytest.mark.parametrize(
-    "count", [1, 2, WINDOW_ITEMS, WINDOW_ITEMS + 1, 3 * WINDOW_ITEMS, 5 * WINDOW_ITEMS + 7]
-)
+@pytest.mark.parametrize("count", [1, 2, FIRST_ITEMS, FIRST_ITEMS + 1, FIRST_ITEMS + WINDOW_ITEMS + 7])
 def test_every_value_is_stored_under_its_key(peer: SmallPeer, count: int) -> None:
     items = values(count)
     with blocking.connect(str(peer.path)) as client:
@@ -215,7 +214,7 @@ def test_every_value_is_stored_under_its_key(peer: SmallPeer, count: int) -> Non
 
 def test_a_window_is_reserved_with_the_commit_of_an_earlier_one(peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:
-        client.put_many([(f"k{number}", b"v") for number in range(6 * WINDOW_ITEMS)])
+        client.put_many([(f"k{number}", b"v") for number in range(FIRST_ITEMS + 5 * WINDOW_ITEMS)])
     requests = [each for each in peer.backend.requests if each in (LocalKind.RESERVE, LocalKind.COMMIT)]
     assert requests == [LocalKind.RESERVE] + [LocalKind.COMMIT] * 6
 
@@ -240,7 +239,7 @@ def test_a_batch_larger_than_the_memory_keeps_what_came_last(tmp_path: Path) -> 
 async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: SmallPeer) -> None:
     async with p2pstore.connect(str(peer.path)) as client:
         for turns in range(40):
-            items = values(3 * WINDOW_ITEMS, f"{turns}-")
+            items = values(FIRST_ITEMS + WINDOW_ITEMS, f"{turns}-")
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(client.put_many, items)
                 for _ in range(turns):
@@ -274,7 +273,7 @@ def put(name, struck, told):
                 os.kill(os.getpid(), signal.SIGKILL)
     with blocking.connect(sys.argv[1]) as client:
         sys.setprofile(step)
-        client.put_many([(f"{name}-{number}", b"v" * 5000) for number in range(150)])
+        client.put_many([(f"{name}-{number}", b"v" * 5000) for number in range(400)])
         sys.setprofile(None)
     os.write(told, json.dumps(steps).encode())
 
@@ -316,4 +315,4 @@ def test_a_peer_that_goes_in_the_middle_is_said(peer: SmallPeer) -> None:
         client.put_many(values(3))
         peer.stop()
         with pytest.raises(StoreClosed):
-            client.put_many(values(4 * WINDOW_ITEMS, "late"))
+            client.put_many(values(FIRST_ITEMS + WINDOW_ITEMS, "late"))

@@ -89,7 +89,7 @@ def test_what_was_given_up_takes_and_writes_nothing_when_the_peer_goes_on(tmp_pa
         other.put("late", b"another")
         eventually(lambda: client.contains("late"))
         eventually(lambda: not client._session._link.connection.awaits_late_replies)
-        # Nothing came late, neither into these nor as a reservation or lease that nobody has.
+        # Nothing came late, neither into these nor as a reservation or lease without an owner.
         assert room == b"value" + b"\xee" * 11
         assert [bytes(each) for each in buffers] == [b"\xee" * 16, bytes(room), b"\xee" * 16]
         assert not client.contains("new")

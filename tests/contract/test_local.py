@@ -24,7 +24,7 @@ import pytest
 import trio
 
 import p2pstore
-from p2pstore import aio, blocking
+from p2pstore import aio, blocking, wire
 from p2pstore.client import answers, leasing
 from p2pstore.client import leases as leases_module
 from p2pstore.client.leases import LeaseBook
@@ -566,13 +566,12 @@ async def test_the_peer_stops_under_a_client(kind: str, tmp_path: Path) -> None:
 
 CLIENT_THAT_DIES = """
 import os, sys, time
-from p2pstore import aio, blocking
-from p2pstore.local.local_messages import ReserveItem
+from p2pstore import aio, blocking, wire
 from p2pstore.runtime.blocking_streams import run_blocking
 client = blocking.connect(sys.argv[1])
 client.put("k", b"x" * 5000)
 view = client.take_lease("k")
-run_blocking(client._session._live.writer.reserve([ReserveItem(3_000_000, 1000)] * 2))
+run_blocking(client._session._live.writer.reserve([(3_000_000, 1000, 2)], 2))
 for number in range(4):
     client.put(f"s{number}", b"y" * 5000)
 child = os.fork() if sys.argv[2] == "fork" else 0
@@ -810,8 +809,8 @@ def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
     ) as connection:
         assert connection.segments[0].readonly
         requests: dict[LocalKind, Message] = {
-            LocalKind.RESERVE: local.Reserve([local.ReserveItem(1, 100)]),
-            LocalKind.COMMIT: local.Commit("n", []),
+            LocalKind.RESERVE: local.Reserve([(1, 100, 1)]),
+            LocalKind.COMMIT: local.Commit("n", [], [], [], b"", []),
             LocalKind.ABORT: local.Abort([1]),
             LocalKind.PLACE: local.Place(bytes(16), 1),
             LocalKind.STORED: local.StoredElsewhere(b"p", 1, 1, b""),
@@ -1069,3 +1068,33 @@ async def test_large_values_by_several_threads(
         assert await client.get_into("k", into, progress=note) == len(value)
         assert np.array_equal(into, value)
         assert await client.get("k") == value.tobytes()
+
+
+# --- the version before ------------------------------------------------------------------------
+
+
+def test_clients_and_peers_of_version_1_put_in_rows(
+    peer: SmallPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the two is older: neither can tell which."""
+    monkeypatch.setattr("p2pstore.wire.MAX_PROTOCOL_VERSION", 1)
+    frames: list[int] = []
+    decode_header = wire.decode_header
+
+    def noted(*arguments: Any) -> wire.FrameHeader:
+        header = decode_header(*arguments)
+        frames.append(header.kind)
+        return header
+
+    monkeypatch.setattr(wire, "decode_header", noted)
+    with blocking.connect(str(peer.path)) as client:
+        for number in range(4):
+            assert client.put(f"k{number}", b"one by one").status == "created"
+        items = [(f"many {number}", bytes([number % 256]) * (number % 5)) for number in range(300)]
+        assert all(each.unwrap().status == "created" for each in client.put_many(items))
+        assert all(each.unwrap().status == "unchanged" for each in client.put_many(items))
+        assert [each.unwrap() for each in client.get_many([key for key, _ in items])] == [
+            value for _, value in items
+        ]
+    assert {LocalKind.RESERVE_ROWS, LocalKind.COMMIT_ROWS} <= set(frames)
+    assert not {LocalKind.RESERVE, LocalKind.COMMIT} & set(frames)

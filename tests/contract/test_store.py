@@ -24,11 +24,10 @@ import pytest
 
 import p2pstore
 from p2pstore import aio, blocking, errors
-from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
+from p2pstore.aio import AioClient
+from p2pstore.blocking import BlockingClient
+from p2pstore.checkpoint.client.checkpoint_calls import BlockingCheckpoints, Checkpoints
 from p2pstore.client import writing
-from p2pstore.client.aio_client import AioClient
-from p2pstore.client.blocking_checkpoints import BlockingCheckpoints
-from p2pstore.client.blocking_client import BlockingClient
 from p2pstore.client.fetcher import Fetcher
 from p2pstore.client.object_store import ObjectStore
 from p2pstore.client.trio_client import Client

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from p2pstore import errors
-from p2pstore.client.blocking_client import BlockingTransfers
+from p2pstore.blocking import BlockingTransfers
 from p2pstore.client.transfers import MAX_TRANSFERS, TransferBatch
 from p2pstore.errors import NoSuchKey, TransferCancelled
 from p2pstore.objects import MIB

@@ -8,6 +8,7 @@ calls `store.put(...)` and the like as if they were plain, whatever the world.
 import asyncio
 import contextlib
 import json
+import os
 import select
 import subprocess
 import sys
@@ -270,16 +271,25 @@ class PeerProcess:
 
 
 @contextlib.contextmanager
-def peer_process(folder: Path, name: str, *options: str) -> Iterator[PeerProcess]:
-    """A peer in a process of its own for the length of the block."""
+def peer_process(
+    folder: Path, name: str, *options: str, sources: Path | None = None
+) -> Iterator[PeerProcess]:
+    """A peer in a process of its own for the length of the block. `sources`: of another version."""
     command = [sys.executable, "-m", "mooncake_p2p", "join", "--name", name]
     command += ["--socket", str(folder / f"{name}.sock"), "--state-dir", str(folder / name)]
     command += ["--listen", "127.0.0.1:0", "--data-listen", "127.0.0.1:0", "--memory", "64MiB"]
     log_path = folder / f"{name}.log"
+    paths = {} if sources is None else {"PYTHONPATH": f"{sources}:{sources / 'cli'}"}
     with ExitStack() as stack:
         log = stack.enter_context(log_path.open("wb"))
         process = stack.enter_context(
-            subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=log)
+            subprocess.Popen(
+                [*command, *options],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=folder,
+                env={**os.environ, **paths},
+            )
         )
         stack.callback(process.kill)
         assert process.stdout is not None

@@ -502,9 +502,9 @@ async def local_requests(victim: Victim, rng: Random, sent: Sent) -> None:
         await _next(stream, buffer)
         hints = _local_hints(victim, rng)
         if access == local_protocol.Access.WRITE:
-            items = [local.ReserveItem(rng.choice((0, 5, 5000)), 4096) for _ in range(3)]
-            reserved = await _ask(stream, buffer, LocalKind.RESERVE, local.Reserve(items))
-            numbers = [each.reservation for each in decode_body(local.Reserved, reserved).items]
+            rooms = [(rng.choice((0, 5, 5000)), 4096, 1) for _ in range(3)]
+            reserved = await _ask(stream, buffer, LocalKind.RESERVE, local.Reserve(rooms))
+            numbers = [each.first for each in decode_body(local.Reserved, reserved).spans]
             hints["reservation"] = lambda: rng.choice(numbers)
             hints["reservations"] = numbers[:1]
         digests = key_digest("k0") + key_digest("k2")

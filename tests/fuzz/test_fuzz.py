@@ -9,6 +9,7 @@ import trio
 
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
+from p2pstore.local import older_put_messages as older
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.peer import open_peer
 from p2pstore.runtime.trio_streams import TrioDriver
@@ -102,7 +103,7 @@ def test_the_same_seed_gives_the_same_mutations() -> None:
 def test_most_mutations_keep_a_frame_whole() -> None:
     """A frame that does not decode ends its session, and the rest of the session is never looked at."""
     mutator, whole = Mutator(Random(1)), 0
-    frame = encode_frame(17, 1, local.Commit("default", [], 5, []))
+    frame = encode_frame(17, 1, older.CommitRows("default", [], 5, []))
     for _ in range(500):
         changed = mutator.frame(frame)
         if len(changed) >= HEADER.size and HEADER.unpack_from(changed)[3] == len(changed) - 16:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.checkpoint.content.content_paths import bookkeeping_in, nearest, unmatched
+from p2pstore.checkpoint.content.manifest import bookkeeping_in, nearest, unmatched
 from p2pstore.checkpoint.content.sources import SourceDirectory, inspect
 from p2pstore.errors import CheckpointRefused
 from tests.unit.test_checkpoint_hashing import write

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from p2pstore.checkpoint.content.content_paths import check_path, check_paths
 from p2pstore.checkpoint.content.manifest import (
     HASH_BYTES,
     MANIFEST_FORMAT,
@@ -15,6 +14,8 @@ from p2pstore.checkpoint.content.manifest import (
     FileEntry,
     Manifest,
     SignedManifest,
+    check_path,
+    check_paths,
     format_version,
     hash_of,
     make_manifest,

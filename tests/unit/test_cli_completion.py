@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mooncake_p2p import completion
-from mooncake_p2p.completion import candidates
+from mooncake_p2p.commands import completion
+from mooncake_p2p.commands.completion import candidates
 from mooncake_p2p.main import COMMANDS, LazyCommands, run
 from p2pstore import blocking
 from p2pstore.results import KeyPage, ListedKey
@@ -241,7 +241,7 @@ def test_the_script_of_an_earlier_version_gets_nothing_that_it_could_run(
 
 def test_without_a_peer_nothing_heavy_is_loaded(tmp_path: Path) -> None:
     script = (
-        "import sys; from mooncake_p2p.completion import candidates;"
+        "import sys; from mooncake_p2p.commands.completion import candidates;"
         "candidates(['get'], ''); candidates(['checkpoint', 'fetch'], '');"
         "assert not {'numpy', 'trio', 'rich', 'p2pstore.peer', 'pydantic'} & set(sys.modules)"
     )

@@ -153,7 +153,7 @@ def without_optional(value: Any) -> Any:
         required = len(value.__struct_fields__) - len(value.__struct_defaults__)
         fields = value.__struct_fields__[:required]
         return type(value)(*[without_optional(getattr(value, name)) for name in fields])
-    return [without_optional(each) for each in value] if isinstance(value, list) else value
+    return type(value)(map(without_optional, value)) if isinstance(value, list | tuple) else value
 
 
 # --- messages and records ----------------------------------------------------------------------
@@ -546,11 +546,11 @@ def test_a_version_that_was_not_offered_is_refused(tmp_path: Path) -> None:
         opener.receive_reply(reply)
     with small_peer(tmp_path / "s") as peer:
         welcome = peer.backend.welcome
-        peer.backend.welcome = lambda client, version: welcome(client, 2)  # type: ignore[method-assign]
+        peer.backend.welcome = lambda client, version: welcome(client, 3)  # type: ignore[method-assign]
         opening = LocalConnection.open(
             BlockingDriver(), str(tmp_path / "s"), Opening("default", local_protocol.Access.READ)
         )
-        with pytest.raises(ProtocolMismatch, match="the other side 2 to 2"):
+        with pytest.raises(ProtocolMismatch, match="the other side 3 to 3"):
             run_blocking(opening)
 
 

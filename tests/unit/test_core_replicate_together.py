@@ -21,6 +21,7 @@ from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Replicate, Replicated, ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
+from simulation.put_columns import columns_of_facts
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, digest_of
 
@@ -41,7 +42,8 @@ def put(
 ) -> list[PutAmongMany]:
     """Publish new values together."""
     items = [world.facts(key, bytes(size), replicas=replicas, **options) for key in keys]
-    ends = publish_new(world.core, items, holder=HOLDER, namespace=NAMESPACE, now=world.now)
+    columns = columns_of_facts(items, NAMESPACE)
+    ends = publish_new(world.core, columns, holder=HOLDER, namespace=NAMESPACE, now=world.now)
     assert all(isinstance(end, PutAmongMany) for end in ends)
     return [end for end in ends if isinstance(end, PutAmongMany)]
 

@@ -1,5 +1,7 @@
 """Messages of data connections: round trips, and nonsense that must end as `ProtocolError`; data addresses."""
 
+from __future__ import annotations
+
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from p2pstore.addresses import split_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.home_messages import Holding
+from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.transfer.data_messages import (
+    MAX_SMALL_BULK_BYTES,
     READ_KINDS,
     REPLIES,
     REQUESTS,
@@ -23,6 +27,7 @@ from p2pstore.transfer.data_messages import (
     split_data_address,
 )
 from p2pstore.transfer.peer_messages import KeyInfo
+from p2pstore.transfer.reading.small_reads import MOST_ITEMS, in_parts, part_items, part_slices
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
     ERROR,
@@ -212,3 +217,23 @@ def test_any_text_is_an_address_or_a_clear_error(text: str) -> None:
         except ConfigError as error:
             complaint = str(error)
         assert complaint.startswith("data address: ") if found is None else found.host
+
+
+ROOM = memoryview(bytearray(CHUNK_BYTES))
+SIZES = st.one_of(st.integers(1, CHUNK_BYTES), st.sampled_from((1, 4 * KIB, 64 * KIB, CHUNK_BYTES)))
+
+
+@given(st.lists(SIZES, max_size=700))
+def test_parts_are_all_of_them_in_order_and_fit_into_an_answer(sizes: list[int]) -> None:
+    views = [ROOM[:size] for size in sizes]
+    most_bytes = max(sizes, default=CHUNK_BYTES)
+    parts = part_slices(views, most_bytes, part_items(len(views)))
+    assert [number for some in parts for number in range(len(sizes))[some]] == [*range(len(sizes))]
+    for some in parts:
+        assert 0 < len(views[some]) <= MOST_ITEMS
+        assert sum(sizes[some]) <= MAX_SMALL_BULK_BYTES
+    digests = [number.to_bytes(16) for number in range(len(sizes))]
+    asked = [part for step in in_parts(digests, views, most_bytes)() for part in step]
+    assert [digest for part in asked for digest in part.digests] == digests
+    assert [len(view) for part in asked for view in part.views] == sizes
+    assert {part.most_bytes for part in asked} <= {most_bytes}

@@ -1,5 +1,7 @@
 """The order of eviction of each policy."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import accumulate
 from random import Random
@@ -7,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entries import EntryList, ObjectEntry, unlink
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.policies import PolicyName, make_policy
 from p2pstore.memory.policies.interface import LEAST_GHOSTS, MOST_FORGOTTEN, Ghosts
@@ -332,3 +334,34 @@ def test_popular_objects_stay(bursts: bool) -> None:
                 cache.put(block, now)
     assert hits["prefix"] > hits["lru"]
     assert hits["prefix"] > 0.95 * hits["s3-fifo"]
+
+
+def test_it_holds_the_order_and_the_bytes_that_a_list_would() -> None:
+    rng = Random(1)
+    entries = [entry(number, bytes_=1 + number % 7) for number in range(40)]
+    linked, model = EntryList(), list[int]()
+    for _ in range(5000):
+        number = rng.randrange(len(entries))
+        if number in model:
+            model.remove(number)
+            unlink(entries[number])
+            assert entries[number].within is None
+        elif model and rng.random() < 0.5:
+            place = rng.randrange(len(model))
+            linked.insert_before(entries[number], entries[model[place]])
+            model.insert(place, number)
+        else:
+            linked.append(entries[number])
+            model.append(number)
+        assert [each.slot for each in linked] == model
+        assert linked.bytes == sum(entries[each].extent_bytes for each in model)
+        assert all(entries[each].within is linked for each in model)
+
+
+def test_an_entry_among_others_is_told_by_itself() -> None:
+    linked = EntryList()
+    entries = [entry(number) for number in range(3)]
+    for each in entries:
+        linked.append(each)
+    assert "slot=1" in repr(entries[1])
+    assert "slot=2" not in repr(entries[1])

@@ -1,5 +1,7 @@
 """Which holder is tried next, and what the caller hears at the end."""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -116,6 +118,16 @@ def test_holders_are_hurried_while_others_are_left() -> None:
     assert (last.copy.member, last.hurried) == (2, False)
     attempts.failed(PullFailed(Code.DEADLINE_EXCEEDED, "hangs"))
     assert [(each.member, each.hurried) for each in attempts.reports] == [(1, True), (2, False)]
+
+
+def test_a_holder_is_to_begin_soon_while_another_was_not_asked_yet() -> None:
+    attempts, course = PullAttempts([copy(1), copy(2)], [TCP]), []
+    while attempt := attempts.next():
+        course.append((attempt.copy.member, attempt.soon, attempt.hurried))
+        attempts.failed(
+            TooSlow("silent") if attempt.soon else PullFailed(Code.DEADLINE_EXCEEDED, "hangs")
+        )
+    assert course == [(1, True, True), (2, False, True), (1, False, False)]
 
 
 def test_busy_holders_are_asked_once_more_when_no_other_delivered() -> None:
@@ -311,3 +323,16 @@ def test_a_helper_with_another_version_is_asked_when_the_rest_failed() -> None:
     again = present(attempts.next())
     assert again.copy is helper
     assert [each.member for each in attempts.reports] == [1]
+
+
+def copy_of(member: int) -> RemoteCopy:
+    return RemoteCopy(b"peer", ("10.0.0.1:1",), member=member, same_host=True)
+
+
+def test_the_next_transport_to_a_holder_is_a_fallback_and_the_next_holder_is_not() -> None:
+    attempts = PullAttempts([copy_of(1), copy_of(2)], [TCP, SHM])
+    for code, retriable in ((Code.UNAVAILABLE, True), (Code.UNAVAILABLE, True), (Code.STALE, False)):
+        assert attempts.next() is not None
+        attempts.failed(PullFailed(code, "refused", retriable=retriable))
+    assert [(each.member, each.transport) for each in attempts.fallbacks] == [(1, "shm")]
+    assert [(each.member, each.transport) for each in attempts.reports] == [(1, "tcp"), (2, "shm")]

@@ -1,4 +1,4 @@
-"""Expected times of fetches: what is learnt from reads, and which holder is expected to send what."""
+"""Expected times of fetches: lessons of reads, and the share of each holder."""
 
 import math
 from random import Random

@@ -1,5 +1,7 @@
 """Progress as a rate: the rate that is fast enough, and the rate expected of another holder."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,11 +10,13 @@ from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import GIB, KIB, MIB
 from p2pstore.runtime.flow import (
     ASSUMED_RATE,
+    LEAST_SOON_SECONDS,
     LOWEST_RATE,
     MAX_HOLDERS,
     MOST_LEAST_RATE,
     PATIENCE,
     REMEMBERED_SECONDS,
+    TIMES_USUAL,
     Flow,
     HolderRates,
     Outrun,
@@ -178,3 +182,25 @@ def test_holders_that_are_remembered_are_few() -> None:
 def test_a_reader_is_outrun_by_one_that_is_twice_as_fast() -> None:
     assert is_outrun(2.1, 1.0)
     assert not is_outrun(1.9, 1.0)
+
+
+def test_a_holder_is_to_begin_within_a_few_times_what_is_usual() -> None:
+    rates, flow = HolderRates(), Flow()
+    assert rates.begin_seconds(ONE) == math.inf
+    for seconds in (0.001, 0.5, 0.0):
+        flow.answer_seconds = seconds
+        rates.answered(ONE, flow)
+        assert rates.begin_seconds(ONE) == max(LEAST_SOON_SECONDS, TIMES_USUAL * (seconds or 0.5))
+    flow.answer_seconds = 0.001
+    for _ in range(100):
+        rates.answered(ONE, flow)
+    assert rates.begin_seconds(ONE) == LEAST_SOON_SECONDS
+    for number in range(2 * MAX_HOLDERS):
+        rates.answered(number.to_bytes(4), flow)
+    assert len(rates._answers) == MAX_HOLDERS
+    flow.begin(1.5)
+    flow.moved(1, 0.1)
+    flow.answered()
+    flow.moved(1, 0.1)
+    flow.answered()
+    assert flow.answer_seconds == 0.1

@@ -6,13 +6,15 @@ import pytest
 from p2pstore.checkpoint import checkpoint_messages as checkpoints
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
+from p2pstore.local import older_put_messages as older
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutFacts, PutOptions
 from p2pstore.wire import ONE_WAY, PREFACE_LOCAL, REPLY, Message, decode_body, encode_frame
 
 DIGEST = bytes(range(16))
 HOLDER = local.Holder(*(1, b"\x01\x02", "n", ["h:1"], "/s", True, 2, 3, 4, 5, 0, b"c", b"s", b"k", 0, 6))
 ITEM = PutFacts(7, "k", 3, b"\x01" * 8, 9, 2, 1, 60_000, True, False, "float32", (3,), DIGEST)
+OPTIONS = PutOptions(2, 1, 60_000, True, False, "float32", (3,))
 COMMIT_BEFORE_CHAINS = (
     "94a764656661756c74919c07a16b03c4080101010101010101090201cdea60c3c2a7666c6f617433329103"
     "cd11949192cd1000cc80"
@@ -42,29 +44,75 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "reserve": (
         LocalKind.RESERVE,
         0,
-        local.Reserve([local.ReserveItem(4096, 128)], "default"),
-        ("10000000040302011000000000000000929192cd1000cc80a764656661756c74"),
+        local.Reserve([(4096, 128, 64)], "default"),
+        ("26000000040302011100000000000000929193cd1000cc8040a764656661756c74"),
     ),
     "reserved": (
         LocalKind.RESERVE,
         REPLY,
-        local.Reserved([local.Reservation(7, 0, 8192, 4096)]),
-        ("10000100040302010f000000000000009191950700cd2000cd10009300a000"),
+        local.Reserved(
+            [local.Span(2, 7, 4096, bytes(16)), local.Span(1, error=local.ItemError(11, "no"))]
+        ),
+        (
+            "26000100040302012a000000000000009192950207cd1000c410000000000000000000000000000000009300"
+            "a00095010000c400930ba26e6f00"
+        ),
     ),
     "commit": (
         LocalKind.COMMIT,
         0,
-        local.Commit("default", [ITEM], 4500, [local.ReserveItem(4096, 128)]),
+        local.Commit(
+            "default",
+            ["k"],
+            [(7, 1)],
+            [3],
+            b"\x01" * 8,
+            [OPTIONS],
+            DIGEST,
+            [(4096, 128, 1)],
+            at_hand=True,
+        ),
+        (
+            "27000000040302014a0000000000000099a764656661756c7491a16b919207019103c4080101010101010101"
+            "91970201cdea60c3c2a7666c6f617433329103c410000102030405060708090a0b0c0d0e0f9193cd1000cc80"
+            "01c3"
+        ),
+    ),
+    "committed": (
+        LocalKind.COMMIT,
+        REPLY,
+        local.Committed([(2, local.PutOutcome(0, 1, 2, 3, 4))], [local.Span(1, 8, 4096, bytes(8))]),
+        (
+            "27000100040302012300000000000000929192029600010203049300a00091950108cd1000c4080000000000"
+            "0000009300a000"
+        ),
+    ),
+    "reserve in rows": (
+        LocalKind.RESERVE_ROWS,
+        0,
+        older.ReserveRows([older.ReserveItem(4096, 128)], "default"),
+        ("10000000040302011000000000000000929192cd1000cc80a764656661756c74"),
+    ),
+    "reserved in rows": (
+        LocalKind.RESERVE_ROWS,
+        REPLY,
+        older.ReservedRows([older.Reservation(7, 0, 8192, 4096)]),
+        ("10000100040302010f000000000000009191950700cd2000cd10009300a000"),
+    ),
+    "commit in rows": (
+        LocalKind.COMMIT_ROWS,
+        0,
+        older.CommitRows("default", [ITEM], 4500, [older.ReserveItem(4096, 128)]),
         (
             "1100000004030201480000000000000095a764656661756c74919d07a16b03c40801010101010101"
             "01090201cdea60c3c2a7666c6f617433329103c410000102030405060708090a0b0c0d0e0fcd1194"
             "9192cd1000cc80c2"
         ),
     ),
-    "committed": (
-        LocalKind.COMMIT,
+    "committed in rows": (
+        LocalKind.COMMIT_ROWS,
         REPLY,
-        local.Committed([local.PutOutcome(0, 1, 2, 3, 4)], [local.Reservation(8, 0, 4096, 4096)]),
+        older.CommittedRows([local.PutOutcome(0, 1, 2, 3, 4)], [older.Reservation(8, 0, 4096, 4096)]),
         ("11000100040302011a0000000000000092919600010203049300a00091950800cd1000cd10009300a000"),
     ),
     "place": (
@@ -364,8 +412,8 @@ def test_an_older_answer_to_a_fetch_says_nothing_of_patterns() -> None:
 
 
 def test_older_requests_for_room_name_no_namespace() -> None:
-    reserve = decode_body(local.Reserve, bytes.fromhex("919192cd1000cc80"))
-    assert reserve == local.Reserve([local.ReserveItem(4096, 128)])
+    reserve = decode_body(older.ReserveRows, bytes.fromhex("919192cd1000cc80"))
+    assert reserve == older.ReserveRows([older.ReserveItem(4096, 128)])
     assert reserve.namespace == ""
     place = bytes.fromhex("92c410000102030405060708090a0b0c0d0e0fcd1000")
     assert decode_body(local.Place, place) == local.Place(DIGEST, 4096)
@@ -382,7 +430,7 @@ def test_an_older_answer_about_peers_says_nothing_of_their_load() -> None:
 
 
 def test_an_older_commit_is_understood() -> None:
-    commit = decode_body(local.Commit, bytes.fromhex(COMMIT_BEFORE_CHAINS))
+    commit = decode_body(older.CommitRows, bytes.fromhex(COMMIT_BEFORE_CHAINS))
     assert commit.items[0].shape == (3,)
     assert commit.items[0].follows == b""
 
@@ -429,7 +477,7 @@ def test_the_numbers_of_the_kinds() -> None:
             name: number
             for number, name in enumerate(
                 (
-                    *("RESERVE", "COMMIT", "ABORT", "LEASE", "RELEASE", "PLAN", "REPORT"),
+                    *("RESERVE_ROWS", "COMMIT_ROWS", "ABORT", "LEASE", "RELEASE", "PLAN", "REPORT"),
                     *("CONTAINS", "LOCATE", "REMOVE", "LIST", "PEERS", "STATISTICS", "LEAVE"),
                     *("REPLICATE", "PIN", "FLUSH", "PREFETCH", "MATCH_PREFIX", "ESTIMATE"),
                 ),
@@ -438,6 +486,8 @@ def test_the_numbers_of_the_kinds() -> None:
         },
         "PLACE": 36,
         "STORED": 37,
+        "RESERVE": 38,
+        "COMMIT": 39,
         "CHECKPOINT_PUBLISH": 48,
         "CHECKPOINT_FETCH": 49,
         "CHECKPOINT_PROGRESS": 50,

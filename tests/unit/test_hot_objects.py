@@ -1,5 +1,7 @@
 """Readers of a hot object: served, or sent on to others; and the reads that a holder does not see."""
 
+from __future__ import annotations
+
 from collections import Counter, deque
 from random import Random
 
@@ -24,6 +26,8 @@ from p2pstore.core.gets.reads import (
 )
 from p2pstore.core.operation import PullFailure, PullObject, PullOutcome
 from p2pstore.errors import ProtocolError, Unavailable
+from p2pstore.memory import segment_objects
+from p2pstore.memory.segment_objects import COUNTED, MostRead
 from p2pstore.objects import MIB
 from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, Locations, ReadCount, Reads, ReadsTaken
@@ -371,3 +375,63 @@ def test_reports_are_bounded_and_those_who_do_not_answer_get_none() -> None:
     too_many = [ReadCount(digest_of("a"))] * (MAX_READ_COUNTS + 1)
     with pytest.raises(ProtocolError):
         world.serve(first, DataKind.READS, Reads(too_many))
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def test_a_steady_rate_is_told_as_it_is() -> None:
+    reads = MostRead()
+    for tick in range(int(10 * segment_objects.HALF_LIFE_SECONDS) * 10):
+        reads.read(digest(1), 3, tick / 10)
+        reads.read(digest(2), 1, tick / 10)
+    (first, rate), (second, other) = reads.most(5, 10 * segment_objects.HALF_LIFE_SECONDS)
+    assert (first, second) == (digest(1), digest(2))
+    assert rate == pytest.approx(30, rel=0.02)
+    assert other == pytest.approx(10, rel=0.02)
+
+
+def test_what_was_read_long_ago_counts_less() -> None:
+    reads = MostRead()
+    reads.read(digest(1), 100, 1000.0)
+    later = 1000.0 + 4 * segment_objects.HALF_LIFE_SECONDS
+    reads.read(digest(2), 10, later)
+    (first, rate), (second, other) = reads.most(2, later)
+    assert (first, second) == (digest(2), digest(1))
+    assert rate / other == pytest.approx(10 / (100 / 16))
+    assert reads.most(2, later + 1e6) == []
+
+
+def test_the_hottest_stand_out_of_any_number_of_others() -> None:
+    """Half of a million reads go to a few; the others never come twice. Memory stays bounded."""
+    rng, reads, real = Random(5), MostRead(256), Counter[int]()
+    for step in range(200_000):
+        hot = rng.random() < 0.5
+        number = int(rng.expovariate(0.3)) if hot else 1000 + step
+        real[number] += 1
+        reads.read(digest(number), 1, step / 100_000)
+        assert len(reads) <= 256
+    told = [int.from_bytes(each, "big") for each, _ in reads.most(8, 2.0)]
+    assert told == [number for number, _ in real.most_common(8)]
+
+
+def test_one_pass_over_all_objects_leaves_the_hot_ones() -> None:
+    reads = MostRead()
+    for _ in range(200):
+        reads.read(digest(1), 1, 1.0)
+    for number in range(2, 100 * COUNTED):
+        reads.read(digest(number), 1, 1.0)
+    assert reads.most(1, 1.0)[0][0] == digest(1)
+
+
+def test_years_and_a_clock_that_is_set_back_do_no_harm() -> None:
+    reads = MostRead()
+    for day in range(40):
+        reads.read(digest(day % 3), 1, day * 3000.0)  # 50 half-lives each
+    assert reads.most(1, 40 * 3000.0)[0][0] == digest(39 % 3)
+    reads.read(digest(7), 1, 5.0)
+    reads.read(digest(7), 1, 5.0 + segment_objects.HALF_LIFE_SECONDS)
+    found, rate = reads.most(1, 5.0 + segment_objects.HALF_LIFE_SECONDS)[0]
+    assert found == digest(7)
+    assert rate == pytest.approx(1.5 * 0.693 / segment_objects.HALF_LIFE_SECONDS, rel=0.01)

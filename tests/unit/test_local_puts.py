@@ -11,10 +11,10 @@ from p2pstore.gossip.records import LocationRecord
 from p2pstore.home_messages import Push
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import Access, LocalClient
-from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import Version, chunk_sums, key_digest
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutOptions
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
@@ -30,7 +30,7 @@ from tests.unit.core_harness import (
 from tests.unit.test_core_partitioned import foreign_key, partitioned
 
 VALUE = b"v" * 5000
-ROOM = local.ReserveItem(len(VALUE), 128)
+ROOM = (len(VALUE), 128, 1)
 CLIENT = LocalClient(7, NAMESPACE, Access.WRITE, 1, "")
 
 
@@ -42,21 +42,19 @@ class Loop:
         self.puts = LocalPuts(node, office=None)  # type: ignore[arg-type]  # no ticket is asked for
         reserved = self.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE))
         assert isinstance(reserved, local.Reserved)
-        self._room = reserved.items[0]
+        self.room = reserved.spans[0]
 
-    def put(self, key: str, again: local.ReserveItem | None = ROOM) -> local.Committed:
-        sums = chunk_sums(VALUE)
-        item = PutFacts(self._room.reservation, key, len(VALUE), sums, root_checksum(len(VALUE), sums))
-        room = self._room
+    def put(self, key: str, again: tuple[int, int, int] | None = ROOM) -> local.Committed:
+        number = self.room.first
         segment = self.puts._segment
-        segment.reservation_view(room.reservation, holder=CLIENT.holder)[: len(VALUE)] = VALUE
-        answer = self.puts.commit(
-            CLIENT, local.Commit(NAMESPACE, [item], again=[again] if again else [])
-        )
+        segment.reservation_view(number, holder=CLIENT.holder)[: len(VALUE)] = VALUE
+        columns = [key], [(number, 1)], [len(VALUE)], chunk_sums(VALUE), [PutOptions()]
+        commit = local.Commit(NAMESPACE, *columns, again=[again] if again else [])
+        answer = self.puts.commit(CLIENT, commit)
         assert isinstance(answer, local.Committed)
-        assert not answer.items[0].error.code
+        assert not answer.outcomes[0][1].error.code
         if again:
-            self._room = answer.again[0]
+            self.room = answer.again[0]
         return answer
 
 
@@ -106,10 +104,8 @@ def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
     assert world.find("the last one that fits") is not None
 
 
-@pytest.mark.parametrize(
-    "item", [local.ReserveItem(-5, 1), local.ReserveItem(1, 1 << 40), local.ReserveItem(1 << 40, 1)]
-)
-def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: local.ReserveItem) -> None:
+@pytest.mark.parametrize("item", [(-5, 1, 1), (1, 1 << 40, 1), (1 << 40, 1, 1)])
+def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: tuple[int, int, int]) -> None:
     world = Harness(memory_bytes=64 * 1024)
     loop = Loop(world)
     assert loop.put("k", again=item).again[0].error.code
@@ -120,9 +116,9 @@ def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: local.ReserveItem) 
 def test_an_abort_passes_over_what_has_ended() -> None:
     world = Harness()
     loop = Loop(world)
-    first = loop._room.reservation
+    first = loop.room.first
     loop.put("k")
-    second = loop._room.reservation
+    second = loop.room.first
     used = world.segment.used_bytes
     loop.puts.abort(CLIENT, local.Abort([first, 1 << 40, second]))
     assert world.segment.used_bytes < used

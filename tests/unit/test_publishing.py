@@ -13,13 +13,15 @@ from p2pstore.core.puts.publishing import publish_new
 from p2pstore.gossip.records import writer_of
 from p2pstore.memory.segment_layout import Pin, decode_trailer
 from p2pstore.put_facts import PutFacts, PutStatus
+from simulation.put_columns import columns_of_facts
 from simulation.segment_checks import check_segment
 from tests.present import present
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, clock_at, digest_of
 
 
 def publish(world: Harness, items: list[PutFacts]) -> list[PutEnd | PutAmongMany | None]:
-    return publish_new(world.core, items, holder=HOLDER, namespace=NAMESPACE, now=world.now)
+    columns = columns_of_facts(items, NAMESPACE)
+    return publish_new(world.core, columns, holder=HOLDER, namespace=NAMESPACE, now=world.now)
 
 
 def test_values_of_new_keys_are_published_under_one_stamp() -> None:
@@ -85,9 +87,6 @@ def unusual(world: Harness, what: str) -> PutFacts:
         "overwrite": {"overwrite": True},
         "too many replicas": {"replicas": 65},
         "durable": {"durable": True},
-        "false sums": {"sums": bytes(8)},
-        "too few sums": {"sums": b""},
-        "false root": {"root": 1},
         "bad pin": {"pin": 9},
         "bad end": {"ttl_ms": -1},
         "negative": {"length": -1},
@@ -102,7 +101,7 @@ def unusual(world: Harness, what: str) -> PutFacts:
     "what",
     [
         *("here", "elsewhere", "removed elsewhere", "overwrite", "too many replicas"),
-        *("durable", "false sums", "too few sums", "false root", "bad pin", "bad end", "negative"),
+        *("durable", "bad pin", "bad end", "negative"),
         *("longer than its room", "no reservation", "a stranger's reservation"),
     ],
 )
@@ -122,12 +121,6 @@ def test_a_key_that_comes_twice_is_new_once() -> None:
     assert [end is None for end in ends] == [False, True]
     entry = present(world.segment.find(digest_of("k"), world.core.unix(world.now)))
     assert bytes(world.segment.payload(entry)) == b"first"
-
-
-def test_what_is_no_key_leaves_all_to_be_decided_alone() -> None:
-    world = Harness()
-    bad = replace(world.facts("k", b"v"), key="")
-    assert publish(world, [world.facts("a", b"v"), bad]) == [None, None]
 
 
 def test_nothing_is_published_by_a_clock_that_others_refuse() -> None:

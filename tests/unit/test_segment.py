@@ -1,10 +1,13 @@
 """The owner's side of a segment, against a dictionary: exact bytes or a miss, whatever happens."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import mean
 from typing import get_args
 
 import pytest
@@ -43,12 +46,13 @@ from p2pstore.memory.segment_layout import (
 from p2pstore.memory.segment_layout import Pin as PinKind
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
 from p2pstore.memory.victims import AHEAD_SHARE
-from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import GIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from simulation.segment_checks import check_segment
 from tests.mapped_copies import copy_one
 from tests.present import present
 from tests.stored import stored
+from tests.unit.segment_churn import LOADS, churn, segment_for
 
 NONE, SOFT, HARD = PinKind.NONE, PinKind.SOFT, PinKind.HARD
 NAMESPACE = "tests"
@@ -513,7 +517,6 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
 TestSegmentAgainstDictionary = SegmentAgainstDictionary.TestCase
 TestSegmentAgainstDictionary.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
-
 # --- what other threads send ---------------------------------------------------------------
 
 
@@ -959,3 +962,14 @@ def test_a_closed_segment_stays_closed() -> None:
     assert not segment.restoring.header()
     assert segment.restoring.some(8) == (0, [])
     assert not SegmentReader(memoryview(buffer)).is_open()
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_mixed_load_leaves_little_unused(load: str, seed: int) -> None:
+    segment = segment_for(1 * GIB, Segment)
+    churned = churn(segment, LOADS[load], 1500, seed)
+    assert churned.evicted > 1000, "the load did not churn"
+    assert mean(churned.used) >= 0.95
+    assert mean(churned.payload) >= 0.95
+    check_segment(segment)

@@ -1,15 +1,19 @@
 """A connection lent to a thread that sends much: whole, with a deadline, and gone when it is cancelled or closed."""
 
+from __future__ import annotations
+
+import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import trio
 
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.runtime.streams import BytesLike, send_all, waiting_in_kernel
+from p2pstore.runtime.streams import BytesLike, send_all, taking_no_core, waiting_in_kernel
 from p2pstore.runtime.trio_streams import TrioStream
 
 MUCH = 64 * 1024 * 1024
@@ -114,3 +118,46 @@ async def test_the_other_side_goes_away() -> None:
         far.close()
         with pytest.raises(OSError, match=r"[Pp]ipe|reset"):
             await send_in_thread(stream, bytes(MUCH))
+
+
+def in_a_thread(action: Callable[[], list[int]]) -> list[int]:
+    """The policy is a thread's own: the one that runs the tests keeps its."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(action).result(30)
+
+
+def policies() -> list[int]:
+    """Before, within and after."""
+    before = os.sched_getscheduler(0)
+    with taking_no_core():
+        within = os.sched_getscheduler(0)
+    return [before, within, os.sched_getscheduler(0)]
+
+
+def test_it_ends_with_what_it_is_for() -> None:
+    assert in_a_thread(policies) == [os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_OTHER]
+
+
+def test_it_ends_with_a_failure_as_well() -> None:
+    def fails() -> list[int]:
+        with pytest.raises(BrokenPipeError), taking_no_core():
+            raise BrokenPipeError
+        return [os.sched_getscheduler(0)]
+
+    assert in_a_thread(fails) == [os.SCHED_OTHER]
+
+
+def test_what_somebody_chose_stays() -> None:
+    def chosen() -> list[int]:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        return policies()
+
+    assert in_a_thread(chosen) == [os.SCHED_IDLE] * 3
+
+
+def test_where_it_is_forbidden_all_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    assert in_a_thread(policies) == [os.SCHED_OTHER] * 3

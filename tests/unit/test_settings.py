@@ -8,7 +8,7 @@ import pytest
 from p2pstore.config import MOST_MEMORY_BYTES, PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.objects import GIB, MIB
-from p2pstore.settings import Settings, load_settings, misspelled_variables, shown_settings
+from p2pstore.settings import Settings, load_settings, misspelled_variables, option_of, shown_settings
 
 
 def test_flag_over_environment_over_file_over_invite(tmp_path: Path) -> None:
@@ -116,6 +116,16 @@ def test_a_mistake_is_named_where_it_was_made(
     variables = {f"MOONCAKE_P2P_{name}": text for name, text in environment.items()}
     with pytest.raises(ConfigError, match=complaint):
         load_settings(str(path), variables, flags).checked()
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [("kv_events_replay", "--kv-events"), ("ssd_capacity", "--ssd"), ("http_token_file", "--http")],
+)
+def test_what_else_to_give_is_named_as_an_option(given: str, needed: str) -> None:
+    settings = load_settings(None, {}, {given: "tcp://127.0.0.1:1"})
+    with pytest.raises(ConfigError, match=f"^{option_of(given)}: .*; say where with {needed}$"):
+        settings.checked()
 
 
 def test_quotas_from_every_source(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The table of segments: where records go, which segment is reclaimed, against a model of what lies where."""
 
+from __future__ import annotations
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -11,7 +13,15 @@ from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
     RecordPlace,
 )
-from p2pstore.ssd_tier.log_segments import KEEP_FREE, SegmentState, SegmentTable, Stream
+from p2pstore.ssd_tier.log_segments import (
+    KEEP_FREE,
+    KEPT_SHARE,
+    Candidate,
+    SegmentState,
+    SegmentTable,
+    Stream,
+    choose_kept,
+)
 from tests.present import present
 
 MIB = 1024 * 1024
@@ -317,3 +327,38 @@ class TableAgainstPages(RuleBasedStateMachine):
 
 TestTableAgainstPages = TableAgainstPages.TestCase
 TestTableAgainstPages.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def candidate(name: str, count: int, hits: int = 0, last_copy: bool = False) -> Candidate[str]:
+    return Candidate(name, count, hits, last_copy)
+
+
+def names(kept: list[Candidate[str]]) -> list[str]:
+    return [each.record for each in kept]
+
+
+def test_what_nobody_read_and_others_hold_is_not_kept() -> None:
+    assert choose_kept([candidate("cold", 10)], 1000) == []
+
+
+def test_hits_and_last_copies_are_kept_the_hottest_first() -> None:
+    offered = [
+        candidate("last", 50, last_copy=True),
+        candidate("hot", 50, hits=9),
+        candidate("warm", 50, hits=2),
+        candidate("warm and last", 50, hits=2, last_copy=True),
+        candidate("cold", 50),
+    ]
+    assert names(choose_kept(offered, 1000)) == ["hot", "warm and last", "warm", "last"]
+
+
+def test_what_does_not_fit_is_skipped() -> None:
+    offered = [candidate("large", 201, hits=9), candidate("small", 20, hits=1)]
+    assert names(choose_kept(offered, 1000)) == ["small"]
+
+
+@given(st.lists(st.builds(candidate, st.text(), st.integers(1, 500), st.integers(0, 3), st.booleans())))
+def test_never_more_than_the_share(offered: list[Candidate[str]]) -> None:
+    kept = choose_kept(offered, 1000)
+    assert sum(each.bytes for each in kept) <= 1000 * KEPT_SHARE
+    assert all(each.hits or each.last_copy for each in kept)

@@ -35,11 +35,11 @@ from p2pstore.memory.segment_layout import Pin
 from p2pstore.memory.segment_objects import EXPIRED_PER_STEP, SegmentObjects
 from p2pstore.memory.victims import EVICTED_PER_STEP, LOOKED_AT_PER_STEP
 from p2pstore.memory.views import DROPPED_PER_STEP
-from p2pstore.objects import Version, chunk_sums, root_checksum
+from p2pstore.objects import Version, chunk_sums
 from p2pstore.peer import statistics
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutOptions
 from p2pstore.runtime.stepping import Steps, run_through
 from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.transfer.data_messages import DataKind
@@ -326,17 +326,16 @@ async def test_batches_of_local_clients_let_others_have_their_turn() -> None:
     world = new_world(1_024)
     fill(world, 100)
     peer = Peer(world)
-    reserve = local.Reserve([local.ReserveItem(1, 200)] * 300, NAMESPACE)
+    reserve = local.Reserve([(1, 200, 300)], NAMESPACE)
     turns, reserved = await turns_of(peer.puts.reserve(CLIENT, reserve))
-    assert turns > 300 // PUBLISHED_PER_STEP
+    assert turns >= 300 // PUBLISHED_PER_STEP
     sums = chunk_sums(b"v")
-    items = [
-        PutFacts(each.reservation, f"new {n}", 1, sums, root_checksum(1, sums))
-        for n, each in enumerate(reserved.items)
-    ]
-    turns, committed = await turns_of(peer.puts.commit(CLIENT, local.Commit(NAMESPACE, items)))
-    assert turns > 300 // PUBLISHED_PER_STEP
-    assert not any(each.error.code for each in committed.items)
+    rooms = [(span.first, span.count) for span in reserved.spans]
+    keys = [f"new {n}" for n in range(300)]
+    commit = local.Commit(NAMESPACE, keys, rooms, [1], sums * 300, [PutOptions()])
+    turns, committed = await turns_of(peer.puts.commit(CLIENT, commit))
+    assert turns >= 300 // PUBLISHED_PER_STEP
+    assert not any(each.error.code for _, each in committed.outcomes)
     packed = b"".join(digest_of(f"new {n}") for n in range(300))
     turns, leased = await turns_of(peer.gets.lease(CLIENT, local.Lease(packed, fetch=False)))
     assert turns >= 300
@@ -352,7 +351,7 @@ async def test_batches_of_local_clients_let_others_have_their_turn() -> None:
 async def test_a_batch_of_reservations_that_is_called_off_leaves_none() -> None:
     world = new_world(1_024)
     peer = Peer(world)
-    reserve = local.Reserve([local.ReserveItem(1, 200)] * 1_000, NAMESPACE)
+    reserve = local.Reserve([(1, 200, 1_000)], NAMESPACE)
     answer = peer.puts.reserve(CLIENT, reserve)
     assert isinstance(answer, Awaitable)
     work: Awaitable[Any] = answer

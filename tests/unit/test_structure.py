@@ -36,7 +36,6 @@ CHECKPOINT_KNOWS = (
     "p2pstore.wire",
     "p2pstore.runtime.trio_tasks",
     "p2pstore.state.folder",
-    "p2pstore.state.folder",
 )
 CHECKPOINT_ALONE = ("p2pstore.checkpoint.content", "p2pstore.checkpoint.swarm")
 """A swarm is told who there is, and its pieces are moved by others."""
@@ -94,7 +93,7 @@ PURE = (
         )
     ),
     "p2pstore/checkpoint/swarm/*.py",
-    *(f"p2pstore/checkpoint/content/{name}.py" for name in ("manifest", "content_paths", "pieces")),
+    *(f"p2pstore/checkpoint/content/{name}.py" for name in ("manifest", "pieces")),
     "p2pstore/checkpoint/peer/piece_flow.py",
     "p2pstore/checkpoint/checkpoint_messages.py",
     *(f"p2pstore/status/doctor/{name}.py" for name in ("finding", "*_rules", "redaction")),

@@ -18,17 +18,8 @@ from p2pstore.checkpoint.content.pieces import (
     sum_of,
     unpack_map,
 )
-from p2pstore.checkpoint.swarm.selection import HostShare, Selection, stripe
-from p2pstore.checkpoint.swarm.swarm import (
-    FEWEST,
-    FIRST_DIALS,
-    MOST,
-    REDIAL_SECONDS,
-    REFRESH_SECONDS,
-    REFRESHED,
-    SETTLE_SECONDS,
-    Neighbours,
-)
+from p2pstore.checkpoint.swarm.selection import stripe
+from p2pstore.checkpoint.swarm.swarm import FEWEST, FIRST_DIALS, MOST, SETTLE_SECONDS, Neighbours
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     MAX_NEW_PIECES,
@@ -121,61 +112,10 @@ def test_any_piece_is_every_one_now_and_then() -> None:
 # --- choosing --------------------------------------------------------------------------------
 
 
-def test_the_rarest_missing_piece_is_chosen_ties_at_random() -> None:
-    chosen = set()
-    for seed in range(40):
-        selection = Selection(6, map_of([5]), Random(seed))
-        selection.availability.add(map_of([0, 1, 2, 3, 5]))
-        selection.availability.add(map_of([0, 3, 5]))
-        choice = selection.choose(map_of([0, 1, 2, 5]))
-        chosen.add(choice)
-        # 4 is rarer, but is not offered; 5 is here.
-    assert chosen == {1, 2}
-
-
-def test_what_is_on_its_way_is_not_chosen_again_until_it_is_not_coming() -> None:
-    selection = Selection(2, 0, Random(1))
-    selection.on_its_way(0)
-    assert selection.choose(0b01) is None
-    assert selection.choose(0b11) == 1
-    selection.not_coming(0)
-    assert selection.choose(0b01) == 0
-    assert selection.arrived(0)
-    assert not selection.arrived(0)
-    selection.not_coming(0)
-    assert selection.choose(0b01) is None
-    assert not selection.complete
-    assert selection.arrived(1)
-    assert selection.complete
-
-
 @given(st.integers(1, 200), st.integers(1, 9))
 def test_stripes_are_all_pieces_each_once(count: int, step: int) -> None:
     found = sorted(piece for first in range(step) for piece in pieces_in(stripe(count, first, step)))
     assert found == list(range(count))
-
-
-def test_peers_of_one_host_share_all_pieces_whatever_each_is_called() -> None:
-    shares = {own: HostShare(100, own) for own in (7, 3, 9)}
-    for own, share in shares.items():
-        share.siblings({7, 3, 9} - {own})
-    masks = [share.mask for share in shares.values()]
-    assert masks[0] | masks[1] | masks[2] == full_map(100)
-    assert sum(mask.bit_count() for mask in masks) == 100
-    shares[7].siblings(set())
-    assert shares[7].mask == full_map(100)
-
-
-def test_a_publisher_sends_each_piece_once_before_any_twice() -> None:
-    rng = Random(3)
-    seeding = SuperSeeding(50, rng)
-    availability = Availability(50)
-    sent = []
-    while not seeding.over:
-        sent.append(seeding.choose(full_map(50), availability))
-        seeding.sending(sent[-1])
-    assert sorted(sent) == list(range(50))
-    assert sent != sorted(sent)
 
 
 def test_what_did_not_get_there_is_sent_again_and_what_others_sent_comes_last() -> None:
@@ -194,27 +134,6 @@ def test_what_did_not_get_there_is_sent_again_and_what_others_sent_comes_last() 
 
 
 # --- slots -----------------------------------------------------------------------------------
-
-
-def test_slots_are_granted_used_and_free_again() -> None:
-    slots = UploadSlots(2, grant_seconds=1.0)
-    slots.grant(5, None, now=0.0)
-    slots.grant(6, 3, now=0.5)
-    assert slots.free == 0
-    assert slots.used_by(5) == 1
-    assert slots.next_change() == 1.0
-    assert slots.take_grant(5, 0.2) == (True, None)
-    assert slots.take_grant(5, 0.2) == (False, None)
-    slots.sending(5, 9, math.inf)
-    assert slots.free == 0
-    assert slots.is_sending(5, 9)
-    assert slots.expire(1.4) == []
-    assert slots.expire(1.5) == [(6, 3)]
-    assert slots.free == 1
-    assert slots.sent(5, 9)
-    assert not slots.sent(5, 9)
-    assert slots.free == 2
-    assert slots.next_change() == math.inf
 
 
 def test_how_long_answers_to_grants_take_is_known() -> None:
@@ -420,26 +339,6 @@ def test_a_late_joiner_is_always_let_in_for_what_is_of_least_use() -> None:
     assert links.linked(997, True, 102.0, worth_nothing) is None
     assert links.linked(997, True, 102.0, worth_nothing) is None
     assert links.count == MOST
-
-
-def test_old_connections_are_replaced_now_and_then_unless_nothing_is_needed() -> None:
-    links = full_house(0.0)
-    dials, ended = links.tick(REFRESH_SECONDS, worth_nothing)
-    assert ended == [1, 2]
-    assert len(ended) == REFRESHED
-    assert dials == []  # there are still enough
-    assert links.next_tick() == 2 * REFRESH_SECONDS
-    assert links.tick(2 * REFRESH_SECONDS, worth_nothing, dials=False) == ([], [])
-
-
-def test_a_member_that_could_not_be_reached_is_tried_again_later() -> None:
-    links = Neighbours(0, Random(1), now=0.0)
-    links.participants([1], ())
-    assert links.tick(0.0, worth_nothing)[0] == [1]
-    assert links.tick(0.0, worth_nothing)[0] == []
-    links.unlinked(1, 0.0)
-    assert links.tick(REDIAL_SECONDS / 2, worth_nothing)[0] == []
-    assert links.tick(REDIAL_SECONDS, worth_nothing)[0] == [1]
 
 
 # --- messages --------------------------------------------------------------------------------

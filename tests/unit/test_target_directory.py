@@ -92,6 +92,11 @@ def prepared(directory: Path, manifest: SignedManifest, *, flat: bool = False) -
     return target
 
 
+def finish(target: TargetDirectory, keep: int = 2, *, use: bool = True) -> None:
+    for _ in target.finishing(keep, use=use):
+        pass
+
+
 def fetch(directory: Path, files: Files, *, flat: bool = False, keep: int = 2) -> list[int]:
     """All of it; the pieces that were not there already."""
     target = prepared(directory, signed(files), flat=flat)
@@ -99,7 +104,7 @@ def fetch(directory: Path, files: Files, *, flat: bool = False, keep: int = 2) -
     missing = pieces_in(full_map(count) & ~target.have)
     for piece in missing:
         assert target.write(piece, piece_of(target.manifest, files, piece))
-    target.commit(keep)
+    finish(target, keep)
     assert target.committed
     for piece in range(count):
         assert target.read(piece) == piece_of(target.manifest, files, piece)
@@ -141,7 +146,7 @@ def test_a_version_appears_when_it_is_complete_and_current_names_it(tmp_path: Pa
         assert target.write(piece, piece_of(target.manifest, BASE, piece))
         assert target.read(piece) == piece_of(target.manifest, BASE, piece)
     assert tree(root) == {}
-    target.commit()
+    finish(target)
     target.close()
     assert tree(root / name_of(manifest)) == BASE
     assert os.readlink(root / "current") == name_of(manifest)
@@ -157,7 +162,7 @@ def test_bytes_that_are_not_the_piece_are_not_kept(tmp_path: Path) -> None:
         assert not target.write(0, wrong)
     assert target.have == 0
     with pytest.raises(ValueError, match="missing"):
-        target.commit()
+        finish(target)
     target.close()
     assert not (tmp_path / "current").exists()
 
@@ -217,7 +222,7 @@ def placed(root: Path, files: Files, keep: int = 2) -> bytes:
     target = prepared(root, manifest)
     for piece in pieces_in(full_map(target.manifest.layout.count) & ~target.have):
         assert target.write(piece, piece_of(target.manifest, files, piece))
-    target.place(keep)
+    finish(target, keep, use=False)
     target.close()
     return target.version
 
@@ -231,7 +236,7 @@ def test_a_version_can_be_put_in_its_place_first_and_switched_to_later(tmp_path:
     switch_current(tmp_path, first)
     assert current_version(tmp_path) == first
     held = prepared(tmp_path, signed({"a": b"1"}))  # as who passes a version on does
-    held.place()
+    finish(held, use=False)
     second = placed(tmp_path, {"a": b"2"})
     assert bytes(held.read(0)) == b"1"
     held.close()
@@ -333,7 +338,7 @@ def test_a_file_with_another_mode_is_a_file_of_its_own(tmp_path: Path) -> None:
     fetch(tmp_path, BASE)
     target = prepared(tmp_path, signed(BASE, {"b.safetensors": 0o600}))
     assert target.have == full_map(target.manifest.layout.count)
-    target.commit()
+    finish(target)
     target.close()
     assert (tmp_path / "current/b.safetensors").stat().st_mode & 0o777 == 0o600
     old = tmp_path / name_of(signed(BASE)) / "b.safetensors"
@@ -446,7 +451,7 @@ def test_what_is_left_of_other_versions_goes_when_one_is_complete(tmp_path: Path
 WRITER = """
 import sys
 from pathlib import Path
-from tests.unit.test_target_directory import big, piece_of, prepared, signed
+from tests.unit.test_target_directory import big, finish, piece_of, prepared, signed
 
 files = big()
 target = prepared(Path(sys.argv[1]), signed(files))
@@ -454,7 +459,7 @@ for piece in range(target.manifest.layout.count):
     if not target.have >> piece & 1:
         target.write(piece, piece_of(target.manifest, files, piece))
         print(piece, flush=True)
-target.commit()
+finish(target)
 print("complete", flush=True)
 """
 
@@ -633,7 +638,7 @@ def fetch_some(directory: Path, files: Files, *paths: str, flat: bool = False) -
     missing = pieces_in(target.needed & ~target.have)
     for piece in missing:
         assert target.write(piece, piece_of(target.manifest, files, piece))
-    target.commit()
+    finish(target)
     for piece in pieces_in(target.have):
         assert target.read(piece) == piece_of(target.manifest, files, piece), "to be passed on"
     target.close()
@@ -757,7 +762,7 @@ def test_copies_are_made_of_what_is_here_and_verified(tmp_path: Path) -> None:
         assert target.write(piece, piece_of(manifest, EQUAL, piece))
     for piece, extents in target.copies.items():
         assert target.write(piece, target.read_extents(extents))
-    target.commit()
+    finish(target)
     assert tree(tmp_path / "current") == EQUAL
     target.close()
 

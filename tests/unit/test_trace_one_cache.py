@@ -20,12 +20,11 @@ from p2pstore.trace.one_cache import (
     Request,
     leading_hits,
     read_requests,
-    replay_one_cache,
 )
 from simulation.segment_checks import check_segment
 from tests.stored import stored
 from tests.unit.test_segment import new_segment
-from tests.unit.trace_requests import conversations
+from tests.unit.trace_requests import conversations, replay_one_cache
 
 SIZES = (1_000, 5_859, 10_000, 30_000, 50_000, 58_590, 100_000)
 

@@ -10,14 +10,7 @@ import pytest
 from p2pstore.errors import ConfigError
 from p2pstore.memory.policies import PolicyName, make_policy
 from p2pstore.trace import one_cache
-from p2pstore.trace.one_cache import (
-    MAX_LINE_BYTES,
-    BlockCache,
-    ColdBlocks,
-    Request,
-    read_requests,
-    replay_one_cache,
-)
+from p2pstore.trace.one_cache import MAX_LINE_BYTES, BlockCache, ColdBlocks, Request, read_requests
 from p2pstore.trace.pool import (
     PeerChange,
     Pool,
@@ -30,7 +23,7 @@ from p2pstore.trace.pool import (
     next_up,
 )
 from tests.unit.test_trace_one_cache import conversation_trace, oracle, published
-from tests.unit.trace_requests import conversations
+from tests.unit.trace_requests import conversations, replay_one_cache
 
 
 def replay(requests: Sequence[Request], **settings: Any) -> PoolOutcome:

@@ -25,7 +25,6 @@ from p2pstore.client.puts import (
     windows,
 )
 from p2pstore.errors import P2PStoreError
-from p2pstore.local.local_messages import ItemError, Reservation, ReserveItem
 from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
 from p2pstore.objects import MIB, chunk_count, chunk_sums
 from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
@@ -351,41 +350,35 @@ def test_the_last_windows_of_large_values_are_small() -> None:
     assert [len(each) for each in windows([MIB] * 4)] == [4]
 
 
-def reservation(number: int, code: int = 0) -> Reservation:
-    return Reservation(number, 0, 0, 0, ItemError(code))
-
-
 def test_reservations_ahead_follow_the_pattern_of_puts() -> None:
     ahead = GrantedAhead(max_bytes=1000)
-    a, b = ReserveItem(100, 64), ReserveItem(200, 64)
+    a, b = (100, 64, 1), (200, 64, 1)
     assert ahead.wanted(a) == []
     assert ahead.wanted(a) == [a]
-    assert ahead.granted(a, [reservation(1)]) == []
+    assert ahead.granted(a, [(1, 0)]) == []
     assert ahead.take(b) is None
-    taken = ahead.take(a)
-    assert taken is not None
-    assert taken.reservation == 1
+    assert ahead.take(a) == (1, 0)
     assert ahead.take(a) is None
-    assert ahead.granted(a, [reservation(2), reservation(3, code=11)]) == []
+    assert ahead.granted(a, [(2, 0)]) == []
     assert ahead.held
     assert ahead.drop_others(a) == []
     assert ahead.drop_others(b) == [2]
     assert ahead.wanted(b) == []
-    assert ahead.granted(a, [reservation(4)]) == [4]  # asked for before the size changed
+    assert ahead.granted(a, [(4, 0)]) == [4]  # asked for before the size changed
     assert not ahead.held
 
 
 def test_reservations_ahead_have_limits() -> None:
     ahead = GrantedAhead(max_bytes=1000)
-    large, small = ReserveItem(1001, 64), ReserveItem(1000, 64)
+    large, small = (1001, 64, 1), (1000, 64, 1)
     assert ahead.wanted(large) == ahead.wanted(large) == []
     assert ahead.wanted(small) == []
     for number in range(4):
         assert ahead.wanted(small) == [small]
-        assert ahead.granted(small, [reservation(number)]) == []
+        assert ahead.granted(small, [(number, 0)]) == []
     assert ahead.wanted(small) == []
     assert ahead.drop_unused() == [0, 1, 2, 3]
-    ahead.granted(small, [reservation(9)])
+    ahead.granted(small, [(9, 0)])
     ahead.take(large)  # a put came: the reservation stays until the next look
     assert ahead.drop_unused() == []
     assert ahead.drop_unused() == [9]

@@ -10,7 +10,7 @@ from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import Access, LocalClient, LocalKind
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import Version, key_digest
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutOptions
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.status import operation_watch
 from p2pstore.status.measures import NamespaceUse
@@ -97,20 +97,23 @@ def test_leases_are_counted_by_where_the_object_was(watch: PeerWatch) -> None:
     assert counted(watch) == {"client_leases": 1, "client_misses": 1, "client_reads_elsewhere": 1}
 
 
+def put_of(namespace: str, count: int, lengths: list[int]) -> local.Commit:
+    return local.Commit(namespace, ["k"] * count, [(1, count)], lengths, b"", [PutOptions()])
+
+
 def test_what_was_kept_was_not_put(watch: PeerWatch) -> None:
-    item = PutFacts(1, "k", 100, b"", 0)
     outcomes = [
-        local.PutOutcome(0, 1, 1, 1, 1),
-        local.PutOutcome(2, 2, 1, 1, 1),
-        local.PutOutcome(0, 0, 0, 0, 0, local.ItemError(int(Code.UNAVAILABLE), "no")),
+        (2, local.PutOutcome(0, 1, 1, 1, 1)),
+        (1, local.PutOutcome(2, 2, 1, 1, 1)),
+        (3, local.PutOutcome(0, 0, 0, 0, 0, local.ItemError(int(Code.UNAVAILABLE), "no"))),
     ]
-    commit, committed = local.Commit("default", [item] * 3), local.Committed(outcomes)
+    commit, committed = put_of("default", 6, [100, 7, 9, 9, 9, 9]), local.Committed(outcomes)
     watch.answered(CLIENT, LocalKind.COMMIT, commit, committed, 0.0, None)
     assert counted(watch) == {
-        "client_puts": 1,
-        "client_put_bytes": 100,
+        "client_puts": 2,
+        "client_put_bytes": 107,
         "client_puts_kept_existing": 1,
-        "client_puts_failed": 1,
+        "client_puts_failed": 3,
     }
 
 
@@ -128,9 +131,8 @@ def test_what_its_holders_gave_is_measured(watch: PeerWatch) -> None:
 
 def test_what_clients_do_is_measured_by_namespace(watch: PeerWatch) -> None:
     client = LocalClient(1, "tenant", Access.WRITE, 7, "")
-    item = PutFacts(1, "k", 100, b"", 0)
-    commit = local.Commit("another", [item])
-    committed = local.Committed([local.PutOutcome(0, 1, 2, 1, 1)])
+    commit = put_of("another", 1, [100])
+    committed = local.Committed([(1, local.PutOutcome(0, 1, 2, 1, 1))])
     watch.answered(client, LocalKind.COMMIT, commit, committed, 0.002, None)
     told = Histogram()
     told.add_seconds(0.001)

@@ -10,7 +10,7 @@ HELLO = GREETING + frame(COMMAND, READY + b"\x0bSocket-Type\0\0\0\x06DEALER")
 
 
 async def heard(sent: bytes, count: int) -> tuple[list[list[bytes]], bytes]:
-    """So many messages that a connection gets of what a consumer sends, and what it answers."""
+    """`count` messages that a connection gets of the consumer's bytes, and its answer."""
     near, far = memory_stream_pair()
     await far.send_all(sent)
     await far.send_eof()

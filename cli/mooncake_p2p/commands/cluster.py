@@ -41,7 +41,7 @@ from mooncake_p2p.output import (
 )
 from mooncake_p2p.statistics_view import Activity, Reading, clip, draws_blocks, overview, rates
 from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
-from p2pstore.objects import format_bytes, parse_duration
+from p2pstore.objects import counted, format_bytes, parse_duration
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -238,7 +238,7 @@ def leave(
 def _left_behind(handed: dict[str, Any]) -> str:
     """Objects that only this peer held: handed over and left behind."""
     parts = [
-        f"{count:,} {'object' if count == 1 else 'objects'} ({format_bytes(size)}) {what}"
+        f"{counted(count, 'object')} ({format_bytes(size)}) {what}"
         for count, size, what in (
             (handed["objects"], handed["bytes"], "handed over"),
             (handed["left_objects"], handed["left_bytes"], "left behind"),

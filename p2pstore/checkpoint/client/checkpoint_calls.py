@@ -32,6 +32,7 @@ from p2pstore.errors import CheckpointRefused, DeadlineExceeded, NoSuchKey
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.results import CheckpointProgress, FetchedCheckpoint, PublishedCheckpoint
+from p2pstore.runtime.blocking_streams import Facade, in_blocking_form
 from p2pstore.wire import Message
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=Message)
 CheckpointWatch = Callable[[CheckpointProgress], None]
 
-LOOK_SECONDS: Final = 0.25
-"""Time between two reports of progress."""
 STALLED_SECONDS: Final = 60.0
 """A job without progress is given up after this time, or after the client's timeout where that is longer."""
 STALLED: Final = {
@@ -130,9 +129,8 @@ class Checkpoints(CheckpointGroups):
         else:
             notes = await self._driver.run_in_thread(partial(_inspected, request, directory))
             connection = await self._open(directory)
-            done = await self._ask(
-                connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published, progress
-            )
+            job = connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published
+            done = await self._watched(job, progress)
         notes += await self._other_publishers(name)
         return result_of(PublishedCheckpoint, done, notes=tuple(notes))
 
@@ -163,9 +161,8 @@ class Checkpoints(CheckpointGroups):
             connection = await self._open(descriptor=memory)
         finally:
             os.close(memory)
-        return await self._ask(
-            connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published, progress
-        )
+        job = connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published
+        return await self._watched(job, progress)
 
     async def fetch(
         self, name: str, directory: str | os.PathLike[str], **options: Unpack[FetchOptions]
@@ -289,61 +286,40 @@ class Checkpoints(CheckpointGroups):
         *,
         close: bool = True,
     ) -> local.Fetched:
-        return await self._ask(
-            connection,
-            LocalKind.CHECKPOINT_FETCH,
-            request,
-            local.Fetched,
-            progress,
-            patience=request.wait_ms / 1000,
-            close=close,
-        )
+        job = connection, LocalKind.CHECKPOINT_FETCH, request, local.Fetched
+        return await self._watched(job, progress, patience=request.wait_ms / 1000, close=close)
 
-    async def _ask(
+    async def _watched(
         self,
-        connection: LocalConnection,
-        kind: LocalKind,
-        request: Message,
-        reply_type: type[M],
+        job: tuple[LocalConnection, LocalKind, Message, type[M]],
         progress: CheckpointWatch | None,
         *,
         patience: float = 0.0,
         close: bool = True,
     ) -> M:
         """Have the peer do a job, and wait for its end. `patience`: further seconds without progress."""
-        try:
-            ahead = await connection.request_ahead(
-                kind, request, reply_type, progress_seconds=self._timeout
-            )
-            await self._watch(connection, progress, max(self._timeout, STALLED_SECONDS) + patience)
-            return await ahead.receive()
-        finally:
-            if close:
-                connection.close()
+        watch = _Watch(progress, max(self._timeout, STALLED_SECONDS) + patience)
+        news = LocalKind.CHECKPOINT_PROGRESS, local.ProgressReply
+        return await self._do(job, news, watch.look, self._timeout, close=close)
 
-    async def _watch(
-        self, connection: LocalConnection, progress: CheckpointWatch | None, patience: float
-    ) -> None:
-        """Report progress until the job ends. Raises `DeadlineExceeded` after `patience` seconds without any."""
-        seen, moved_at = 0, time.monotonic()
-        while True:
-            reply = await connection.request(
-                LocalKind.CHECKPOINT_PROGRESS,
-                local.AskNews(seen, round(1000 * LOOK_SECONDS)),
-                local.ProgressReply,
-                progress_seconds=self._timeout + LOOK_SECONDS,
-            )
-            if reply.ended:
-                return
-            now = time.monotonic()
-            if reply.number != seen:
-                seen, moved_at = reply.number, now
-                if progress is not None:
-                    progress(result_of(CheckpointProgress, reply))
-                await self._driver.sleep(LOOK_SECONDS / 2)
-            elif now - moved_at > patience:
-                why = STALLED.get(reply.phase, "the disk does not answer, or is busy")
-                raise DeadlineExceeded(f"no progress for {patience:g} s ({reply.phase}): {why}")
+
+class _Watch:
+    """Reports progress, and raises `DeadlineExceeded` after `patience` seconds without any."""
+
+    def __init__(self, progress: CheckpointWatch | None, patience: float) -> None:
+        self._progress = progress
+        self._patience = patience
+        self._seen, self._moved_at = 0, time.monotonic()
+
+    def look(self, reply: local.ProgressReply) -> None:
+        now = time.monotonic()
+        if reply.number != self._seen:
+            self._seen, self._moved_at = reply.number, now
+            if self._progress is not None:
+                self._progress(result_of(CheckpointProgress, reply))
+        elif now - self._moved_at > self._patience:
+            why = STALLED.get(reply.phase, "the disk does not answer, or is busy")
+            raise DeadlineExceeded(f"no progress for {self._patience:g} s ({reply.phase}): {why}")
 
 
 def _check_names(options: Mapping[str, object], kind: type[VersionOptions]) -> None:
@@ -376,3 +352,18 @@ def _piece_bytes(piece_bytes: int) -> int:
         except CheckpointRefused as error:
             raise ValueError(str(error)) from None
     return number
+
+
+class BlockingCheckpoints(Facade):
+    """The checkpoints of one blocking client. The methods are those of `Checkpoints`, plain."""
+
+    publish = in_blocking_form(Checkpoints.publish)
+    fetch = in_blocking_form(Checkpoints.fetch)
+    follow = in_blocking_form(Checkpoints.follow)
+    update = in_blocking_form(Checkpoints.update)
+    names = in_blocking_form(Checkpoints.names)
+    status = in_blocking_form(Checkpoints.status)
+    wait_followers = in_blocking_form(Checkpoints.wait_followers)
+    remove = in_blocking_form(Checkpoints.remove)
+    forget = in_blocking_form(Checkpoints.forget)
+    fetch_tensors = in_blocking_form(Checkpoints.fetch_tensors)

@@ -14,8 +14,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from p2pstore.checkpoint.content.content_paths import WILDCARDS, is_chosen, matches, nearest, unmatched
-from p2pstore.checkpoint.content.manifest import Manifest, read_manifest
+from p2pstore.checkpoint.content.manifest import (
+    WILDCARDS,
+    Manifest,
+    is_chosen,
+    matches,
+    nearest,
+    read_manifest,
+    unmatched,
+)
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, map_of, plan_memory
 from p2pstore.checkpoint.content.safetensors import (
     DTYPES,
@@ -362,7 +369,7 @@ class TensorsWanted:
 
 
 def _plain_name(dtype: str) -> str:
-    """The name of a dtype in numpy, ml_dtypes or torch. An accidental namesake does not count: a `U4` of the format
+    """The name of a dtype in numpy, ml_dtypes or torch. An accidental namesake does not count: U4 of the format
     would be text to numpy. Raises `P2PStoreError`."""
     if dtype not in DTYPES and dtype not in _PLAIN_NAMES:
         raise P2PStoreError(f"{dtype!r} is not known here")

@@ -31,7 +31,7 @@ from p2pstore.runtime.streams import Driver
 from p2pstore.wire import Empty, Message
 
 M = TypeVar("M", bound=Message)
-N = TypeVar("N", local.FollowNewsReply, local.UpdateNewsReply)
+N = TypeVar("N", local.ProgressReply, local.FollowNewsReply, local.UpdateNewsReply)
 T = TypeVar("T")
 
 NEWS_SECONDS: Final = 1.0
@@ -92,39 +92,43 @@ class CheckpointGroups:
         make_directory(directory)
         news = LocalKind.CHECKPOINT_FOLLOW_NEWS, local.FollowNewsReply
         job = await self._open(directory), LocalKind.CHECKPOINT_FOLLOW, request, Empty
-        await self._do(job, news, partial(result_of, FollowedCheckpoint), changed)
+        look = _on_change(partial(result_of, FollowedCheckpoint), changed)
+        await self._do(job, news, look, max(self._timeout, PATIENCE_SECONDS))
 
     async def _do(
         self,
         job: tuple[LocalConnection, LocalKind, Message, type[M]],
         news: tuple[LocalKind, type[N]],
-        state_of: Callable[[N], T],
-        changed: Callable[[T], None] | None,
+        look: Callable[[N], None],
+        patience_seconds: float,
+        *,
+        close: bool = True,
     ) -> M:
-        """Have the peer do a job, tell how it is after each change, and return its end. The connection is closed."""
+        """Have the peer do a job, look at its news until it ends, and return its end. Raises `DeadlineExceeded` when
+        the peer does not answer within `patience_seconds`."""
         connection, kind, request, reply_type = job
         news_kind, news_type = news
-        seen, last = 0, None
         try:
             ahead = await connection.request_ahead(
                 kind, request, reply_type, progress_seconds=self._timeout
             )
+            seen = 0
             while True:
                 reply = await connection.request(
                     news_kind,
                     local.AskNews(seen, round(1000 * NEWS_SECONDS)),
                     news_type,
-                    progress_seconds=max(self._timeout, PATIENCE_SECONDS),
+                    progress_seconds=patience_seconds + NEWS_SECONDS,
                 )
                 if reply.ended:
                     return await ahead.receive()
-                seen, now = reply.number, state_of(reply)
-                if changed is not None and now != last:
-                    changed(now)
-                last = now
-                await self._driver.sleep(PAUSE_SECONDS)
+                look(reply)
+                if reply.number != seen:
+                    seen = reply.number
+                    await self._driver.sleep(PAUSE_SECONDS)
         finally:
-            connection.close()
+            if close:
+                connection.close()
 
     async def update(
         self,
@@ -153,7 +157,8 @@ class CheckpointGroups:
 
         news = LocalKind.CHECKPOINT_UPDATE_NEWS, local.UpdateNewsReply
         job = await self._open(), LocalKind.CHECKPOINT_UPDATE, request, local.Updated
-        done = await self._do(job, news, _update, progress)
+        look = _on_change(_update, progress or (lambda _: None))
+        done = await self._do(job, news, look, max(self._timeout, PATIENCE_SECONDS))
         if done.superseded:
             raise P2PStoreError(
                 f"checkpoint {name!r}: another version was published, or the name removed, before all had "
@@ -254,6 +259,19 @@ class CheckpointGroups:
         finally:
             if descriptor != passed:
                 os.close(descriptor)
+
+
+def _on_change(state_of: Callable[[Any], T], changed: Callable[[T], None]) -> Callable[[Any], None]:
+    """Tells `changed` each state that differs from the one before."""
+    last: T | None = None
+
+    def look(reply: Any) -> None:
+        nonlocal last
+        before, last = last, state_of(reply)
+        if last != before:
+            changed(last)
+
+    return look
 
 
 def checkpoint_name(name: str) -> str:

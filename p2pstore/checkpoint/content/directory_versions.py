@@ -19,8 +19,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from p2pstore.checkpoint.content.content_paths import CURRENT, RESERVED_PREFIX, choose_files
-from p2pstore.checkpoint.content.manifest import VERSION_BYTES, Manifest, SignedManifest, format_version
+from p2pstore.checkpoint.content.manifest import (
+    CURRENT,
+    RESERVED_PREFIX,
+    VERSION_BYTES,
+    Manifest,
+    SignedManifest,
+    choose_files,
+    format_version,
+)
 from p2pstore.checkpoint.content.pieces import (
     NO_PIECES,
     Extent,

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from p2pstore.checkpoint.content.content_paths import (
+from p2pstore.checkpoint.content.directory_versions import read_extents, read_fully
+from p2pstore.checkpoint.content.manifest import (
     CURRENT,
     RESERVED_PREFIX,
     WILDCARDS,
+    Manifest,
     bookkeeping_in,
     check_path,
     is_asked_for,
@@ -30,8 +32,6 @@ from p2pstore.checkpoint.content.content_paths import (
     nearest,
     unmatched,
 )
-from p2pstore.checkpoint.content.directory_versions import read_extents, read_fully
-from p2pstore.checkpoint.content.manifest import Manifest
 from p2pstore.checkpoint.content.pieces import Extent
 from p2pstore.checkpoint.content.safetensors import (
     HEAD_BYTES,

@@ -28,7 +28,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from p2pstore.checkpoint.content.content_paths import CURRENT
 from p2pstore.checkpoint.content.directory_versions import (
     FILES_A_STEP,
     PieceRecord,
@@ -54,7 +53,7 @@ from p2pstore.checkpoint.content.hashing import (
     is_local_directory,
     neighbours,
 )
-from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, unchanged_pieces
+from p2pstore.checkpoint.content.manifest import CURRENT, Manifest, SignedManifest, unchanged_pieces
 from p2pstore.checkpoint.content.pieces import Extent, PieceMap, map_of, pieces_in
 from p2pstore.errors import (
     CapacityExceeded,
@@ -66,7 +65,6 @@ from p2pstore.errors import (
 from p2pstore.state.folder import Folder, read_regular_file
 from p2pstore.wire import decode_body, encode_body
 
-DEFAULT_KEEP: Final = 2
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -75,7 +73,7 @@ class DirectoryInUse(ConfigError):
 
 
 class TargetDirectory:
-    """One version on its way into a directory. Use: `for _ in target.prepare(): ...`, `write` pieces, `commit`, and
+    """One version on its way into a directory. Use: `for _ in target.prepare(): ...`, `write` pieces, `finishing`, and
     `close` in any case. `write` and `read` may be called from several threads."""
 
     def __init__(
@@ -206,21 +204,11 @@ class TargetDirectory:
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def commit(self, keep: int = DEFAULT_KEEP) -> None:
-        """Make the complete version durable, put it in its place, and have `current` name it. The newest `keep`
-        complete versions stay, and this one. Another version may be fetched to the directory afterwards. Raises
-        `ValueError` when a piece is missing, and `OSError`."""
-        for _ in self.finishing(keep):
-            pass
-
-    def place(self, keep: int = DEFAULT_KEEP) -> None:
-        """As `commit`, but `current` stays, and the version that it names: `switch_current` may follow."""
-        for _ in self.finishing(keep, use=False):
-            pass
-
-    def finishing(self, keep: int = DEFAULT_KEEP, *, use: bool = True) -> Iterator[None]:
-        """`commit` or, without `use`, `place`, in steps of some files each. Several threads may call `make_durable`
-        before: one file after the other takes a sync each. Raises like `commit`."""
+    def finishing(self, keep: int, *, use: bool = True) -> Iterator[None]:
+        """Make the complete version durable, put it in its place, and with `use` have `current` name it; in steps of
+        some files. The newest `keep` complete versions stay, this one, and the one that `current` names. Another
+        version may be fetched to the directory afterwards. Several threads may call `make_durable` before: one file
+        after the other takes a sync each. Raises `ValueError` when a piece is missing, and `OSError`."""
         yield from self._finish(keep)
         if use and not self._files.flat:
             switch_current(self.directory, self.version)
@@ -228,7 +216,7 @@ class TargetDirectory:
         self._let_go()
 
     def unsynced(self) -> list[Path]:
-        """The files and folders that `commit` has yet to make durable."""
+        """The files and folders that `finishing` has yet to make durable."""
         if self.committed:
             return []
         files = self._files

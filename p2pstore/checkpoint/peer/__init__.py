@@ -1,1 +1,1 @@
-"""What a peer does with checkpoints: it publishes and fetches versions, and takes part in their swarms."""
+"""Checkpoints at a peer: versions are published and fetched, and the peer takes part in their swarms."""

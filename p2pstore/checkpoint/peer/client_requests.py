@@ -9,7 +9,7 @@ from typing import Any, Final
 import trio
 
 from p2pstore.checkpoint import checkpoint_messages as local
-from p2pstore.checkpoint.content.manifest import Manifest, Signer, Verifier
+from p2pstore.checkpoint.content.manifest import Manifest
 from p2pstore.checkpoint.content.sources import SourceMemory
 from p2pstore.checkpoint.peer.bringing import Job
 from p2pstore.checkpoint.peer.fetching import Fetching, Finder
@@ -24,7 +24,7 @@ from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import Participation, TakesPart
 from p2pstore.local.local_protocol import LocalClient, LocalKind
-from p2pstore.objects import check_checkpoint_name, unix_seconds_from_clock
+from p2pstore.objects import Signer, Verifier, check_checkpoint_name, unix_seconds_from_clock
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.wire import Empty, Message
 

@@ -15,15 +15,17 @@ import trio
 from msgspec import structs
 
 from p2pstore.checkpoint.checkpoint_messages import Fetch, Fetched
-from p2pstore.checkpoint.content.content_paths import WILDCARDS, choose_files, nearest, unmatched
 from p2pstore.checkpoint.content.directory_versions import kept_manifest, kept_versions
 from p2pstore.checkpoint.content.manifest import (
     MAX_MANIFEST_BYTES,
+    WILDCARDS,
     Manifest,
     SignedManifest,
-    Verifier,
+    choose_files,
     format_version,
+    nearest,
     open_manifest,
+    unmatched,
 )
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, unpack_map
 from p2pstore.checkpoint.content.target_directory import DirectoryInUse, TargetDirectory
@@ -34,6 +36,7 @@ from p2pstore.checkpoint.peer.surroundings import PeerInterface
 from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import PeerId, TakesPart, member_of
+from p2pstore.objects import Verifier
 from p2pstore.transfer.data_messages import DataKind, GetManifest, ManifestReply
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
@@ -166,7 +169,7 @@ class Fetching:
     async def _stop_forgotten(self, directory: HeldDirectory) -> None:
         """End the parts in versions that were removed from the directory because newer ones came."""
         there = await trio.to_thread.run_sync(kept_versions, directory.path)
-        for part in self._parts.all():
+        for part in list(self._parts.parts.values()):
             if part.jobs or part.run.version in there or not part.run.machine.complete:
                 continue
             if isinstance(part.run.store, Holding) and part.run.store.fetched_to(directory):
@@ -288,7 +291,7 @@ class Finder:
         digits = order.version.lower()
         if not digits:
             return head, head.version
-        known = [head.version, head.body.previous, *(each.run.version for each in self._parts.all())]
+        known = [head.version, head.body.previous, *self._parts.parts]
         found = {each for each in known if each and format_version(each).startswith(digits)}
         if len(digits) == 2 * len(head.version):
             found.add(bytes.fromhex(digits))

@@ -11,13 +11,7 @@ import trio
 
 from p2pstore.checkpoint.checkpoint_messages import Publish
 from p2pstore.checkpoint.content.hashing import hash_source
-from p2pstore.checkpoint.content.manifest import (
-    Manifest,
-    SignedManifest,
-    Signer,
-    format_version,
-    sign_manifest,
-)
+from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, format_version, sign_manifest
 from p2pstore.checkpoint.content.sources import Source, SourceDirectory, SourceMemory
 from p2pstore.checkpoint.peer.bringing import Job, JobPhase, reader_of
 from p2pstore.checkpoint.peer.running import SwarmParts
@@ -39,7 +33,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.checkpoint_records import checkpoint_digest
 from p2pstore.gossip.records import TakesPart
-from p2pstore.objects import check_checkpoint_name, format_peer_id
+from p2pstore.objects import Signer, check_checkpoint_name, format_peer_id
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.wire import Message, decode_body, encode_body
 

@@ -34,58 +34,6 @@ TellPart = Callable[[TakesPart, int, str], None]
 """Announces this peer's part in a version: state, permille done, reason of a failure."""
 
 
-class RunningSwarms:
-    """Satisfies `p2pstore.transfer.serving.serving_backends.SwarmBackend`; at most one swarm a version."""
-
-    def __init__(self) -> None:
-        self._runs: dict[bytes, SwarmRun] = {}
-
-    def add(self, run: SwarmRun) -> None:
-        """Let members ask for pieces. Raises `ValueError` for a version that has a swarm."""
-        if self._runs.setdefault(run.version, run) is not run:
-            raise ValueError("there is a swarm of this version already")
-
-    def remove(self, run: SwarmRun) -> None:
-        """Remove a swarm that ended; idempotent."""
-        if self._runs.get(run.version) is run:
-            del self._runs[run.version]
-
-    def get(self, version: bytes) -> SwarmRun | None:
-        """The swarm of a version."""
-        return self._runs.get(version)
-
-    def all(self) -> list[SwarmRun]:
-        """All swarms, oldest first."""
-        return list(self._runs.values())
-
-    def manifest(self, request: GetManifest) -> tuple[ManifestReply, Sequence[BytesLike]]:
-        """The answer to GET_MANIFEST. Raises `NoSuchKey`."""
-        signed = self._require(request.version).signed
-        return ManifestReply(signed.signer, signed.signature), (signed.body,)
-
-    async def open_piece(self, request: GetPiece, peer: bytes) -> OpenedPiece | PieceReply:
-        """A piece, or the reason why it is not sent."""
-        run = self._runs.get(request.version)
-        if run is None:
-            return PieceReply(PieceStatus.NOT_LINKED)
-        return await run.open_piece(member_of(peer), request.piece)
-
-    def piece_sent(self, opened: OpenedPiece, whole: bool) -> None:
-        """Must follow each `OpenedPiece`."""
-        run, member, piece, buffer = opened.handle
-        run.sent(member, piece, buffer, whole)
-
-    def take_link(self, version: bytes, peer: bytes) -> OfferedSwarmLink:
-        """A link for a member. Raises `NoSuchKey` and `Unavailable`."""
-        return self._require(version).links.take(member_of(peer))
-
-    def _require(self, version: bytes) -> SwarmRun:
-        run = self._runs.get(version)
-        if run is None:
-            raise NoSuchKey(f"this peer has no part in version {format_version(version)}")
-        return run
-
-
 @dataclass(slots=True, eq=False)
 class Part:
     """This peer's part in one swarm."""
@@ -117,34 +65,65 @@ class Part:
             self.jobs -= 1
 
 
-class SwarmParts:
-    """All parts of this peer, at most `MAX_SWARMS`. The oldest part without a job makes room for a new one."""
+class RunningSwarms:
+    """This peer's parts in swarms, at most one a version, and answers to the other members. Satisfies
+    `p2pstore.transfer.serving.serving_backends.SwarmBackend`."""
+
+    def __init__(self) -> None:
+        self.parts: dict[bytes, Part] = {}
+        """By version, the oldest first."""
+
+    def get(self, version: bytes) -> Part | None:
+        """The part in a version."""
+        return self.parts.get(version)
+
+    def manifest(self, request: GetManifest) -> tuple[ManifestReply, Sequence[BytesLike]]:
+        """The answer to GET_MANIFEST. Raises `NoSuchKey`."""
+        signed = self._require(request.version).signed
+        return ManifestReply(signed.signer, signed.signature), (signed.body,)
+
+    async def open_piece(self, request: GetPiece, peer: bytes) -> OpenedPiece | PieceReply:
+        """A piece, or the reason why it is not sent."""
+        part = self.get(request.version)
+        if part is None:
+            return PieceReply(PieceStatus.NOT_LINKED)
+        return await part.run.open_piece(member_of(peer), request.piece)
+
+    def piece_sent(self, opened: OpenedPiece, whole: bool) -> None:
+        """Must follow each `OpenedPiece`."""
+        run, member, piece, buffer = opened.handle
+        run.sent(member, piece, buffer, whole)
+
+    def take_link(self, version: bytes, peer: bytes) -> OfferedSwarmLink:
+        """A link for a member. Raises `NoSuchKey` and `Unavailable`."""
+        return self._require(version).links.take(member_of(peer))
+
+    def _require(self, version: bytes) -> SwarmRun:
+        part = self.get(version)
+        if part is None:
+            raise NoSuchKey(f"this peer has no part in version {format_version(version)}")
+        return part.run
+
+
+class SwarmParts(RunningSwarms):
+    """Begins and ends parts, at most `MAX_SWARMS`. The oldest part without a job makes room for a new one."""
 
     def __init__(
         self, peer: PeerInterface, rng: Random, forget_publication: Callable[[bytes], None]
     ) -> None:
         """`forget_publication` runs in a worker thread when a version is not passed on any more."""
-        self.swarms = RunningSwarms()
+        super().__init__()
         self._peer = peer
         self._rng = rng
         self._forget_publication = forget_publication
-        self._parts: dict[bytes, Part] = {}
-
-    def get(self, version: bytes) -> Part | None:
-        """The part in a version."""
-        return self._parts.get(version)
-
-    def all(self) -> list[Part]:
-        """All parts, oldest first."""
-        return list(self._parts.values())
 
     async def watch(self) -> None:
         """Pass news of gossip on to the swarms, until cancelled."""
         seen: object = None
         while True:
             seen = await self._peer.news(seen)
-            for run in self.swarms.all():
-                run.look_around()
+            for part in list(self.parts.values()):
+                part.run.look_around()
             await trio.sleep(WATCH_SECONDS)
 
     async def begin(
@@ -160,15 +139,16 @@ class SwarmParts:
         store when it raises `CapacityExceeded`."""
         try:
             await self._make_room()
+            if signed.version in self.parts:
+                raise ValueError("there is a swarm of this version already")
             rng = Random(self._rng.getrandbits(64))
             run = SwarmRun(self._peer, signed, store, rng, publishes=publishes, rate=rate)
-            self.swarms.add(run)
         except BaseException:
             store.close()
             raise
         digest = checkpoint_digest(namespace, run.manifest.name, signed.signer)
         part = Part(run, trio.CancelScope(), self.teller(digest, run.version), digest)
-        self._parts[run.version] = part
+        self.parts[run.version] = part
         self._peer.start_soon(partial(self._run, part))
         return part
 
@@ -176,12 +156,12 @@ class SwarmParts:
         """A function that announces this peer's part in a version."""
 
         def tell(state: TakesPart, done_permille: int, why: str) -> None:
-            run = self.swarms.get(version)
-            needs = 1000 if run is None else run.progress.needs_permille
-            part = Participation(
+            part = self.get(version)
+            needs = 1000 if part is None else part.run.progress.needs_permille
+            told = Participation(
                 digest, short_version(version), state, done_permille, why=why, needs_permille=needs
             )
-            self._peer.parts.take_part(part, self._peer.now)
+            self._peer.parts.take_part(told, self._peer.now)
             self._peer.process()
 
         return tell
@@ -192,9 +172,7 @@ class SwarmParts:
             with part.scope:
                 await run.run()
         finally:
-            self.swarms.remove(run)
-            if self._parts.get(run.version) is part:
-                del self._parts[run.version]
+            del self.parts[run.version]
             self._peer.parts.take_no_part(part.digest, run.version, self._peer.now)
             if run.progress.failure is not None:
                 self._say_failed(part, run.progress.failure)
@@ -217,7 +195,7 @@ class SwarmParts:
 
     async def stop(self, version: bytes) -> bool:
         """End the part in a version; its store is closed on return. False when there was none."""
-        part = self._parts.get(version)
+        part = self.get(version)
         if part is None:
             return False
         part.scope.cancel()
@@ -228,13 +206,13 @@ class SwarmParts:
 
     async def stop_name(self, digest: bytes) -> None:
         """End the parts in all versions of a publisher's name."""
-        for part in self.all():
+        for part in list(self.parts.values()):
             if part.digest == digest:
                 await self.stop(part.run.version)
 
     async def _make_room(self) -> None:
-        while len(self._parts) >= MAX_SWARMS:
-            idle = next((part for part in self._parts.values() if not part.jobs), None)
+        while len(self.parts) >= MAX_SWARMS:
+            idle = next((part for part in self.parts.values() if not part.jobs), None)
             if idle is None:
                 raise CapacityExceeded(f"{MAX_SWARMS} checkpoints are being fetched already")
             logger.info(

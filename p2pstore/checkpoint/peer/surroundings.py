@@ -23,7 +23,7 @@ MAX_WAIT_SECONDS: Final = 24 * 3600.0
 
 
 class Surroundings(Protocol):
-    """What one swarm needs of its peer."""
+    """The peer, as one swarm sees it."""
 
     @property
     def own(self) -> Member:

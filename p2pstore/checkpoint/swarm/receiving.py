@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.swarm.selection import Flight, Flights, Links, Neighbour, News, SwarmState
+from p2pstore.checkpoint.swarm.selection import Flight, Flights, Neighbour, News, SwarmState
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     Abandon,
@@ -22,6 +22,9 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
 )
 from p2pstore.checkpoint.swarm.upload_slots import MOST_SLOTS, USUAL_SLOTS, UploadSlots, places_for
 
+if TYPE_CHECKING:
+    from p2pstore.checkpoint.swarm.swarm import Swarm
+
 INVITED: Final = 3
 """Refused neighbours that are told when there is room again. If all were, most would be refused again; with too few,
 none may have a free slot by then (64 receivers take 1.05 of the shortest time with three, 1.07 with two, 1.12 with
@@ -36,7 +39,7 @@ class Receiving:
     """The receiver's side of one swarm member."""
 
     def __init__(
-        self, state: SwarmState, news: News, slots: UploadSlots, links: Links, now: float
+        self, state: SwarmState, news: News, slots: UploadSlots, links: Swarm, now: float
     ) -> None:
         """`slots`: the own upload slots, as many as pieces fetched at once at least."""
         self.flights = Flights()

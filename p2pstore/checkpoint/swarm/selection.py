@@ -1,6 +1,4 @@
-"""Facts that the parts of one swarm member share: its neighbours, its pieces, and news for the neighbours. Pure.
-
-Which piece to take next from a neighbour, and the pieces that are on their way.
+"""The choice of the next piece (`Selection.choose`), the pieces on their way, and the state of a swarm member. Pure.
 
 The next piece is the rarest among the neighbours that is missing and not on its way; of equally rare ones a random one,
 so that neighbours take different pieces. (Rarest first keeps the numbers of copies alike: Legout, Urvoy-Keller and
@@ -13,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Final, Protocol
+from typing import Final
 
 from p2pstore.checkpoint.content.pieces import (
     NO_PIECES,
@@ -130,18 +128,6 @@ class SwarmState:
         for each in self.order:
             if each.refused is Refusal.NOTHING and each.lacks(pieces):
                 each.refused = None
-
-
-class Links(Protocol):
-    """What the parts of a swarm member need of its links."""
-
-    def share_host(self, now: float) -> None:
-        """Divide the pieces anew among the peers of this host that are at work."""
-        ...
-
-    def drop(self, member: int, now: float, *, banned: bool = False) -> None:
-        """End the link to a neighbour."""
-        ...
 
 
 class News:

@@ -199,7 +199,7 @@ def places_for(slots: int) -> int:
 
 
 class SuperSeeding:
-    """What a publisher sends until each piece was sent once.
+    """The choice of a publisher until each piece was sent once.
 
     Receivers may not choose meanwhile: the publisher names the piece that it sent least, among these the rarest of its
     neighbours. So each piece is in the swarm after the link has carried the checkpoint once (BitTorrent's BEP 16). When

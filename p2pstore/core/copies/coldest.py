@@ -142,7 +142,7 @@ class Room(Generic[PeerName]):
 
     @property
     def spare_bytes(self) -> int:
-        """What is free beyond what the peer itself keeps ready."""
+        """Free memory beyond the reserve of the peer itself."""
         return self.free_bytes - self.capacity_bytes // READY_PART
 
     @property
@@ -170,7 +170,8 @@ class Rooms(Generic[PeerName]):
         return bool(self._spacious or self._oldest)
 
     def take(self, length: int, idle_seconds: float, unix: float) -> Room[PeerName] | None:
-        """Room for an object unused for so long: the better of two at random, as other peers choose as well."""
+        """A peer with room for an object of this idle time: the better of two at random, since other peers choose as
+        well."""
         while self._spacious:
             room = max(self._two(self._spacious), key=lambda each: each.spare_bytes)
             if room.spare_bytes >= length:

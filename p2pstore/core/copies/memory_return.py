@@ -1,4 +1,4 @@
-"""What a peer has of an earlier life, in memory and on its SSD: sorted, checked, and shown again, some at a time."""
+"""Objects of an earlier life, in memory and on the SSD: held back, checked, and published again in steps."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ class ColdReturn:
 
 
 class EarlierLife:
-    """What this peer has of an earlier life, which is held back until all floors made meanwhile are known here; and
-    up to which clock copies are distrusted, as floors that are gone may have forbidden them."""
+    """Objects of an earlier life, held back until all floors made meanwhile are known here; and the clock up to which
+    copies are distrusted, as floors that are gone may have forbidden them."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -185,8 +185,8 @@ class EarlierLife:
         self._hold_back(newest_clock, now)
 
     def return_with_memory(self, now: float) -> None:
-        """As `return_with`, for what the segment has of an earlier life. It is taken care of here: what turns out good
-        is asked to be checked (`CheckReturned`), then published and announced."""
+        """As `return_with`, for the segment's objects of an earlier life: those that no floor forbids are
+        checked (`CheckReturned`), then published and announced."""
         returned = self._core.segment.returned.entries()
         self._memory = MemoryReturn(self._core, returned)
         newest_clock = max((entry.version.clock for entry in returned), default=0)
@@ -204,8 +204,8 @@ class EarlierLife:
             self._last_alive = max(self._last_alive, self._clock_at_start)
 
     def _judge_absence(self, now: float) -> None:
-        """Whether this peer was away for so long that nothing is to be trusted which it kept. Where its clock is ahead
-        of the others', it may have been away for a moment: that is judged when the clock is right."""
+        """Distrust all kept objects where this peer was away for too long. Where its clock is ahead of the others', it
+        may have been away for a moment: that is judged when the clock is right."""
         core, last_alive = self._core, self._last_alive
         if last_alive is None or not self._sync.synchronised:
             return
@@ -213,7 +213,7 @@ class EarlierLife:
         self._waits_for_clock = was_away and core.timekeeping.view(now).lead < 0
         if self._waits_for_clock:
             return
-        if was_away:  # all that it kept; what was put since the start is above that
+        if was_away:  # all that it kept; puts since the start are above that
             self._distrusted_before = max(self._distrusted_before, last_alive)
         self._last_alive = None
 
@@ -228,7 +228,7 @@ class EarlierLife:
         return dict(self._seen_before_sweep)
 
     def cold_settled(self) -> None:
-        """What `ColdSorted` said was discarded is gone for good."""
+        """The discarded objects of `ColdSorted` are gone for good."""
         self._unsettled -= 1
         if not self._unsettled:
             self._seen_before_cold = None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LOOKED_AT: Final = 256
 """Copies at a time: finding the other holders of one takes some 10 us."""
 PASSED_OVER: Final = 64
-"""As many times that many records that are not looked for are passed over at a time, at 0.1 us each."""
+"""Ranges of `LOOKED_AT` records that one step skips while none is wanted, at 0.1 us a record."""
 _SOFT: Final = 0x04
 _MORE_REPLICAS: Final = 0x18
 """In the flags of a location record: not 0 when more than one copy is wanted."""

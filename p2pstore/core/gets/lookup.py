@@ -103,7 +103,7 @@ class LookupOperation(Operation):
         self.vouched: set[bytes] = set()
         """Keys of which a home knows all there is."""
         self.at_strangers: dict[bytes, list[Version]] = {}
-        """By key: versions that homes know at members of which this peer has not heard yet, as when it has begun."""
+        """By key: versions that homes know at members that this peer does not know yet, as shortly after its start."""
         self._unsure_until = 0.0
         self.asked: dict[int, _Question] = {}
         self._hedged: set[bytes] = set()

@@ -1,4 +1,4 @@
-"""Keys of digests: what is held here, and what others hold, of which logs tell the digests alone."""
+"""Keys of digests: of objects held here, and of those at other peers, whose logs name digests alone."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ Then = Callable[[Reply, float], None]
 
 
 class CompareOperation(Operation):
-    """Ask one holder for slots and trailers. What is asked for until the first tick goes in one question."""
+    """Ask one holder for slots and trailers. Requests until the first tick go in one question."""
 
     def __init__(self, core: PeerCore, peer_id: PeerId) -> None:
         super().__init__(core)
@@ -78,7 +78,7 @@ class CompareOperation(Operation):
         self._go_on(GO_ON_PER_STEP, now)
 
     def cancel(self, now: float) -> None:
-        """What is not answered will not be."""
+        """Fail the questions that are still open."""
         self._go_on(len(self._waiting), now)
 
     def _go_on(self, count: int, now: float) -> None:

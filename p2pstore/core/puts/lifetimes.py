@@ -1,4 +1,4 @@
-"""Pinning objects, and unpinning them, wherever they are held. Pins belong to objects: each copy has them."""
+"""Pins and times to live of objects: changed here and at every peer with the same version. Each copy has them."""
 
 from __future__ import annotations
 

@@ -6,21 +6,21 @@ as one, under one stamp; values of other keys are decided one by one (`put_opera
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import takewhile
+from itertools import compress, count, cycle, takewhile
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.copies.replicate import PutAmongMany, ReplicateTogether
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.own_objects import packed_locations
-from p2pstore.core.puts.put_operation import check_put, trailer_of
+from p2pstore.core.puts.put_operation import check_put
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import writer_of
 from p2pstore.memory.entries import ObjectEntry, Reservation, Written
-from p2pstore.objects import MAX_OBJECT_BYTES, Version, are_sums_of, check_object_length
-from p2pstore.put_facts import PutFacts, PutStatus
+from p2pstore.memory.segment_layout import TrailerBody
+from p2pstore.objects import Version, check_object_length
+from p2pstore.put_facts import PutColumns, PutOptions, PutStatus
 from p2pstore.runtime.stepping import Steps
 
 if TYPE_CHECKING:
@@ -31,38 +31,24 @@ PUBLISHED_PER_STEP: Final = 256
 
 
 def publish_new(
-    core: PeerCore, items: Sequence[PutFacts], *, holder: Hashable, namespace: str, now: float
+    core: PeerCore, columns: PutColumns, *, holder: Hashable, namespace: str, now: float
 ) -> list[PutEnd | PutAmongMany | None]:
-    """Publish those values whose keys are known to no peer, and begin to have their copies made. Per item its end, now
+    """Publish those values whose keys are known to no peer, and begin to have their copies made. Per row its end, now
     or later, or None: a `PutOperation` decides."""
-    ends: list[PutEnd | PutAmongMany | None] = [None] * len(items)
-    places = _plain_places(items)
-    if not places or not _may_publish(core, now):
+    ends: list[PutEnd | PutAmongMany | None] = [None] * len(columns.keys)
+    plain = [_is_plain(options) for options in columns.options]
+    if not any(plain) or not _may_publish(core, now):
         return ends
-    try:
-        digests = core.digests_of(namespace, [items[place].key for place in places])
-    except ValueError:  # one of them is no key
-        return ends
+    digests = columns.digests
     unix = core.unix(now)
     clock, writer = core.clock.tick(unix), writer_of(core.peer_id)
     version = Version(clock, writer)
     new = _new_keys(core, digests)
     new -= core.gossip.cluster_records.floors.forbidden(new, core.namespace_digest(namespace), version)
-    if len(new) < len(digests):
-        rows = [row for row in zip(places, digests, strict=True) if row[1] in new]
-        places, digests = [place for place, _ in rows], [digest for _, digest in rows]
-    stamped = partial(tuple.__new__, Version)  # in half the time
-    written = [
-        Written(
-            facts.reservation,
-            digest,
-            stamped((clock, writer, facts.root)),
-            trailer_of(facts, namespace, unix),
-            facts.length,
-            facts.follows,
-        )
-        for facts, digest in zip([items[place] for place in places], digests, strict=True)
-    ]
+    wanted = [each in new for each in digests]
+    if not all(plain):
+        wanted = [each and is_plain for each, is_plain in zip(wanted, cycle(plain), strict=False)]
+    written = list(compress(_written(columns, version, namespace, unix), wanted))
     entries = core.segment.commit_new(written, holder=holder, now=unix)
     published = [entry for entry in entries if entry is not None]
     announce_new(core, published, now)
@@ -71,37 +57,46 @@ def publish_new(
     copying = ReplicateTogether(core, to_copy) if to_copy else None
     alone = PutEnd(PutStatus.CREATED, 1, 1, version)
     row = 0
-    for place, entry in zip(places, entries, strict=True):
-        if entry is None:
-            continue
-        if copying is None or entry.replicas == 1:
-            ends[place] = alone
-        else:
+    for place, entry in zip(compress(count(), wanted), entries, strict=True):
+        if entry is not None and copying is not None and entry.replicas > 1:
             ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
             row += 1
+        elif entry is not None:
+            ends[place] = alone
     if copying is not None:
         core.operations.start(copying, now)
     return ends
 
 
-def _plain_places(items: Sequence[PutFacts]) -> list[int]:
-    """The places of values that are to be new objects in memory, and are what their sums say."""
-    return [
-        place
-        for place, facts in enumerate(items)
-        if not (facts.overwrite or facts.durable)
-        and ((facts.replicas == 1 and not facts.pin and not facts.ttl_ms) or _may_be_asked(facts))
-        and 0 <= facts.length <= MAX_OBJECT_BYTES
-        and are_sums_of(facts.sums, facts.length, facts.root)
+def _written(columns: PutColumns, stamp: Version, namespace: str, unix: float) -> Iterator[Written]:
+    clock, writer, _ = stamp
+    ends = [int((unix + each.ttl_ms / 1000) * 1000) if each.ttl_ms else 0 for each in columns.options]
+    options = [
+        (each.replicas, each.pin, each.dtype, each.shape, end)
+        for each, end in zip(columns.options, ends, strict=True)
     ]
+    for key, digest, reservation, length, sums, root, follows, (replicas, pin, dtype, shape, end) in zip(
+        columns.keys,
+        columns.digests,
+        columns.reservations,
+        columns.lengths,
+        columns.sums,
+        columns.roots,
+        columns.follows,
+        cycle(options),
+        strict=False,
+    ):
+        trailer = TrailerBody(namespace, key, sums, end, replicas, pin, dtype, shape)
+        yield Written(reservation, digest, Version(clock, writer, root), trailer, length, follows)
 
 
-def _may_be_asked(facts: PutFacts) -> bool:
+def _is_plain(options: PutOptions) -> bool:
+    """Whether the value is to be a new object in memory."""
     try:
-        check_put(length=facts.length, replicas=facts.replicas, pin=facts.pin, ttl_ms=facts.ttl_ms)
+        check_put(length=0, replicas=options.replicas, pin=options.pin, ttl_ms=options.ttl_ms)
     except (P2PStoreError, ValueError):
         return False
-    return True
+    return not (options.overwrite or options.durable)
 
 
 def _may_publish(core: PeerCore, now: float) -> bool:

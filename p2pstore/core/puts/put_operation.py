@@ -45,7 +45,7 @@ def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
 
 
 def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
-    """Raise `ValueError` or `ObjectTooLarge` for what nobody may ask of a put."""
+    """Raise `ValueError` or `ObjectTooLarge` for arguments that no put may have."""
     if not 1 <= replicas <= MAX_REPLICAS:
         raise ValueError(f"replicas must be 1 to {MAX_REPLICAS}, not {replicas}")
     if pin not in (0, 1, 2) or not 0 <= ttl_ms <= MAX_TTL_MS:
@@ -99,7 +99,7 @@ class PutOperation(Operation):
         self._decide(now)
 
     def _decide(self, now: float) -> None:
-        """What the key has here, if anything, decides what to do. Cases:
+        """Decide by the object that this key has here. Cases:
 
         1. An object in memory that was put on trust is compared with its checksums first, and gone if it is spoilt.
         2. An object in memory that is the same, or is not to be overwritten, is kept.
@@ -181,7 +181,7 @@ class PutOperation(Operation):
         elif found.likeness is Likeness.BYTES:
             self._bring(found.copy, now)
         else:
-            soft = not self.facts.pin  # what is pinned here is kept here
+            soft = not self.facts.pin  # an object pinned here is kept here
             expires = found.expires_unix_ms  # the same object ends at the same time everywhere
             self._commit(found.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires)
 
@@ -199,7 +199,7 @@ class PutOperation(Operation):
         self.run(fetch, self._brought, now)
 
     def _brought(self, result: Any, now: float) -> None:
-        """What cannot be read stands in no put's way."""
+        """The object of this key is in memory, or cannot be read; the latter is no reason to refuse a put."""
         if not isinstance(result, Exception) and self.core.objects.find(self.digest, now) is not None:
             self._decide(now)
         elif not self.facts.reservation:

@@ -1,4 +1,4 @@
-"""What two peers tell each other so that both know the same: digests, deltas made from them, and eager news. Pure.
+"""Anti-entropy between two peers: digests, deltas made from them, and eager news. Pure.
 
 Scuttlebutt (van Renesse et al. 2008) in three legs: A sends its digest, B answers with what A lacks
 and its own digest, A sends what B lacks. A delta is checked whole before any of it is taken in.
@@ -54,7 +54,7 @@ SEND_MICROSECONDS: Final = 5_000
 
 @dataclass(slots=True)
 class News:
-    """What a delta brought that was not known."""
+    """The new part of a delta."""
 
     records: list[PeerId] = field(default_factory=list)
     """Peers that joined, restarted or left; not those whose figures merely changed."""
@@ -125,7 +125,7 @@ class Knowledge:
         farewells = [state.signed for state in gone if state.leaving and state.signed is not None]
         records += farewells[: SEND_RECORDS - len(records)]
 
-        # Who does not name the member may hold it dead: its log waits for the next exchange.
+        # A peer that does not name the member may hold it dead: its log waits for the next exchange.
         told = named | (mine.of.members == self.membership.own.member)
         known = np.where(same, log_sequences, 0)
         behind = (same | older) & told & (mine.log_sequences > known)
@@ -343,7 +343,7 @@ class FreshNews:
             self._logs[own.member] = log.signed + 1, {own.peer_id}
 
     def _delta_for(self, peer_id: PeerId, limit_bytes: int) -> Delta | None:
-        """What of it a member may not know; None when there is nothing."""
+        """The part of it that a member may not know; None when there is nothing."""
         membership = self._knowledge.membership
         records = [
             state.signed

@@ -1,4 +1,4 @@
-"""What a peer has asked others, and how many messages it may still send and answer now. Pure.
+"""Open requests of gossip, and the budget of messages. Pure.
 
 A message costs some half millisecond of CPU at each end, so gossip is bounded by their number, whatever the size and
 load of the cluster. Probes and answers never wait: what they take is missing for exchanges and eager messages. Messages
@@ -35,7 +35,7 @@ class Asked:
     sent_at: float
     floors_epoch: int = 0
     about: PeerId = b""
-    """Whom a PING_REQUEST asks to ping."""
+    """The peer that a PING_REQUEST asks to ping."""
     most_bytes: int = 0
     """Of a snapshot that is asked for."""
 
@@ -87,7 +87,7 @@ class Questions:
         return FetchSnapshot(token, peer_id, member, timeout, most_bytes)
 
     def take(self, token: int) -> Asked | None:
-        """What the answer with this token is to; None when it is not waited for any more."""
+        """The request of this token; None when it is no longer open."""
         asked = self._open.pop(token, None)
         if asked is not None:
             del self._of_kind[asked.kind][token]

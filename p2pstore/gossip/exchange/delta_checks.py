@@ -41,7 +41,6 @@ from p2pstore.gossip.records import (
     PeerId,
     PeerRecord,
     SignedRecord,
-    Verifier,
     format_peer_id,
     keys_of_floor,
     member_of,
@@ -50,6 +49,7 @@ from p2pstore.gossip.records import (
     read_cluster_record,
     read_peer_record,
 )
+from p2pstore.objects import Verifier
 
 MAX_CHECKS: Final = 40
 """Signatures of one delta that are checked: 4 ms."""
@@ -173,7 +173,8 @@ class DeltaChecks:
         return taken
 
     def _stands(self, member: Member, coming: PeerRecord | None) -> tuple[PeerId, Position] | None:
-        """Whose log, and where its view will stand with the record that comes along; None when it is not wanted."""
+        """The owner of a log, and the position of its view after the record that comes along; None when it is not
+        wanted."""
         state = self._membership.resolve(member)
         position = self._directory.position(member)
         if member == self._membership.own.member:
@@ -266,7 +267,7 @@ def chunk_of(member: Member, incarnation: int, run: SignedRun) -> LogChunk:
 
 
 def plain_chunk(chunk: LogChunk) -> LogChunk:
-    """What travelled, with its operations as they were before `chunk_of`. Raises `ProtocolError`."""
+    """A received chunk, with its operations as they were before `chunk_of`. Raises `ProtocolError`."""
     if not chunk.count:
         return chunk
     if chunk.count > MAX_SIGNED_OPERATIONS:
@@ -278,7 +279,7 @@ def plain_chunk(chunk: LogChunk) -> LogChunk:
 
 
 def run_of(chunk: LogChunk) -> SignedRun:
-    """What travelled."""
+    """The signed run of a received chunk."""
     return SignedRun(chunk.first_sequence, chunk.operations, chunk.signature)
 
 
@@ -346,7 +347,8 @@ Life = tuple[PeerId, int]
 
 
 class WrongRuns:
-    """See the module's docstring."""
+    """Peers that passed on a run of a log that its owner did not sign. Nothing is taken from them until they
+    restart."""
 
     def __init__(self) -> None:
         self._senders: OrderedDict[PeerId, int] = OrderedDict()
@@ -368,6 +370,6 @@ class WrongRuns:
             self._news[peer_id] = owner
 
     def take_news(self) -> dict[PeerId, PeerId]:
-        """Who passed on wrong operations since the last call, and whose log they were said to be of."""
+        """Senders of wrong operations since the last call, each with the owner of the log."""
         news, self._news = self._news, {}
         return news

@@ -1,10 +1,9 @@
-"""What a peer knows of each member, as columns, and how that travels. Pure.
+"""Digests: a peer's knowledge of each member, as columns, and its form on the wire. Pure.
 
 Written in full a digest names each member: 28 bytes. Two peers that know the same members at the same
 incarnations, which a hash tells, can leave the names out: 9 bytes a member, in the members' order; or 4 where
-no member follows logs (`directory_mode`). And runs
-of operations name their member by its place in that order, in 9 bytes where a `LogChunk` takes some 27: a
-loaded peer is sent a few operations of each member thirty times a second.
+no member follows logs (`partition_homes`). And runs of operations name their member by its place in that order, in 9
+bytes where a `LogChunk` takes some 27: a loaded peer is sent a few operations of each member thirty times a second.
 
 Columns are numpy's, so that a digest of a thousand members is compared in microseconds.
 """
@@ -295,7 +294,7 @@ class DigestTable:
         return Digest(self._of, self._records, self._logs)
 
     def told(self) -> Digest:
-        """What to tell others that this peer knows: of logs that it does not follow, that it wants nothing."""
+        """The digest for other peers: of logs that this peer does not follow, it wants nothing."""
         known = self.current()
         if self.follows_logs:
             return known

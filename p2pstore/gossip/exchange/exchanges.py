@@ -9,7 +9,7 @@ asks no other, and answers others without a digest. Else several would send the 
 
 Digests are in full until the other side has named a hash of its members; from then on numbers alone are sent as
 long as the last peer that was asked knew the same members (`digests`). Where cluster records differ, another
-exchange with the same peer follows, and compares cells (`cluster_comparison`).
+exchange with the same peer follows, and compares cells (`cluster_records`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ FAST_COMPARISONS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Theirs:
-    """What the other side of an exchange says that it knows. `digest` is None when it wants nothing, or spoke
+    """Knowledge of the other side of an exchange. `digest` is None when it wants nothing, or spoke
     of members that this peer does not know as it does."""
 
     digest: Digest | None
@@ -138,7 +138,7 @@ class Exchanges:
         self._agreed = False
         """Whether the last peer that was heard of knew the same members."""
         self._differing: dict[PeerId, list[int]] = {}
-        """Whose cluster records differ from this peer's, and in which buckets, where that is known."""
+        """Peers whose cluster records differ from this peer's, with the buckets where they are known."""
         self._invited: dict[PeerId, float] = {}
         """Peers that were told in an answer what to send, and until when each is waited for."""
         self._unreliable: set[PeerId] = set()
@@ -271,7 +271,7 @@ class Exchanges:
         return packed, positions or b"", digest.of.hash
 
     def answer(self, sender: PeerId, request: Exchange, theirs: Theirs, now: float) -> ExchangeReply:
-        """What the asker lacks, and what this peer knows."""
+        """The delta for the asker, and this peer's digest."""
         floors = self._floors.answer(request.floors_epoch, request.floors_hash, now, member_of(sender))
         differs = request.cluster_hash != self._records.hash
         agrees = self._note_members(sender, theirs)
@@ -290,7 +290,7 @@ class Exchanges:
     def answer_reader(
         self, sender: PeerId, request: Exchange, theirs: Theirs, now: float
     ) -> ExchangeReply:
-        """What a reader lacks. Nothing is wanted of it, and nothing is remembered of what it says."""
+        """The delta for a reader. Nothing is wanted of it, and none of its knowledge is remembered."""
         floors = self._floors.answer(request.floors_epoch, request.floors_hash, now, None)
         differs = request.cluster_hash != self._records.hash
         delta = self._delta_for(sender, theirs, differs, rumors=False)

@@ -1,5 +1,4 @@
-"""What the whole cluster keeps, whatever becomes of the writer: floors, checkpoint heads, switches.
-Pure.
+"""Cluster records outlive their writer at every peer: floors, checkpoint heads, switches. Pure.
 
 Floors are kept as `floor_set` says: all of them, until a horizon passes them. Of every other (kind, scope, name) the
 record with the highest version is kept. Sets of two peers are compared by the XOR hashes of 64 buckets of 64 cells and
@@ -71,7 +70,7 @@ _Kept = Floor | _Other
 
 
 def name_of(record: ClusterRecord) -> RecordName:
-    """What the record is about."""
+    """The name that the record is filed under."""
     return record.kind, record.scope, record.name
 
 
@@ -307,7 +306,7 @@ Cells = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TheirRecords:
-    """What another peer says of its cluster records; `buckets`: None when unsaid. `knows_cells`: it reads cells."""
+    """Hashes of another peer's cluster records; `buckets`: None when unsaid. `knows_cells`: it reads cells."""
 
     buckets: list[int] | None = None
     cells: Cells = field(default_factory=dict)

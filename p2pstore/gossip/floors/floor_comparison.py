@@ -54,7 +54,7 @@ LONGEST_ABSENCE: Final = clock_from_unix_seconds(30 * 86_400.0)
 
 @dataclass(frozen=True, slots=True)
 class FloorAnswer:
-    """What a peer says when it is asked. `epoch_end` is 0 when the epochs did not agree: then `seen` counts for the
+    """Floors in a peer's answer. `epoch_end` is 0 when the epochs did not agree: then `seen` counts for the
     belief in that peer's own copies only."""
 
     epoch_end: int = 0
@@ -63,7 +63,7 @@ class FloorAnswer:
 
 
 class ShownFloors(Protocol):
-    """What a member's latest record says of floors."""
+    """Floors in a member's latest record."""
 
     @property
     def member(self) -> Member: ...

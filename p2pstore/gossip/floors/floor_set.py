@@ -349,7 +349,7 @@ class FloorSet:
 
     @property
     def writers(self) -> list[Member]:
-        """Who wrote the floors that are kept."""
+        """Writers of the floors that are kept."""
         return list(self._records_of)
 
     def has_floors_of(self, writer: Member) -> bool:

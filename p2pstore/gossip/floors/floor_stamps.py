@@ -86,7 +86,7 @@ def unpack_stamps(packed: bytes) -> Stamps:
 
 
 def hash_stamps(stamps: Mapping[Member, int]) -> int:
-    """What equal tables have in common; 0 for an empty one."""
+    """A hash of the table, whatever its order; 0 for an empty one."""
     return xxhash.xxh3_64_intdigest(pack_stamps(stamps)) if stamps else 0
 
 

@@ -72,7 +72,7 @@ class FloorSync(FloorCompaction):
         self.has_older_copies = False
         """Whether this peer began with copies of an earlier life."""
         self.distrusted_by: list[Member] = []
-        """Whose records showed the horizon for which `take_distrusted` last said to distrust copies."""
+        """Members that showed the horizon for which `take_distrusted` last said to distrust copies."""
         self.doubts = DoubtedMembers(self._floors)
         self._distrusted = 0
         self._alive_clock = 0
@@ -197,7 +197,7 @@ class FloorSync(FloorCompaction):
         """Take over a horizon, and note what is to be distrusted for that."""
         unseen = self._unseen(stamps)
         if self.quorum.fresh:
-            # What was put here before this peer ever met another one was not removed by others.
+            # Objects put here before this peer ever met another one were not removed by others.
             unseen = min(unseen, (self._started_clock or 0) if self.has_older_copies else 0)
         if unseen > self._distrusted:
             self._distrusted, self.distrusted_by = unseen, by

@@ -50,7 +50,8 @@ class Showing:
 
 
 class Quorum:
-    """Times `now` are monotonic; `wall` is the wall clock, which also goes on while the machine sleeps."""
+    """Whether this peer is in touch with more than half of the members that count. Times `now` are monotonic; `wall` is
+    the wall clock, which also goes on while the machine sleeps."""
 
     def __init__(self) -> None:
         self.living = 1
@@ -71,8 +72,8 @@ class Quorum:
         self._out_at = math.inf
         """When this peer was last seen to be without more than half, if it was the last time."""
         self._outlived = False
-        """Whether the others that this peer was without do not count any more, and no member has come since: they may
-        live on, and have dropped floors."""
+        """Whether this peer was without a majority until the missing members stopped counting, and no member came
+        since. The missing may live on, and may have dropped floors."""
 
     def start(self, known: Iterable[Member], alive: float, now: float) -> None:
         """This peer was last alive at the wall-clock time `alive` (0 when it never was), with these members."""
@@ -133,7 +134,13 @@ class Quorum:
     # --- counting ----------------------------------------------------------------------------
 
     def track(self, now: float, wall: float, living: int, same: int) -> None:
-        """Of `living` members beside this peer, `same` show its horizon. Call it a few times a second."""
+        """Of `living` members beside this peer, `same` show its horizon. Call it a few times a second.
+
+        1. A minority, or a process that stalled: this peer is apart once it had no majority for `GONE_SECONDS`.
+        2. Half of the members: the same after `TIE_SECONDS`.
+        3. A majority, with the same horizon at more than half: it is not apart any more, `SETTLE_SECONDS` after the
+           last member came.
+        """
         self.living = 1 + living
         if now >= self._counted_at + 1.0:
             self._count(now)

@@ -191,7 +191,8 @@ _PARTITION_BITS: Final = 10
 
 
 class PartitionSets:
-    """See the module's docstring. `log` has carried out an operation when `note` is told of it."""
+    """This peer's own log, split by partition: number and set of each. `log` has carried out an operation when `note`
+    is told of it."""
 
     def __init__(self, log: OwnLog) -> None:
         self._log = log
@@ -200,7 +201,7 @@ class PartitionSets:
         self._slots: dict[int, int] = {}
         """Of the partitions whose sets are made."""
         self._sorted = b""
-        """What the log held when the first set was needed, by partition."""
+        """Records of the log when the first set was needed, by partition."""
         self._begins: list[int] = []
         """Where each partition begins there, in records; and the end."""
 

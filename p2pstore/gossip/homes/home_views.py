@@ -1,6 +1,6 @@
-"""What the owners told this peer as the home of some partitions: the home's side of `home_pushes`. Pure.
+"""The home's side of `home_pushes`: per partition and owner, the set that the owner pushed. Pure.
 
-For each partition and owner there is a view: the owner's set of that partition after one of its operations. It
+Such a set is a view: the owner's set of that partition after one of its operations. It
 moves by operations that follow each other without a gap, or is replaced whole. A view that missed something is
 not vouched for until the owner has sent the partition anew. This peer vouches for a partition, that is says that
 what it does not know is nowhere, when it has a view of every live owner, and heard of each of them lately.
@@ -185,7 +185,7 @@ class HomeViews:
     def _room_for(
         self, owner: Member, count: int, replaced: _View | None = None
     ) -> LocationIndex | None:
-        """The index, when it has room for `more` records of the owner. Owners that have more make room."""
+        """The index, when it has room for `count` more records of the owner. Owners that have more make room."""
         if self._index is None:
             self._index = LocationIndex(self._config.max_records, self._salt)
         index = self._index

@@ -35,7 +35,7 @@ _NEVER: Final[Position] = (-1, 0)
 
 
 class Word(Enum):
-    """Whose word it is that a member holds something."""
+    """The source of a statement that a member holds something."""
 
     OWN = "own"
     """The member's own, or that of a local client to whom the member said so."""
@@ -426,7 +426,7 @@ class HotKeyNews:
             self.keys.note(digest, now)
 
     def tell(self, peer_id: PeerId, now: float) -> bytes:
-        """What to tell a peer of hot keys now."""
+        """News of hot keys for a peer."""
         due = max(self._told_at + HOT_SECONDS, self._told.get(peer_id, -math.inf) + HOT_AGAIN_SECONDS)
         if self._mode.follows_logs or now < due or not self._keeps_partitions(member_of(peer_id)):
             return b""

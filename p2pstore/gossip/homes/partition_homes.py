@@ -116,7 +116,7 @@ def weights_of(members: Words, partitions: NDArray[numpy.intp]) -> Words:
 
 
 def _members_of(weights: Words) -> Words:
-    """Whose weights these are: a row for each partition. 0 where the weight is 0."""
+    """The members with these weights: a row for each partition. 0 where the weight is 0."""
     mixed: Words = weights ^ (weights >> numpy.uint64(31)) ^ (weights >> numpy.uint64(62))
     mixed *= numpy.uint64(_UNDO_SECOND)
     mixed ^= (mixed >> numpy.uint64(27)) ^ (mixed >> numpy.uint64(54))
@@ -298,21 +298,22 @@ def _assign(
 DirectorySetting = Literal["auto", "full", "partitioned"]
 
 RECORD_BYTES: Final = 40
-"""What one location costs in a full directory's memory."""
+"""Memory of one location in a full directory."""
 RATE_SAMPLE_SECONDS: Final = 10.0
 RATE_SMOOTHING: Final = 0.3
 """Weight of the newest sample."""
 
 
 class KeptDirectory(IntEnum):
-    """What a peer's record says. Numbers are never used twice; one that is not known reads as FULL."""
+    """Mode of a peer's directory, as in its record. Numbers are never used twice; one that is not known reads as
+    FULL."""
 
     FULL = 0
     PARTITIONED = 1
 
 
 def kept_name(number: int) -> str:
-    """What a record's `directory` says, in words; empty for a number that is not known."""
+    """The word for a record's `directory`; empty for a number that is not known."""
     return KeptDirectory(number).name.lower() if number in KeptDirectory.__members__.values() else ""
 
 
@@ -379,7 +380,7 @@ class DirectoryMode:
         match self.phase:
             case Phase.FULL:
                 if self.setting == "auto" and load > 1.0 and waited >= self._limits.dwell_seconds:
-                    # Who has not followed the logs yet does not begin with it.
+                    # A peer that has not followed the logs yet does not begin with it.
                     self.phase = Phase.NARROWING if views_complete else Phase.PARTITIONED
             case Phase.NARROWING:
                 if homes_complete or waited >= self._limits.overlap_seconds:

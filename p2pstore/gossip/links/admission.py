@@ -74,7 +74,7 @@ def _message(*fields: bytes) -> bytes:
 
 
 class _Side:
-    """What both ends have in common."""
+    """The common part of both ends."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Side:
 
     @property
     def their_role(self) -> Role:
-        """What the other side may do, once it is admitted."""
+        """The role of the other side, once it is admitted."""
         return self.ring.role_of(self.key_id)
 
     def _proof(self, key: bytes, role: bytes, *, opening: bool) -> bytes:

@@ -1,7 +1,4 @@
-"""Keeps a host's connections with neighbours, and closes those without a use. Shell around `connection_limits`.
-
-One authenticated connection and what it is used for.
-"""
+"""A host's connections: those with neighbours stay open, those without a use are closed. Shell around `crowding`."""
 
 from __future__ import annotations
 
@@ -173,7 +170,7 @@ class Attempts(Generic[T]):
     async def join(
         self, nursery: trio.Nursery, peer_id: PeerId, key: Hashable, start: Callable[[], Awaitable[T]]
     ) -> T:
-        """What the attempt with this key brings; `start()` makes it, in `nursery`, if none is under way. Raises what
+        """The result of the attempt with this key; `start()` makes it, in `nursery`, if none is under way. Raises what
         that raised, and `LinkError` when it took too long, was ended, or is one too many."""
         attempt = self._under_way.get((peer_id, key))
         if attempt is None:
@@ -226,7 +223,7 @@ _STRANGER_BYTES: Final = 256 * 1024
 
 @dataclass(slots=True)
 class ConnectionCounts:
-    """What became of this host's connections since it was opened."""
+    """Counts of this host's connections since it was opened, by their fate."""
 
     opened: int = 0
     """By this side."""

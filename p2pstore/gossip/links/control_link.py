@@ -1,7 +1,7 @@
 """Requests and replies over one multiplexed stream. Shell (trio), without libp2p.
 
 A stream belongs to the side that opened it: that side asks through an `AskingStream`, the other answers
-through an `AnsweringStream`. Both start with admission. Each stream has one writer task: who asks or answers
+through an `AnsweringStream`. Both start with admission. Each stream has one writer task: a request or answer
 hands over a whole frame and waits only for room, so a cancelled request never leaves half a frame behind,
 and one stuck write delays no request for longer than `WRITE_SECONDS`, after which the stream ends.
 """
@@ -83,7 +83,7 @@ class TwinAddress(LinkError):
 
 
 class Activity:
-    """What a connection is used for: how many requests are under way on it, and when one last began or ended."""
+    """The use of one connection: requests under way on it, and the time when one last began or ended."""
 
     __slots__ = ("in_flight", "used_at")
 
@@ -118,7 +118,7 @@ class AskingStream:
 
     def __init__(self, frames: Frames, software: str, key_id: bytes, activity: Activity | None) -> None:
         self.software = software
-        """What the listener says it runs."""
+        """The listener's software, by its own word."""
         self.key_id = key_id
         """The cluster key with which it was admitted."""
         self._frames = frames

@@ -1,9 +1,9 @@
 """The control host: admitted, encrypted connections to other peers. Shell; no other module uses `libp2p_parts`.
 
 From libp2p come the peer id, Noise and multistream-select, and the wire is libp2p's own. Sockets, dialling
-and tasks are ours instead of its `Swarm` and `BasicHost`: those leak sockets when cancelled, end
+and tasks are ours instead of its Swarm and BasicHost: those leak sockets when cancelled, end
 the process when a handler raises, listen with SO_REUSEPORT (two peers on one port would each get half of
-the connections), wait 250 ms in every dial, and dial on their own. (Why yamux is ours too, `yamux` says.)
+the connections), wait 250 ms in every dial, and dial on their own. (`yamux` says why yamux is ours too.)
 Here every connection is a task of the host's nursery, and whatever goes wrong in it ends that connection
 with one line in the log.
 
@@ -63,7 +63,7 @@ _S = TypeVar("_S", Opener, Listener)
 
 MAX_ADMITTED: Final = 256
 """Connections of members. The keeper closes unused ones from 192 on; a member that comes when all are in use
-takes the place of one, or is refused (`member_places`)."""
+takes the place of one, or is refused (`crowding.yielding`)."""
 MAX_FAREWELLS: Final = 3
 """A request that crosses the farewell of an idle connection is made again; more often than this is no chance."""
 FAREWELL_SECONDS: Final = 0.5
@@ -82,7 +82,7 @@ def _ignore(_address: str, _reason: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class HostSettings:
-    """What a control host is, and what it calls: `handler` for members, `readers` for those that may only read (None:
+    """Settings and callbacks of a control host: `handler` for members, `readers` for those that may only read (None:
     refused), `on_lost(peer_id)` when a member's last connection ended unintended, `on_refused(address, reason)` for
     what was dropped of a stranger. `allowed` is the allow list; `budget` bounds what is held for others."""
 
@@ -112,7 +112,7 @@ class HostSettings:
 
 
 class ControlHost:
-    """This peer's connections. Made by `open_control_host`; satisfies `p2pstore.gossip.links.control_link.Link`."""
+    """This peer's connections. Made by `open_control_host`."""
 
     listening: tuple[str, int]
     """Host and port, the real one when port 0 was asked."""
@@ -171,7 +171,8 @@ class ControlHost:
         await trio.lowlevel.checkpoint()
 
     def recheck(self) -> None:
-        """Ring or allow list were replaced: end connections not admitted now. What is wanted connects anew."""
+        """Ring or allow list were replaced: end connections not admitted now. Connections that are wanted are opened
+        anew."""
         for connection in self.connections.each():
             self._recheck(connection)
 

@@ -1,4 +1,4 @@
-"""Who a peer is: an ed25519 key, whose public half is the libp2p peer id."""
+"""Identity of a peer: an ed25519 key, whose public half is the libp2p peer id."""
 
 from __future__ import annotations
 

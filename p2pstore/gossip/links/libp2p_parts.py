@@ -1,4 +1,4 @@
-"""What a peer uses of libp2p: peer ids, Noise and multistream-select, without the rest of it.
+"""The used parts of libp2p: peer ids, Noise and multistream-select, without the rest of it.
 
 libp2p's packages import everything they have, from QUIC to a certificate authority's client, as soon as one module of
 them is imported: 600 modules more, 30 MB of each peer's memory and a third of the time that it takes to start. So these

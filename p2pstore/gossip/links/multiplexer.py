@@ -15,7 +15,7 @@ from p2pstore.runtime.byte_budget import Account
 from p2pstore.runtime.trio_tasks import wait_room
 
 STRANGER_STREAM_BYTES: Final = 32 * 1024
-"""What a stream may carry before it is admitted."""
+"""Most bytes that a stream carries before it is admitted."""
 ADMITTED_WINDOW_BYTES: Final = 1024 * 1024
 """Unread bytes on a stream that was admitted: 100 MiB/s at a round trip of 10 ms."""
 MAX_REPLY_BYTES: Final = 64 * 1024

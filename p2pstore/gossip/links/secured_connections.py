@@ -56,7 +56,7 @@ _PROTOCOL: Final = TProtocol(CONTROL_PROTOCOL)
 _YAMUX: Final = TProtocol(YAMUX_PROTOCOL)
 
 UPGRADE_BYTES: Final = 32 * 1024
-"""What the other side may send before Noise and yamux are set up; they need about 500 bytes."""
+"""Most bytes from the other side before Noise and yamux are set up; they need about 500."""
 
 MAX_STREAMS_PER_CONNECTION: Final = 4
 """Streams that the other side may have open: it needs one, and one more while that is replaced."""
@@ -145,7 +145,7 @@ def _communicator(stream: MuxedStream | Secured) -> MultiselectCommunicator:
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong at the bottom, in one line."""
+    """The innermost cause of an error, in one line."""
     while True:
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

@@ -44,7 +44,7 @@ class Endpoint:
 
 
 class GuardedSocket:
-    """What libp2p reads from and writes to: raises `ConnectionResetError` once the connection is over.
+    """The socket under libp2p's reads and writes: raises `ConnectionResetError` once the connection is over.
 
     A read returns exactly what was asked, out of a buffer that one receive fills, and gives way now and then, as a fast
     sender never would. A write is shielded from cancellation: half an encrypted message makes the rest unreadable."""

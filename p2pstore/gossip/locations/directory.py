@@ -1,4 +1,4 @@
-"""What the other members hold: one view per owner, each a reader's copy of that owner's log. Pure.
+"""The directory: one view per owner, this peer's copy of that owner's log. Pure.
 
 A view moves by contiguous runs of operations that its owner signed (`log`), or is replaced whole by a snapshot
 from the owner itself. A snapshot is put into a slot of its own, in pieces, which `work` goes on with; nothing of it is
@@ -119,7 +119,7 @@ class Directory(LocationLookups):
         return self.has_room(count - held) or bool(self._would_go(member, count, count - held))
 
     def _would_go(self, member: Member, wanted: int, more: int) -> list[Member]:
-        """Whose views are to be dropped so that the member has `wanted` records, that many more than now."""
+        """Members whose views are to be dropped so that this one has `wanted` records, `more` of them new."""
         coming = self.record_count + self._staging.coming_count + more
         counts = {other: self._index.count(view.slot) for other, view in self._views.items()}
         for staged in self._staging:

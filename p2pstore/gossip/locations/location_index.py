@@ -1,7 +1,7 @@
 """Many sets of location records in one table: some 50 bytes a record. Pure.
 
 A set ("slot") holds one packed record per digest: that is the last one that was written. The table is one array
-of rows of 42 bytes; `location_slots` says which rows are whose, and `location_chains` finds the rows of a digest.
+of rows of 42 bytes; `location_slots` says which rows are whose, and `RowChains` finds the rows of a digest.
 Nothing is copied to grow, and no call does more than its arguments ask for.
 
 One thread at a time.

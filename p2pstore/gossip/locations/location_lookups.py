@@ -341,7 +341,7 @@ class EarlyOperations:
 
     @property
     def digests(self) -> KeysView[bytes]:
-        """What they are about."""
+        """Digests that they are about."""
         return self._entries.keys()
 
     def of(self, digest: bytes) -> Mapping[Member, EarlyOperation]:
@@ -422,7 +422,7 @@ class Denials:
         self._apart = apart or ApartKeys()
         self._positions: dict[tuple[bytes, Member], Position] = {}
         self._members: dict[bytes, set[Member]] = {}
-        """Who denied each digest."""
+        """Members that denied each digest."""
 
     def __bool__(self) -> bool:
         return bool(self._members)

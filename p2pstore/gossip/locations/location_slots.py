@@ -1,18 +1,4 @@
-"""Which rows of a table belong to which set of locations ("slot"). Pure.
-
-A slot's rows have positions 0 to count - 1 without holes. A large slot has blocks of 32 rows of its own, and one
-owner per block is noted. There may be very many small slots, so those with up to 16 rows take an extent of 1, 2,
-4, 8 or 16 rows in a block that they share, and which stays divided so; the owner is noted per row there. The facts
-of a slot stand in arrays, some 17 bytes each.
-
-Row 0 is never given out: it stands for "none".
-
-The table of locations that clients of this peer look up by themselves.
-
-The table has the records of all views. Beside them it says whose count, between which clocks versions are
-believed, and of which keys something else is known as well: of those, and while something is being changed,
-clients ask. So they never have to know how gossip comes to its answers.
-"""
+"""The table of location records: rows of each set ("slot"), rows of each digest, and the facts for clients. Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +44,13 @@ class _Remains:
 
 
 class RowSlots:
-    """See the module's docstring. `move(row, to)` carries a row's content and links to another place."""
+    """The rows of each set of locations ("slot"). `move(row, to)` carries a row's content and links to another row.
+
+    A slot's rows have positions 0 to count - 1 without holes. A large slot has blocks of 32 rows of its own, and one
+    owner per block is noted. There may be very many small slots, so those with up to 16 rows take an extent of 1, 2,
+    4, 8 or 16 rows in a block that they share, and which stays divided so; the owner is noted per row there. The facts
+    of a slot stand in arrays, some 17 bytes each. Row 0 is never given out: it stands for "none".
+    """
 
     def __init__(self, table: LocationTable, move: Callable[[int, int], None]) -> None:
         self._block_limit = table.block_limit
@@ -275,7 +267,7 @@ def _rows_at(base: int, blocks: array[int] | None, start: int, stop: int) -> Row
 
 
 class RowChains:
-    """See the module's docstring. What a row's digest is, the table says."""
+    """The rows of each digest, as chains from its bucket. The table has each row's digest."""
 
     def __init__(self, table: LocationTable) -> None:
         self._table = table
@@ -432,7 +424,12 @@ class ApartKeys:
 
 
 class PublishedLocations:
-    """See the module's docstring. `table` is in memory that clients may map."""
+    """The table of locations that clients of this peer look up by themselves. `table` is in memory that they may map.
+
+    It has the records of all views. Beside them it says which members' records count, between which clocks versions
+    are believed, and of which keys more is known. Clients ask their peer about the latter, and while the table is being
+    changed; so they need no rules of gossip.
+    """
 
     def __init__(self, table: LocationTable) -> None:
         self.table = table

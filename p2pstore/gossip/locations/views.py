@@ -3,11 +3,6 @@
 A view stands at (incarnation, sequence) and holds exactly the set that its owner's log had there. The records of all
 views are in one `LocationIndex`, a slot per view. The owner's signed head names the hash of the set at some sequence; a
 view that passes there with another hash is dropped until its owner gives a snapshot.
-
-Which keys that matter here others have said something about.
-
-Two live sets are watched: the keys that are held here, and those that are awaited. A whole slot of the
-index can be gone through as well, in steps.
 """
 
 from __future__ import annotations
@@ -208,11 +203,11 @@ class ViewTable:
 
     @property
     def unsettled(self) -> Set[Member]:
-        """Whose views are not where their signed heads are, or are `diverged`. Changes with the directory."""
+        """Members whose views are not where their signed heads are, or are `diverged`. Changes with the directory."""
         return self._unsettled
 
     def take_moved(self) -> set[Member]:
-        """Whose views moved, were replaced or forgotten, or got a head since the last call."""
+        """Members whose views moved, were replaced or forgotten, or got a head since the last call."""
         moved, self._moved = self._moved, set()
         return moved
 
@@ -319,7 +314,7 @@ class ViewTable:
 
 
 class LocationShares:
-    """See the module's docstring."""
+    """Members whose locations are refused, because they announce more than `MAX_OWN_RECORDS`."""
 
     def __init__(self) -> None:
         self._refused: set[Member] = set()
@@ -356,8 +351,8 @@ class LocationShares:
 def who_makes_room(
     counts: Mapping[Member, int], member: Member, wanted: int, missing: int
 ) -> list[Member]:
-    """Whose locations to drop, the most first, so that a member may have `wanted` of them where `missing` do not
-    fit: others who have more than that. None when that does not give room enough."""
+    """Members whose locations are to be dropped, the most first, so that one may have `wanted` of them where `missing`
+    do not fit: others who have more than that. None when that does not give room enough."""
     dropped: list[Member] = []
     if missing > 0:
         larger = [
@@ -379,7 +374,8 @@ MAX_AHEAD: Final = 8 * STEP_RECORDS
 
 
 class WatchedKeys:
-    """See the module's docstring."""
+    """Keys of which gossip brought news, of two live sets: the keys that are held here, and those that are awaited. A
+    whole slot of the index can be gone through as well, in steps."""
 
     def __init__(self, index: LocationIndex) -> None:
         self._index = index

@@ -95,7 +95,7 @@ class Contacts:
         return not self._contacts
 
     def due(self, now: float, is_live: Callable[[PeerId], bool], alone: bool) -> list[Addresses]:
-        """Whom to contact now, bootstrap addresses first; each is answered by `succeeded` or `failed`."""
+        """Contacts to try now, bootstrap addresses first; each is answered by `succeeded` or `failed`."""
         chosen: list[Addresses] = []
         if now < self.next_due():
             return chosen
@@ -153,8 +153,8 @@ class Contacts:
         return {c.peer_id: a for a, c in self._contacts.items() if c.peer_id is not None}
 
     def book(self) -> Iterator[tuple[PeerId | None, Addresses]]:
-        """What the address book is to keep: where members were met; and what an earlier run left until a peer has
-        admitted this one, as it is all that leads to the others. The id is None of a peer that did not answer yet."""
+        """Entries for the address book: addresses of members that were met, and until a peer has admitted this one
+        those of an earlier run, which alone lead to the others. The id of a peer that did not answer yet is None."""
         for addresses, contact in self._contacts.items():
             if contact.in_book or (contact.loaded and not self.admitted_once):
                 yield contact.peer_id, addresses
@@ -239,7 +239,7 @@ class _Ping(NamedTuple):
 
 
 class Newcomers:
-    """See the module's docstring."""
+    """Peers that a member told of. Each is pinged before it counts as a member, so that invented peers never do."""
 
     def __init__(self) -> None:
         self._budgets: OrderedDict[PeerId, MessageBudget] = OrderedDict()
@@ -270,7 +270,7 @@ class Newcomers:
         self._in_flight.pop(peer_id, None)
 
     def take(self) -> list[PeerId]:
-        """Whom to ping now."""
+        """Peers to ping now."""
         taken, self._to_ping = self._to_ping, []
         return taken
 

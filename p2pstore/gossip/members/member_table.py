@@ -37,7 +37,7 @@ UNMET_FOR_EACH_MET: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """Timing and bounds; the defaults are memberlist's for a local network (see `presets` for others)."""
+    """Timing and bounds; the defaults are memberlist's for a local network."""
 
     probe_interval_seconds: float = 1.0
     probe_timeout_seconds: float = 0.5
@@ -57,7 +57,7 @@ class MembershipConfig:
 
 
 parsed = lru_cache(maxsize=PARSED_RECORDS)(read_peer_record)
-"""What a verified record says."""
+"""The content of a verified record."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class MemberState:
     heard_at: float = -math.inf
     """When something last came from the peer itself; minus infinity before the first time."""
     introduced_by: Member = 0
-    """Who told of it; 0 once it has been met."""
+    """The member that told of it; 0 once it has been met."""
     signed: SignedRecord | None = None
     """The member's latest record. What it says that is wanted of all members at once stands here, too:"""
     record_incarnation: int = 0

@@ -275,7 +275,7 @@ class Membership(MemberTable):
         return chosen
 
     def accusations(self, about: Iterable[PeerId]) -> list[Claim]:
-        """What to tell a reader of these members. Rumours are for members: each rides on a few messages only."""
+        """Claims about these members, for a reader. Rumours are for members: each rides on a few messages only."""
         return [claim for peer_id in about if (claim := self.accusation(peer_id)) is not None]
 
     def accusation(self, peer_id: PeerId) -> Claim | None:

@@ -1,4 +1,4 @@
-"""What other members say of the time, compared with this peer's wall clock. Pure.
+"""Clocks of other members, compared with this peer's wall clock. Pure.
 
 A member's reading is kept as the difference between its wall clock and this peer's monotonic clock. So a wall clock
 that is set here shows at once, in all comparisons, and no member has to be asked again.

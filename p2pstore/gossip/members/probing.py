@@ -2,7 +2,7 @@
 
 A probe is a ping to one member. A member that has not answered within the probe timeout is pinged by three others too,
 on this peer's behalf (`relay` is their side), and has failed at the end of the probe interval; both are
-longer while this peer is not well itself (`local_health`). A helper that could not reach the member says so:
+longer while this peer is not well itself (`LocalHealth`). A helper that could not reach the member says so:
 that the helper answered tells this peer that it is well. All is judged in `tick`, after what had arrived was
 fed in, and a probe that was under way while this process stood still proves nothing.
 
@@ -108,7 +108,7 @@ class Probing:
     def follow(self, change: MemberChange) -> None:
         """A member's status changed."""
         if change.old is None:
-            # Who joins is probed within the current round, at a random place.
+            # A new member is probed within the current round, at a random place.
             self._round.insert(self._rng.randint(0, len(self._round)), change.peer_id)
         if change.new == Status.SUSPECT and change.by is not None:
             self._suspected.append(change.peer_id)
@@ -240,7 +240,7 @@ class Probing:
     # --- whom --------------------------------------------------------------------------------
 
     def next_target(self, neighbours: Collection[PeerId]) -> PeerId | None:
-        """Whom to probe next: every neighbour once a round, in random order, and at times any member."""
+        """The next member to probe: every neighbour once a round, in random order, and at times any member."""
         others = self._membership.others()
         if not others:
             return None
@@ -267,7 +267,7 @@ class Probing:
     # --- inside ------------------------------------------------------------------------------
 
     def _helpers(self, probe: _Probe, neighbours: Collection[PeerId]) -> list[PeerId]:
-        """Whom to ask for help: neighbours, to whom there are connections, if they suffice."""
+        """Members to ask for help: neighbours, as they have connections, if they suffice."""
         count = self._config.indirect_probes
         fit = [peer_id for peer_id in neighbours if self._may_help(peer_id)]
         if len(fit) < count:

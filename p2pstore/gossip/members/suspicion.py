@@ -152,7 +152,8 @@ Value = TypeVar("Value")
 
 
 class Accusers:
-    """See the module's docstring. Members are named by their short names."""
+    """Limits on probes that accusations cause: 2 a second for one accuser, in bursts of 64; and none about a member
+    that refuted this accuser twice within 180 s. Members are named by their short names."""
 
     def __init__(self) -> None:
         self._budgets: OrderedDict[Member, MessageBudget] = OrderedDict()

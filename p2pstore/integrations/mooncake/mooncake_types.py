@@ -88,7 +88,7 @@ MAX_MILLISECONDS: Final = 2**64
 
 
 class _Plain(IntEnum):
-    """Shown as Mooncake's are: `Kind.NAME`."""
+    """Shown as Mooncake's are: class and name."""
 
     def __str__(self) -> str:
         return f"{type(self).__name__}.{self.name}"

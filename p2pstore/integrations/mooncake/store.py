@@ -76,7 +76,7 @@ class MooncakeDistributedStore(StoreCalls):
         """
         arguments = dict(locals())
         del arguments["self"]
-        if isinstance(local_hostname, dict):  # what is said beside it counts as well
+        if isinstance(local_hostname, dict):  # arguments beside it count as well
             arguments |= {"local_hostname": None, **local_hostname}
         return self._set_up(arguments)
 

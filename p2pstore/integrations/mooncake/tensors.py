@@ -1,5 +1,5 @@
-"""Tensors of torch, in Mooncake's format: what one side puts, the other can read. Whole ones, and ones in equal shards
-along one dimension, each an object of its own, `KEY_tp_RANK`."""
+"""Tensors of torch, in Mooncake's format: each side reads the other's. Whole ones, and ones in equal shards along one
+dimension, each an object of its own whose key ends in _tp_RANK."""
 
 from __future__ import annotations
 

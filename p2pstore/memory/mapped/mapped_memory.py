@@ -32,7 +32,7 @@ PREFAULT_PIECE_BYTES: Final = 4 * MIB
 _MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14: fault pages in for writing without changing them. Not in the mmap module yet."""
 _MADV_COLLAPSE: Final = 25
-"""Linux 6.1: make huge pages of what is there, whatever `shmem_enabled` says (but `deny`). Not in the mmap module."""
+"""Linux 6.1: make huge pages of what is there, whatever shmem_enabled says (but `deny`). Not in the mmap module."""
 
 _MFD_HUGE_2MB: Final = 21 << 26
 _F_SEAL_FUTURE_WRITE: Final = 0x10

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import cycle, islice
 from typing import Final, TypeAlias
 
 import trio
@@ -18,22 +21,22 @@ from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalClient
+from p2pstore.local.put_columns import columns_of, sizes_of
+from p2pstore.memory.entries import Reservation
 from p2pstore.objects import DIGEST_BYTES, check_object_length
-from p2pstore.peer.for_clients.local_queries import Answer, failed_put, item_error, put_outcome
+from p2pstore.peer.for_clients.local_queries import Answer, item_error, put_outcome
 from p2pstore.peer.node import Node
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps
 from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.transfer.ticket_desk import TicketOffice
-from p2pstore.wire import Code, Empty
+from p2pstore.wire import Empty
 
-_NO_ROOM_AHEAD: Final = local.Reservation(
-    0, 0, 0, 0, local.ItemError(int(Code.CAPACITY_EXCEEDED), "no room can be spared for puts to come")
-)
+_NO_ROOM_AHEAD: Final = CapacityExceeded("no room can be spared for puts to come")
 ABORTED_PER_STEP: Final = 64
 
-Started: TypeAlias = Operation | PutAmongMany | local.PutOutcome
-"""A put that was begun, or that failed at once."""
+Started: TypeAlias = Operation | PutAmongMany | PutEnd | Exception
+"""A put that was begun, or that ended at once."""
 
 
 class LocalPuts:
@@ -44,71 +47,64 @@ class LocalPuts:
         self._office = office
         self._core = node.core
         self._segment = node.core.segment
-        self._next_put: tuple[local.ReserveItem, str] | None = None
-        """The likely next reservation of a client that puts in a loop."""
+        self._next_put: tuple[int, int, str] | None = None
+        """The likely next reservation of a client that puts in a loop: length, trailer length, namespace."""
 
     def reserve(self, client: LocalClient, message: local.Reserve) -> Answer:
         """Room for each value, or why there is none."""
         return in_turns(self._reserve_all(client, message))
 
     def _reserve_all(self, client: LocalClient, message: local.Reserve) -> Steps[local.Reserved]:
-        rooms = yield from self._rooms_for(client, message.items, message.namespace)
-        return local.Reserved(rooms)
+        made = yield from self._rooms_for(client, sizes_of(message.rooms), message.namespace)
+        return local.Reserved(_spans(made))
 
     def _rooms_for(
-        self, client: LocalClient, items: Sequence[local.ReserveItem], namespace: str
-    ) -> Steps[list[local.Reservation]]:
-        sizes = [(item.length, item.trailer_length) for item in items]
-        made = yield from reserve_many(
+        self, client: LocalClient, sizes: Sequence[tuple[int, int]], namespace: str
+    ) -> Steps[list[Reserved]]:
+        return reserve_many(
             self._core, sizes, holder=client.holder, namespace=namespace, now=self._node.now
         )
-        return list(map(_room, made))
 
     def commit(self, client: LocalClient, message: local.Commit) -> Answer:
         """Publish what was written; with more replicas than one, once they exist."""
         started = in_turns(self._start_puts(client, message))
         if isinstance(started, list):
-            durable = any(item.durable for item in message.items)
-            if not durable and all(isinstance(each, local.PutOutcome) or each.done for each in started):
+            durable = any(options.durable for options in message.options)
+            if not durable and not any(map(_goes_on, started)):
                 return in_turns(self._committed(client, message, started))
         return self._commit_later(client, message, started)
 
     def _start_puts(self, client: LocalClient, message: local.Commit) -> Steps[list[Started]]:
         started: list[Started] = []
-        items = message.items
-        for begin in range(0, len(items), PUBLISHED_PER_STEP):
+        namespace = message.namespace
+        columns = columns_of(message, partial(self._core.digests_of, namespace))
+        for begin in range(0, len(columns.keys), PUBLISHED_PER_STEP):
             if begin:
                 yield
-            some = items[begin : begin + PUBLISHED_PER_STEP]
+            some = columns.part(slice(begin, begin + PUBLISHED_PER_STEP))
             ends = publish_new(
-                self._core, some, holder=client.holder, namespace=message.namespace, now=self._node.now
+                self._core, some, holder=client.holder, namespace=namespace, now=self._node.now
             )
-            told: PutEnd | None = None
-            for item, end in zip(some, ends, strict=True):
-                if isinstance(end, PutEnd):
-                    if end is not told:  # those that are published together end alike
-                        told, outcome = end, put_outcome(end)
-                    started.append(outcome)
-                    continue
+            for row, end in enumerate(ends):
                 if end is not None:
                     started.append(end)
                     continue
                 if started:
                     yield
-                started.append(self._start_put(client, message, item))
+                started.append(self._start_put(client, namespace, some.facts(row)))
         return started
 
-    def _start_put(self, client: LocalClient, message: local.Commit, item: PutFacts) -> Started:
+    def _start_put(self, client: LocalClient, namespace: str, item: PutFacts) -> Started:
         try:
             check_put(length=item.length, replicas=item.replicas, pin=item.pin, ttl_ms=item.ttl_ms)
             if item.durable and self._node.ssd is None:
                 raise ValueError(
                     "durable: this peer has no SSD tier to keep the object on: give it --ssd"
                 )
-            operation = PutOperation(self._core, item, holder=client.holder, namespace=message.namespace)
+            operation = PutOperation(self._core, item, holder=client.holder, namespace=namespace)
             return self._core.operations.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
-            return failed_put(error)
+            return error
 
     async def _commit_later(
         self,
@@ -132,61 +128,64 @@ class LocalPuts:
             try:
                 await self._node.ssd.make_durable(digest)
             except P2PStoreError as error:
-                operations[number] = failed_put(error)
+                operations[number] = error
 
         async with trio.open_nursery() as nursery:
-            for number, (item, operation) in enumerate(zip(message.items, operations, strict=True)):
-                if item.durable and isinstance(operation, PutOperation) and operation.kept:
+            for number, (options, operation) in enumerate(
+                zip(cycle(message.options), operations, strict=False)
+            ):
+                if options.durable and isinstance(operation, PutOperation) and operation.kept:
                     nursery.start_soon(keep, number, operation.digest)
 
     def _committed(
         self, client: LocalClient, message: local.Commit, operations: list[Started]
     ) -> Steps[local.Committed]:
         """The answer. `operations` is empty after it: letting go of thousands at once would be a long step."""
-        outcomes: list[local.PutOutcome] = []
+        outcomes: list[tuple[int, local.PutOutcome]] = []
         operations.reverse()
         while operations:
-            each = operations.pop()
-            if isinstance(each, local.PutOutcome):
-                outcomes.append(each)
-                continue
+            alike, count = operations.pop(), 1
+            while operations and operations[-1] is alike:  # those that are published together end alike
+                operations.pop()
+                count += 1
             if outcomes:
                 yield
-            outcomes.append(put_outcome(each.result))
+            outcomes.append((count, put_outcome(_result_of(alike))))
+        again = sizes_of(message.again)
         if message.at_hand:
-            rooms = yield from self._rooms_for(client, message.again, message.namespace)
-            return local.Committed(outcomes, rooms)
-        again: list[local.Reservation] = []
+            rooms = yield from self._rooms_for(client, again, message.namespace)
+            return local.Committed(outcomes, _spans(rooms))
+        ahead: list[Reserved] = []
         try:
-            for item in message.again:
-                if again:
+            for size in again:
+                if ahead:
                     yield
-                again.append((yield from self._reserve_ahead(client, item, message.namespace)))
+                ahead.append((yield from self._reserve_ahead(client, size, message.namespace)))
         except BaseException:  # the client will not release them
-            self._abort_all(client, [each.reservation for each in again])
+            self._abort_all(client, [each.number for each in ahead if isinstance(each, Reservation)])
             raise
-        return local.Committed(outcomes, again)
+        return local.Committed(outcomes, _spans(ahead))
 
     def _reserve_ahead(
-        self, client: LocalClient, item: local.ReserveItem, namespace: str
-    ) -> Steps[local.Reservation]:
+        self, client: LocalClient, size: tuple[int, int], namespace: str
+    ) -> Steps[Reserved]:
         """Room for a put that may never come, where some can be spared."""
-        if not self._segment.room.can_spare(item.length, item.trailer_length, namespace=namespace):
+        if not self._segment.room.can_spare(*size, namespace=namespace):
             return _NO_ROOM_AHEAD
-        [reservation] = yield from self._rooms_for(client, [item], namespace)
-        if not reservation.error.code:
-            self._next_put = item, namespace
-        return reservation
+        [reserved] = yield from self._rooms_for(client, [size], namespace)
+        if isinstance(reserved, Reservation):
+            self._next_put = *size, namespace
+        return reserved
 
     def make_room_ahead(self) -> None:
         """Evict for the next put while no put waits for room: one value's room, however many clients put."""
         if self._next_put is None:
             return
-        item, namespace = self._next_put
+        length, trailer_length, namespace = self._next_put
         self._next_put = None
         now = self._node.now
         self._segment.room.make_ahead(
-            item.length, item.trailer_length, now=self._core.unix(now), namespace=namespace
+            length, trailer_length, now=self._core.unix(now), namespace=namespace
         )
         self._core.objects.announce_withdrawn(now)
 
@@ -254,7 +253,34 @@ class LocalPuts:
         return Empty()
 
 
-def _room(reserved: Reserved) -> local.Reservation:
-    if isinstance(reserved, Exception):
-        return local.Reservation(0, 0, 0, 0, item_error(reserved))
-    return local.Reservation(reserved.number, 0, reserved.offset, reserved.length)
+def _goes_on(started: Started) -> bool:
+    if type(started) is PutEnd:  # nearly always
+        return False
+    return isinstance(started, Operation | PutAmongMany) and not started.done
+
+
+def _result_of(started: Started) -> object:
+    return started.result if isinstance(started, Operation | PutAmongMany) else started
+
+
+def _spans(made: Sequence[Reserved]) -> list[local.Span]:
+    """Reservations that follow each other, and the reasons why there are none."""
+    spans: list[local.Span] = []
+    start = 0
+    while start < len(made):
+        first, stop = made[start], start + 1
+        if not isinstance(first, Reservation):
+            spans.append(local.Span(1, error=item_error(first)))
+        else:
+            number, length, offsets = first.number, first.length, [first.offset]
+            for each in islice(made, stop, None):
+                if not isinstance(each, Reservation) or each.length != length:
+                    break
+                if each.number != number + len(offsets):
+                    break
+                offsets.append(each.offset)
+            stop = start + len(offsets)
+            packed = struct.pack(f"<{len(offsets)}Q", *offsets)
+            spans.append(local.Span(len(offsets), number, length, packed))
+        start = stop
+    return spans

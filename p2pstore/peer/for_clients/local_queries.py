@@ -60,17 +60,14 @@ def no_such_key() -> local.ItemError:
     return local.ItemError(int(Code.NO_SUCH_KEY), "no live peer holds this key")
 
 
-def failed_put(error: Exception) -> local.PutOutcome:
-    return local.PutOutcome(0, 0, 0, 0, 0, item_error(error))
-
-
 def put_outcome(result: Any) -> local.PutOutcome:
     """A put's end as it travels."""
     if isinstance(result, PutEnd):
         return local.PutOutcome(
             int(result.status), result.copies, result.wanted, result.version.clock, result.version.writer
         )
-    return failed_put(result if isinstance(result, Exception) else DeadlineExceeded("cancelled"))
+    error = result if isinstance(result, Exception) else DeadlineExceeded("cancelled")
+    return local.PutOutcome(0, 0, 0, 0, 0, item_error(error))
 
 
 def lease_grant(number: int, entry: ObjectEntry) -> local.LeaseGrant:

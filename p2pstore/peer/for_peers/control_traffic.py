@@ -1,6 +1,6 @@
 """Control traffic: gossip's requests to other peers, theirs to this one, and finding the first peer. Shell.
 
-Routes to other peers: how each is reached, and which copy is read first.
+`Routes` is about data connections: how each peer is reached, and which copy is read first.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def duplicate_identity(where: str) -> DuplicateIdentity:
 
 
 class Routes:
-    """Routes of one peer. `transports` are those that this peer reads by."""
+    """Ways of one peer to copies at others, and their reading order. `transports`: those that this peer reads by."""
 
     def __init__(self, core: PeerCore, config: PeerConfig, host_id: bytes, rng: Random) -> None:
         self._core = core

@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry
 
 BRING_SECONDS: Final = 4.0
-"""For objects that are asked for before they are in memory. Who asks gives up after 5 s without progress."""
+"""For objects that are asked for before they are in memory. The asking peer gives up after 5 s without progress."""
 
 
 class PeerDataBackend:
-    """Satisfies `p2pstore.transfer.serving.data_server.DataBackend`."""
+    """Satisfies `serving_backends.DataBackend`."""
 
     def __init__(self, node: Node, swarms: RunningSwarms, erasing: Erasing) -> None:
         self._node = node
@@ -241,7 +241,7 @@ class PeerStoreBackend:
         try:
             incoming = await take_turns(self._incoming.open(request, claims.issuer, self._node.now))
         finally:
-            self._node.process()  # what was evicted is withdrawn
+            self._node.process()  # withdraws evicted objects
         return OpenedStore(self._incoming.payload(incoming), request.sums, (incoming, digest))
 
     async def finish_store(self, opened: OpenedStore) -> Stored:

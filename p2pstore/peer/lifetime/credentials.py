@@ -121,8 +121,9 @@ class Credentials:
 
 
 def fitted_to_role(config: PeerConfig) -> PeerConfig:
-    """The settings of a peer whose key file may be a reader's or a writer's: such a peer offers no memory, as nobody
-    would be told what is in it. Raises `ConfigError` for an unreadable file, and settings that need memory."""
+    """The settings of a peer whose key file may be a reader's or a writer's: such a peer offers no memory, as no
+    other peer would be told of its objects. Raises `ConfigError` for an unreadable file, and settings that need
+    memory."""
     if not config.cluster_key_file:
         return config
     ring = load_cluster_key_file(config.cluster_key_file)

@@ -44,7 +44,7 @@ Take = Callable[[Callable[[], Sequence[Effect]]], None]
 
 
 class Joining:
-    """Contacts for one peer. `take` feeds the gossip machine; `settled` is set when there is nobody to wait for;
+    """Contacts for one peer. `take` feeds the gossip machine; `settled` is set when there is no peer to wait for;
     `on_twin` is told at which address another process has this peer's identity; `on_refused` that no bootstrap
     address leads into the cluster and at least one of the peers there refuses this one, with its reason."""
 
@@ -118,7 +118,7 @@ class Joining:
         self._take(lambda: self._gossip.contact_failed(addresses, self._now()))
 
     async def watch_names(self, host: Dialler) -> None:
-        """Look again and again for peers that a bootstrap name stands for and nobody knows."""
+        """Look again and again for peers that a bootstrap name stands for, and that are not members."""
         names = [address for address in self._bootstrap if is_name(address)]
         while names:
             await trio.sleep(NAME_SECONDS * self._rng.uniform(0.75, 1.25))

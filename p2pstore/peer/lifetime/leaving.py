@@ -74,7 +74,7 @@ class Leaving:
                     nursery.start_soon(self._node.ssd.keep_memory)
                 if self._core.operations_under_way:
                     await self.drained.wait()
-            if self._node.ssd is not None and not stays:  # what operations put that were under way
+            if self._node.ssd is not None and not stays:  # objects put by operations under way
                 await self._node.ssd.keep_memory()
         self._log_handed_over()
         if stays and self._node.kept_memory is not None:

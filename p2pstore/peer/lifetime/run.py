@@ -237,7 +237,7 @@ def _say_ready(text: str) -> None:
         print(text, flush=True)
     except OSError as error:
         # A closed pipe or a full disk is no reason to stop serving.
-        # What waits in the buffer goes there too, or the end of the process would complain.
+        # Buffered output goes there too, or the end of the process would complain.
         _send_to_nowhere(1)
         logger.warning("the ready line was not printed: standard output: %s", error.strerror)
 

@@ -280,7 +280,7 @@ class LocalPeerReading:
 def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Finding]:
     """The peer, its problems in its own words, and readings of it that are as they should be."""
     name = f"peer {reading.name}"
-    members = f"{reading.live} live {'member' if reading.live == 1 else 'members'}"
+    members = f"{counted(reading.live, 'live member')}"
     text = f"p2pstore {reading.software}, cluster {reading.cluster}, {members}"
     findings = [fine(name, text)]
     if reading.problems is None:

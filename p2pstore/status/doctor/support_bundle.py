@@ -260,7 +260,7 @@ def _forms(secret: bytes) -> list[str]:
 
 
 def _without_value(match: re.Match[str]) -> str:
-    """The name alone. What was JSON stays JSON: a value of a quoted name is quoted."""
+    """The name alone. JSON stays JSON: a value of a quoted name is quoted."""
     quote = match[2][0] if match[2][0] in "\"'" else '"' if '"' in match[1] else ""
     return f"{match[1]}{quote}{REMOVED}{quote}"
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from p2pstore.objects import counted
 from p2pstore.status.doctor.finding import Failure, Finding, broken, fine, skipped, warning
 from p2pstore.wire import Code
 
@@ -160,7 +161,7 @@ def judge_who(reading: PeerReading, own_software: str, own_protocols: tuple[int,
     low, high = reading.protocols
     text = (
         f"{reading.name}, {reading.peer_id}, p2pstore {reading.software}, protocol {low} to {high}, "
-        f"knows {reading.members} {'member' if reading.members == 1 else 'members'}"
+        f"knows {counted(reading.members, 'member')}"
     )
     if reading.software != own_software:
         return warning(

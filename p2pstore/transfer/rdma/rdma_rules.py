@@ -1,6 +1,6 @@
-"""What RDMA decides without touching a device: addresses, sizes, room, and what failures mean. Pure.
+"""Rules of RDMA that need no device: addresses, sizes, room, and the meaning of failures. Pure.
 
-The numbers of `WorkStatus` and `GidKind` are those of libibverbs (`ibv_wc_status`, `ibv_gid_type`), which never
+The numbers of `WorkStatus` and `GidKind` are those of libibverbs (ibv_wc_status, ibv_gid_type), which never
 change.
 """
 

@@ -165,8 +165,7 @@ class RdmaServer:
 logger = logging.getLogger("p2pstore.peer")
 
 STAGING_BYTES: Final = 8 * CHUNK_BYTES
-"""So many objects of one chunk at once come with one round trip less; the others go to its segment as large ones do,
-which is registered."""
+"""Registered memory for answers: objects of one chunk that fit into it take one round trip less."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ What the slot hint does not show (the object moved, expired, is gone), the holde
 its answer says how far its log was. A line that fails in the middle of an object is replaced: what it had under way is
 read again through another device.
 
-Objects of one chunk come through a registered block where there is a free one (`rdma_extent`). Chunks of others are
+Objects of one chunk come through a registered block where there is a free one (`rdma_staging`). Chunks of others are
 read into destinations inside of registered memory directly; else through blocks, from which only verified ones are
 copied on.
 """

@@ -51,7 +51,7 @@ MIN_RECEIVER_TIMER: Final = 12
 """0.64 ms; a queue pair that is only read from never uses it."""
 MAX_GIDS: Final = 1024
 SMALLEST_MTU_BYTES: Final = 128
-"""`ibv_mtu` counts doublings of it."""
+"""The ibv_mtu of libibverbs counts doublings of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,16 +90,8 @@ def unpack_sums(sums: bytes, length: int) -> tuple[int, ...]:
     return tuple(memoryview(sums).cast("Q")[: chunk_count(length)])
 
 
-def verify_chunk(chunk: memoryview, expected: int, number: int, watch: ReadWatch | None) -> None:
-    """Raise `PullFailed` (STALE) for a damaged chunk."""
-    began = 0.0 if watch is None else watch.clock()
-    check_sum(chunk_sum(chunk), expected, number)
-    if watch is not None:
-        watch.verified(watch.clock() - began)
-
-
 def check_sum(payload_sum: int, expected: int, number: int) -> None:
-    """`verify_chunk`, by the sum of the received bytes."""
+    """Raise `PullFailed` (STALE) for a damaged chunk, by the sum of the received bytes."""
     if payload_sum != expected:
         raise PullFailed(
             Code.STALE, f"chunk {number} of the object arrived damaged; nothing was delivered"

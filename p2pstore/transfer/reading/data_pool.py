@@ -296,7 +296,8 @@ class DataPool:
             return NO_HASTE
         with self._measuring:
             least_rate = self._rates.least(peer.others, time.monotonic(), readers)
-        return Haste(peer.answer_seconds, least_rate)
+            begin_seconds = self._rates.begin_seconds(peer.peer_id) if peer.soon else math.inf
+        return Haste(peer.answer_seconds, least_rate, begin_seconds)
 
     async def _measured(self, peer: RemotePeer, connection: DataConnection, action: Awaitable[T]) -> T:
         """Remember what this holder brings by a second."""
@@ -305,6 +306,7 @@ class DataPool:
         finally:
             with self._measuring:
                 self._rates.measured(peer.peer_id, connection.flow, time.monotonic())
+                self._rates.answered(peer.peer_id, connection.flow)
 
     async def dial(self, peer: RemotePeer) -> DataConnection:
         """A fresh connection for the caller alone, who closes it: not one of the pool's. Raises `Unavailable` when
@@ -361,6 +363,8 @@ class DataPool:
             connected_at = time.monotonic()
             connection = await self._connect(peer)
             self._places.keep(place, connection, connected_at)
+            with self._measuring:  # its hello
+                self._rates.answered(peer.peer_id, connection.flow)
             connection.stream.progress_seconds = progress_seconds
             return await action(connection)
         except (DeadlineExceeded, Unavailable) as error:

@@ -15,9 +15,9 @@ from typing import Final, Self, TypeVar
 
 from xxhash import xxh3_64
 
-from p2pstore.errors import AuthenticationFailed, ProtocolError
+from p2pstore.errors import AuthenticationFailed, DeadlineExceeded, ProtocolError
 from p2pstore.objects import KIB
-from p2pstore.runtime.flow import MOST_LEAST_RATE, NO_HASTE, Flow, Haste
+from p2pstore.runtime.flow import MOST_LEAST_RATE, NO_HASTE, Flow, Haste, Outrun
 from p2pstore.runtime.streams import MAX_GATHER, ByteStream, advance
 from p2pstore.transfer.data_messages import (
     MAX_DATA_VERSION,
@@ -81,6 +81,8 @@ class DataRequests:
         self.damaged = False
         """The other side broke the protocol; the connection takes no more requests."""
         self.last_request_id = 0
+        self._later_seconds: float | None = None
+        """The limit for each wait after the first answer has begun, where that is another one."""
 
     @classmethod
     async def open(cls, stream: ByteStream, granted: GrantedTicket) -> Self:
@@ -147,8 +149,11 @@ class DataRequests:
         """Set the pace for bytes that are received from now on."""
         stream = self.stream
         patience_seconds = stream.progress_seconds
+        self._later_seconds = None
         if haste.answer_seconds < patience_seconds:
             stream.receive_seconds = patience_seconds = haste.answer_seconds
+            if haste.begin_seconds < patience_seconds:
+                self._later_seconds, stream.receive_seconds = patience_seconds, haste.begin_seconds
         elif stream.receive_seconds is not None:
             stream.receive_seconds = None
         self.inbox.flow.begin(patience_seconds, haste.least_rate)
@@ -177,8 +182,16 @@ class DataRequests:
         answered instead: `PullFailed` for GET and GET_SMALL, else the error that its code means."""
         if self.bulk_left:
             raise ProtocolError("the previous reply's bulk bytes were not read")
-        header = decode_header(await self.inbox.take(HEADER_BYTES, soon=True), DATA_REPLY_LIMITS)
+        try:
+            header = decode_header(await self.inbox.take(HEADER_BYTES, soon=True), DATA_REPLY_LIMITS)
+        except DeadlineExceeded:
+            if self._later_seconds is None:
+                raise
+            self.flow.answer_seconds = waited_seconds = self.stream.receive_seconds or 0.0
+            raise Outrun(f"no answer began within {waited_seconds:.3g} s: another is asked") from None
         self.flow.answered()
+        if self._later_seconds is not None:
+            self.stream.receive_seconds, self._later_seconds = self._later_seconds, None
         body = await self.inbox.take(header.body_length)
         if header.flags & ERROR:
             failure = decode_body(Failure, body)

@@ -28,6 +28,7 @@ from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
 )
+from p2pstore.objects import Signer, Verifier
 from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
 from p2pstore.runtime.streams import AcceptedStream, tune_tcp
 from p2pstore.runtime.trio_streams import Accepting, TrioStream
@@ -42,15 +43,7 @@ from p2pstore.transfer.data_messages import (
     Refused,
 )
 from p2pstore.transfer.rdma.rdma_serving import RdmaServer
-from p2pstore.transfer.read_tickets import (
-    NONCE_BYTES,
-    SignerLike,
-    TicketClaims,
-    VerifierLike,
-    check_proof,
-    open_ticket,
-    prove,
-)
+from p2pstore.transfer.read_tickets import NONCE_BYTES, TicketClaims, check_proof, open_ticket, prove
 from p2pstore.transfer.serving.data_session import RECEIVE_BYTES, DataSession
 from p2pstore.transfer.serving.read_answers import Traffic
 from p2pstore.transfer.serving.serving_backends import Backends, DataBackend, StoreBackend, SwarmBackend
@@ -159,8 +152,8 @@ class DataServer:
         backend: DataBackend,
         *,
         ring: KeyRing,
-        signer: SignerLike,
-        verifier: VerifierLike,
+        signer: Signer,
+        verifier: Verifier,
         incarnation: int,
         limits: ServerLimits | None = None,
         unix_clock: Callable[[], float] = time.time,

@@ -1,4 +1,4 @@
-"""Completion with the Tab key: scripts for bash, zsh and fish, and the words that they ask for.
+"""`help`, and `completion` with the Tab key: scripts for bash, zsh and fish, and the words that they ask for.
 
 Protocol. The script sets `_MOONCAKE_P2P_COMPLETE=complete_SHELL` and `COMP_WORDS`, the command line up to the cursor.
 The answer is one candidate a line, with a tab and a description for zsh and fish. A line of one tab says that file
@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, get_args
+
+import typer
 
 from mooncake_p2p.main import (
     COMMANDS,
@@ -30,6 +32,7 @@ from mooncake_p2p.main import (
     LazyCommands,
     function_of,
 )
+from mooncake_p2p.options import argument
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
@@ -367,3 +370,29 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+
+
+# --- the commands ------------------------------------------------------------------------------
+
+
+class Shell(StrEnum):
+    bash = "bash"
+    zsh = "zsh"
+    fish = "fish"
+
+
+def help(
+    command: Annotated[list[str] | None, argument("COMMAND", "Command to explain.")] = None,
+) -> None:
+    """Show the help of a command, as `COMMAND --help` does."""
+    from mooncake_p2p.main import run
+
+    raise typer.Exit(run([*(command or []), "--help"]))
+
+
+def completion(shell: Annotated[Shell, argument("bash|zsh|fish", "Your shell.")]) -> None:
+    """Print a script that completes commands, options and keys with Tab.
+
+    Keys and names of checkpoints come from the local peer, if it answers at once.
+    """
+    print(script(shell.value))
