@@ -1,4 +1,4 @@
-"""What an object is: its key's digest, its version, its chunk sums and their root.
+"""The facts of an object: its key's digest, its version, its chunk sums and their root.
 
 Everything here is part of formats that peers exchange; docs/formats.md lists them and
 `tests/unit/test_golden_bytes.py` holds them still.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import xxhash
 
@@ -28,7 +29,7 @@ PART_BYTES: Final = 64 * MIB
 """Unit of network requests and of SSD records: a longer object moves as several parts."""
 
 SIZE_UNIT_BYTES: Final = 4 * KIB
-"""What location records count lengths in."""
+"""Unit of lengths in location records."""
 
 MAX_OBJECT_BYTES: Final = 4 * GIB
 MAX_KEY_BYTES: Final = 1024
@@ -127,7 +128,7 @@ def key_hasher(namespace: str) -> Callable[[str], bytes]:
 
 
 def batch_key_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
-    """`keys_hasher` that keeps the digests of small batches for a while: a client that asks which keys exist gets those
+    """`keys_hasher` that keeps the digests of small batches for a while: a caller that asks which keys exist gets those
     next."""
     hashed = keys_hasher(namespace)
     kept: dict[str, bytes] = {}
@@ -178,7 +179,7 @@ ZERO_VERSION: Final = Version(0, 0, 0)
 
 
 class Announced(NamedTuple):
-    """What a holder may send of an object: the version that was announced, with the root that its writer vouches for;
+    """The versions that a holder may send of an object: the announced one, with the root that its writer vouches for;
     or a newer one that the holder wrote itself. `writer` is the holder's hash, as versions carry it."""
 
     writer: int
@@ -281,15 +282,12 @@ def root_checksum(length: int, sums: bytes) -> int:
 
 def root_checksums(lengths: Iterable[int], sums: Iterable[bytes]) -> list[int]:
     """`root_checksum` of each value."""
-    heads = map(struct.Struct("<Q").pack, lengths)
-    return list(map(xxhash.xxh3_64_intdigest, map(bytes.__add__, heads, sums)))
+    return list(map(_checksum, map(bytes.__add__, map(_pack_length, lengths), sums)))
 
 
 def are_sums_of(sums: bytes, length: int, root: int) -> bool:
     """Whether these are the sums of all chunks of a value of that length, and give its root."""
-    # `chunk_count` and `root_checksum`, without their calls.
-    chunks = (length + CHUNK_BYTES - 1) // CHUNK_BYTES
-    return len(sums) == 8 * chunks and _checksum(_pack_length(length) + sums) == root
+    return len(sums) == 8 * chunk_count(length) and root_checksum(length, sums) == root
 
 
 def check_object_length(length: int) -> None:
@@ -387,18 +385,13 @@ def format_bytes(count: float) -> str:
     return f"{int(count)} B"
 
 
-class Signer(Protocol):
-    """Signs with this peer's identity."""
-
-    @property
-    def peer_id(self) -> bytes: ...
-
-    def sign(self, message: bytes) -> bytes:
-        """A 64-byte signature."""
-        ...
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
-class Verifier(Protocol):
-    """Checks signatures of other peers."""
-
-    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...
+def put_newest(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+    """Keep an entry as the newest of at most `most`."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > most:
+        table.popitem(last=False)

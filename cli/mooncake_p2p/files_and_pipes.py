@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import mmap
 import os
@@ -19,7 +18,7 @@ from typing import Final
 
 from mooncake_p2p.output import CommandFailed, ExitCode, progress
 from p2pstore.objects import MAX_OBJECT_BYTES, MIB, check_object_length
-from p2pstore.runtime.linux import is_ready
+from p2pstore.runtime.linux import is_ready, take_lock
 
 PIECE_BYTES: Final = MIB
 
@@ -280,9 +279,7 @@ def _remove_leftover(path: Path) -> None:
 def _lock(descriptor: int) -> bool:
     """Whether the file is locked by us now. Where there are no locks it counts as locked."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return take_lock(descriptor)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

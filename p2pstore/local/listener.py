@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import grp
 import os
 import socket
@@ -19,7 +18,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.local.local_protocol import LocalBackend, LocalKind, RequestObserver
 from p2pstore.local.server import _Connection, logger
 from p2pstore.local.socket_paths import answers, check_socket_path, not_a_socket
-from p2pstore.runtime.linux import lock_owner
+from p2pstore.runtime.linux import lock_owner, take_lock
 from p2pstore.runtime.trio_streams import Accepting
 from p2pstore.wire import Code, encode_failure
 
@@ -109,7 +108,7 @@ async def _one_peer_at_a_time(directory: Path) -> AsyncIterator[None]:
         raise _cannot_listen(directory, error) from error
     try:
         give_up_at = trio.current_time() + LOCK_SECONDS
-        while not _has_lock(descriptor):
+        while not take_lock(descriptor):
             if trio.current_time() >= give_up_at:
                 owner = lock_owner(os.fstat(descriptor)) or "another process"
                 raise ConfigError(
@@ -120,14 +119,6 @@ async def _one_peer_at_a_time(directory: Path) -> AsyncIterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _has_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _cannot_listen(path: Path, error: OSError) -> ConfigError:

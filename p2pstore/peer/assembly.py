@@ -18,17 +18,18 @@ import trio
 
 import p2pstore
 from p2pstore.access.keyring import Role
+from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
 from p2pstore.core.copies.coldest import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
-from p2pstore.gossip.gossip_config import preset
+from p2pstore.gossip.gossip_config import GossipConfig, preset
 from p2pstore.gossip.homes.partition_homes import ModeLimits
 from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
-from p2pstore.gossip.machine import Gossip, GossipConfig
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     ClusterRecord,
@@ -48,7 +49,6 @@ from p2pstore.memory.policies import make_policy
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, parse_bytes
-from p2pstore.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.peer.for_clients.local_backend import Erasing, PeerLocalBackend
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend, PeerStoreBackend
 from p2pstore.peer.lifetime.credentials import Credentials, log_expelled, refuse_open_door
@@ -145,8 +145,7 @@ class Assembly:
         core = self._make_core(await trio.to_thread.run_sync(self._make_segment), repair)
         if self.state is not None:
             self._restore(core, self.state)
-            core.publishers.load_pins(self.state.load_publishers())
-            core.publishers.load_forgotten(self.state.load_forgotten())
+            core.publishers.load(*self.state.load_publishers())
         node = Node(config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng)
         node.credentials = self.credentials
         office = TicketOffice(self.identity, self.credentials.ring, core.timekeeping.ahead_of)
@@ -276,7 +275,7 @@ class Assembly:
             memory_used=segment.used_bytes,
             memory_coldest=coldest_use(segment),
             ssd_capacity=ssd.capacity_bytes if ssd is not None else 0,
-            ssd_used=ssd.used_bytes if ssd is not None else 0,
+            ssd_used=ssd.tier.live_bytes if ssd is not None else 0,
             load_permille=self.node.load.told_permille if self.node is not None else 0,
             head=LogHead(),
             software=p2pstore.__version__,
@@ -393,8 +392,17 @@ class Assembly:
 
     def _open_checkpoints(self, node: Node) -> PeerCheckpoints:
         setting = self.config.checkpoint_memory
+        peer = CheckpointPeer(
+            node.core,
+            node.pool,
+            node.routes.host_id,
+            node.started_at,
+            node.process,
+            node.checkpoint_news,
+            node.start_soon,
+        )
         checkpoints = PeerCheckpoints(
-            CheckpointPeer(node),
+            peer,
             self.identity,
             self.verifier,
             self.rng,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import pwd
@@ -34,9 +35,9 @@ def memory_limits(
             names = "memory.max", "memory.current", "inactive_file"
         else:
             names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+        limit, used = text_of(folder / names[0]).strip(), text_of(folder / names[1]).strip()
         if limit.isdigit() and used.isdigit():
-            fields = _read(folder / "memory.stat").split()
+            fields = text_of(folder / "memory.stat").split()
             statistics = dict(zip(fields[::2], fields[1::2], strict=False))
             limits.append((int(limit), int(used) - int(statistics.get(names[2], 0))))
     return limits
@@ -48,10 +49,10 @@ def processor_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     limits = []
     for version, folder in _groups("cpu", proc, cgroups):
         if version == 2:
-            quota, period = [*_read(folder / "cpu.max").split(), "", ""][:2]
+            quota, period = [*text_of(folder / "cpu.max").split(), "", ""][:2]
         else:
             quota, period = (
-                _read(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                text_of(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             )
         if quota.isdigit() and period.isdigit() and int(period):  # no limit: "max", or -1
             limits.append(int(quota) / int(period))
@@ -60,7 +61,7 @@ def processor_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
     """(version, folder) of each group at or above this process that may limit what `controller` watches over."""
-    for line in _read(proc / "self/cgroup").splitlines():
+    for line in text_of(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             version, root = 2, cgroups
@@ -75,11 +76,22 @@ def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, P
             yield version, folder
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The content of a file of the kernel; empty where it cannot be read."""
     try:
         return path.read_text()
     except OSError:
         return ""
+
+
+def take_lock(descriptor: int) -> bool:
+    """Lock a file (`flock`) for this descriptor, without waiting. False when another one has the lock. Raises
+    `OSError`."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def lock_owner(status: os.stat_result) -> str | None:
@@ -135,7 +147,7 @@ def connected_user(sock: socket.socket) -> int:
 
 
 def user_name(number: int) -> str:
-    """What people call a user; the number where the system has no name for it, as in containers."""
+    """Name of a user; the number where the system has no name for it, as in containers."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

@@ -9,16 +9,18 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import trio
 
 from p2pstore.access.keyring import KeyRing
+from p2pstore.addresses import join_address
 from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import SignedManifest, read_manifest, sign_manifest, version_of
 from p2pstore.checkpoint.content.sources import SourceDirectory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
+from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.running import Part, RunningSwarms
 from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
@@ -38,7 +40,7 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.serving.data_server import DataServer, listener_address, open_data_listeners
+from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.serving.read_answers import LentObject
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
@@ -82,7 +84,7 @@ class _Backend:
 
 
 class MemberHere:
-    """A member of the world; satisfies `Surroundings`."""
+    """A member of the world: what its swarms need of `CheckpointPeer`."""
 
     def __init__(self, world: World, number: int, host: str) -> None:
         self.world = world
@@ -115,7 +117,7 @@ class MemberHere:
 
     async def serve(self, *, tls: bool, task_status: trio.TaskStatus[None]) -> None:
         (listener,) = await open_data_listeners(["127.0.0.1:0"])
-        address = listener_address(listener)
+        address = join_address(*listener.getsockname()[:2])
         self.address = over_tls(address) if tls else address
         self.server = server = DataServer(
             _Backend(self.swarms),
@@ -139,7 +141,14 @@ class MemberHere:
         config: SwarmConfig | None = None,
     ) -> SwarmRun:
         """Take part in a swarm, until the world ends or `leave`."""
-        self.run = SwarmRun(self, signed, store, Random(self.number), publishes=publishes, config=config)
+        self.run = SwarmRun(
+            cast(CheckpointPeer, self),
+            signed,
+            store,
+            Random(self.number),
+            publishes=publishes,
+            config=config,
+        )
         self.swarms.parts[self.run.version] = Part(self.run, trio.CancelScope(), lambda *_: None, b"")
         self.world.nursery.start_soon(self._take_part, self.run)
         self.world.changed()

@@ -15,6 +15,7 @@ FILES = {
     "cgroup/memory.max": "max\n",
     "cgroup/memory/box/memory.limit_in_bytes": "4096\n",
     "cgroup/memory/box/memory.usage_in_bytes": "100\n",
+    "cgroup/memory/box/memory.stat": "total_inactive_file 40\n",
 }
 
 
@@ -29,7 +30,7 @@ def write(files: dict[str, str], folder: Path) -> None:
     ("group", "limits"),
     [
         ("0::/pod/box\n", [(4096, 100), (8192, 50)]),
-        ("5:cpu:/x\n3:cpu,memory:/box\n", [(4096, 100)]),
+        ("5:cpu:/x\n3:cpu,memory:/box\n", [(4096, 60)]),
         ("1:name=systemd:/\n", []),
     ],
 )

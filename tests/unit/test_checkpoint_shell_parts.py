@@ -7,6 +7,7 @@ import trio
 import trio.testing
 
 from p2pstore.checkpoint.content.pieces import ALIGNMENT, full_map, plan_memory
+from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.piece_flow import (
     BELIEVED_SECONDS,
     BURST_SECONDS,
@@ -16,7 +17,6 @@ from p2pstore.checkpoint.peer.piece_flow import (
     TokenBucket,
 )
 from p2pstore.checkpoint.peer.stores import Memories, MemoryTarget
-from p2pstore.checkpoint.peer.surroundings import Surroundings
 from p2pstore.checkpoint.peer.swarm_links import SwarmLinks, _Link
 from p2pstore.checkpoint.swarm.swarm_messages import MAX_INTRODUCED, Grant, Members, NewPieces, kind_of
 from p2pstore.errors import CapacityExceeded, StoreClosed
@@ -110,7 +110,7 @@ class _Frames(FrameLink):
 
 
 async def test_what_a_member_is_told_in_one_step_is_sent_together() -> None:
-    around = cast(Surroundings, None)  # only dialing needs it
+    around = cast(CheckpointPeer, None)  # only dialing needs it
     links = SwarmLinks(bytes(16), around, lambda _: None, lambda _: None)
     frames = {member: _Frames() for member in (1, 2, 3)}
     links._links = {member: _Link(each, True, 0.0) for member, each in frames.items()}

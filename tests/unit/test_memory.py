@@ -310,18 +310,6 @@ def test_the_tightest_cgroup_is_the_limit(proc: Path, tmp_path: Path) -> None:
     assert available_memory(proc, groups) == (2 * GIB, "the cgroup (limit 4.0 GiB)")
 
 
-def test_cgroups_of_version_1(proc: Path, tmp_path: Path) -> None:
-    groups = tmp_path / "cgroup"
-    write(proc / "self", cgroup="3:cpu,cpuacct:/x\n2:memory:/docker/abc\n0::/\n")
-    write(
-        groups / "memory",
-        memory__limit_in_bytes=f"{2 * GIB}\n",
-        memory__usage_in_bytes=f"{GIB}\n",
-        memory__stat=f"total_inactive_file {GIB // 2}\n",
-    )
-    assert available_memory(proc, groups) == (3 * GIB // 2, "the cgroup (limit 2.0 GiB)")
-
-
 def test_a_cgroup_over_its_limit_has_nothing_left(proc: Path, tmp_path: Path) -> None:
     groups = tmp_path / "cgroup"
     write(proc / "self", cgroup="0::/\n")

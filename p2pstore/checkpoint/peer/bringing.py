@@ -15,9 +15,9 @@ from p2pstore.checkpoint.content.hashing import BulkReader, PieceHashes
 from p2pstore.checkpoint.content.manifest import SignedManifest
 from p2pstore.checkpoint.content.pieces import NO_PIECES, Extent, PieceMap, pieces_in
 from p2pstore.checkpoint.content.target_directory import TargetDirectory, in_steps
+from p2pstore.checkpoint.peer.checkpoint_peer import THREADS, CheckpointPeer
 from p2pstore.checkpoint.peer.running import Part, SwarmParts
 from p2pstore.checkpoint.peer.stores import PieceStore, Target
-from p2pstore.checkpoint.peer.surroundings import THREADS, PeerInterface
 from p2pstore.errors import CheckpointChanged, ConfigError, StoreClosed, Unavailable
 from p2pstore.gossip.records import TakesPart, member_of
 from p2pstore.memory.mapped.mapped_memory import available_memory
@@ -35,7 +35,7 @@ class Bringing:
 
     def __init__(
         self,
-        peer: PeerInterface,
+        peer: CheckpointPeer,
         parts: SwarmParts,
         order: Fetch,
         signed: SignedManifest,

@@ -12,21 +12,21 @@ from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.manifest import Manifest
 from p2pstore.checkpoint.content.sources import SourceMemory
 from p2pstore.checkpoint.peer.bringing import Job
+from p2pstore.checkpoint.peer.checkpoint_peer import MAX_WAIT_SECONDS, CheckpointPeer
 from p2pstore.checkpoint.peer.fetching import Fetching, Finder
 from p2pstore.checkpoint.peer.following import Following, Updating
 from p2pstore.checkpoint.peer.piece_flow import Paces
 from p2pstore.checkpoint.peer.publishing import Publications, Publishing
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import HeldDirectory, Memories, MemoryTarget
-from p2pstore.checkpoint.peer.surroundings import MAX_WAIT_SECONDS, PeerInterface
 from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import Participation, TakesPart
 from p2pstore.local.local_protocol import LocalClient, LocalKind
-from p2pstore.objects import Signer, Verifier, check_checkpoint_name, unix_seconds_from_clock
+from p2pstore.objects import check_checkpoint_name, unix_seconds_from_clock
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.wire import Empty, Message
+from p2pstore.wire import Empty, Message, Signer, Verifier
 
 MAX_ENTRIES: Final = 4096
 """In one answer."""
@@ -234,7 +234,7 @@ class GroupRequests:
         return local.FollowNewsReply(
             following.news.number,
             publisher,
-            self._peer.name_of(publisher) if publisher else "",
+            self._peer.core.name_of(publisher) if publisher else "",
             said.version,
             said.stage.value,
             said.current,
@@ -347,7 +347,7 @@ class NameRequests:
             head.namespace,
             head.name,
             head.publisher,
-            self._peer.name_of(head.publisher),
+            self._peer.core.name_of(head.publisher),
             head.version,
             int(1000 * unix_seconds_from_clock(head.clock)),
             body.manifest_bytes,
@@ -411,7 +411,7 @@ class PeerCheckpoints:
 
     def __init__(
         self,
-        peer: PeerInterface,
+        peer: CheckpointPeer,
         signer: Signer,
         verifier: Verifier,
         rng: Random,

@@ -30,16 +30,16 @@ from p2pstore.checkpoint.content.manifest import (
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, unpack_map
 from p2pstore.checkpoint.content.target_directory import DirectoryInUse, TargetDirectory
 from p2pstore.checkpoint.peer.bringing import Bringing, Job, JobPhase, in_threads, verify
+from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import HeldDirectory, Holding, Memories, MemoryTarget
-from p2pstore.checkpoint.peer.surroundings import PeerInterface
 from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import PeerId, TakesPart, member_of
-from p2pstore.objects import Verifier
 from p2pstore.transfer.data_messages import DataKind, GetManifest, ManifestReply
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
+from p2pstore.wire import Verifier
 
 IN_USE_SECONDS: Final = 3.0
 """How long a directory may stay locked by a fetch that is just being given up."""
@@ -50,7 +50,7 @@ class Fetching:
     """Fetches for clients and followers. Pieces that are here are passed on, during the fetch and after."""
 
     def __init__(
-        self, peer: PeerInterface, parts: SwarmParts, memories: Memories, finder: Finder
+        self, peer: CheckpointPeer, parts: SwarmParts, memories: Memories, finder: Finder
     ) -> None:
         self._peer = peer
         self._parts = parts
@@ -266,7 +266,7 @@ ASK_AGAIN_SECONDS: Final = 0.5
 class Finder:
     """Resolves names to versions, and versions to verified manifests."""
 
-    def __init__(self, peer: PeerInterface, parts: SwarmParts, verifier: Verifier, rng: Random) -> None:
+    def __init__(self, peer: CheckpointPeer, parts: SwarmParts, verifier: Verifier, rng: Random) -> None:
         self._peer = peer
         self._parts = parts
         self._verifier = verifier

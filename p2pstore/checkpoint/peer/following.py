@@ -14,9 +14,9 @@ from p2pstore.checkpoint.checkpoint_messages import Fetch, Follow
 from p2pstore.checkpoint.content.directory_versions import current_version, switch_current, versions_with
 from p2pstore.checkpoint.content.manifest import format_version
 from p2pstore.checkpoint.peer.bringing import Job, News
+from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS, CheckpointPeer
 from p2pstore.checkpoint.peer.fetching import Fetching
 from p2pstore.checkpoint.peer.stores import HeldDirectory
-from p2pstore.checkpoint.peer.surroundings import ACQUAINTED_SECONDS, PeerInterface
 from p2pstore.checkpoint.swarm.group import (
     Abandon,
     Effect,
@@ -81,7 +81,7 @@ class Following:
     """One follow, while `run` runs."""
 
     def __init__(
-        self, peer: PeerInterface, fetching: Fetching, order: Follow, directory: HeldDirectory
+        self, peer: CheckpointPeer, fetching: Fetching, order: Follow, directory: HeldDirectory
     ) -> None:
         self.order = order
         self.directory = directory
@@ -276,7 +276,7 @@ class Updating:
     """One update of a name that this peer publishes, while `run` runs."""
 
     def __init__(
-        self, peer: PeerInterface, namespace: str, name: str, quorum: int | None, timeout_seconds: float
+        self, peer: CheckpointPeer, namespace: str, name: str, quorum: int | None, timeout_seconds: float
     ) -> None:
         self.news = News()
         self.version = b""

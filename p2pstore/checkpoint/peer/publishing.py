@@ -14,6 +14,7 @@ from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, format_version, sign_manifest
 from p2pstore.checkpoint.content.sources import Source, SourceDirectory, SourceMemory
 from p2pstore.checkpoint.peer.bringing import Job, JobPhase, reader_of
+from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS, CheckpointPeer
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import (
     HeldDirectory,
@@ -23,7 +24,6 @@ from p2pstore.checkpoint.peer.stores import (
     PublishedMemory,
     PublishedPieces,
 )
-from p2pstore.checkpoint.peer.surroundings import ACQUAINTED_SECONDS, PeerInterface
 from p2pstore.errors import (
     CheckpointChanged,
     CheckpointRefused,
@@ -33,9 +33,9 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.checkpoint_records import checkpoint_digest
 from p2pstore.gossip.records import TakesPart
-from p2pstore.objects import Signer, check_checkpoint_name, format_peer_id
+from p2pstore.objects import check_checkpoint_name, format_peer_id
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.wire import Message, decode_body, encode_body
+from p2pstore.wire import Message, Signer, decode_body, encode_body
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -151,7 +151,7 @@ class Publishing:
 
     def __init__(
         self,
-        peer: PeerInterface,
+        peer: CheckpointPeer,
         parts: SwarmParts,
         memories: Memories,
         publications: Publications,
@@ -259,7 +259,7 @@ class Publishing:
         started first waits until its neighbours have told it of their records."""
         check_checkpoint_name(order.name)
         with trio.move_on_after(max(0.0, ACQUAINTED_SECONDS - self._peer.uptime_seconds)):
-            while not self._peer.synchronised:  # noqa: ASYNC110  # the core is pure
+            while not self._peer.core.gossip.floors.synchronised:  # noqa: ASYNC110  # the core is pure
                 await trio.sleep(LOOK_SECONDS)
         self._peer.records.check_free(order.namespace, order.name)
 

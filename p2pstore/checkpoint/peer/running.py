@@ -13,8 +13,8 @@ from typing import Final
 import trio
 
 from p2pstore.checkpoint.content.manifest import SignedManifest, format_version
+from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.stores import PieceStore
-from p2pstore.checkpoint.peer.surroundings import PeerInterface
 from p2pstore.checkpoint.peer.swarm_links import OfferedSwarmLink
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.errors import CapacityExceeded, NoSuchKey
@@ -109,7 +109,7 @@ class SwarmParts(RunningSwarms):
     """Begins and ends parts, at most `MAX_SWARMS`. The oldest part without a job makes room for a new one."""
 
     def __init__(
-        self, peer: PeerInterface, rng: Random, forget_publication: Callable[[bytes], None]
+        self, peer: CheckpointPeer, rng: Random, forget_publication: Callable[[bytes], None]
     ) -> None:
         """`forget_publication` runs in a worker thread when a version is not passed on any more."""
         super().__init__()

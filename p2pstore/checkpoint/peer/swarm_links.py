@@ -20,9 +20,9 @@ from typing import Final, TypeVar
 import trio
 
 from p2pstore.checkpoint.content.pieces import PieceLayout
+from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.piece_flow import AtOnce, PieceBuffers, TokenBucket
 from p2pstore.checkpoint.peer.stores import PieceStore
-from p2pstore.checkpoint.peer.surroundings import Surroundings
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Event,
     Failure,
@@ -67,13 +67,13 @@ class SwarmLinks:
     def __init__(
         self,
         version: bytes,
-        surroundings: Surroundings,
+        peer: CheckpointPeer,
         happens: Callable[[Event], None],
         introduced: Callable[[list[Member]], None],
     ) -> None:
         """`introduced` gets members that neighbours tell of."""
         self._version = version
-        self._surroundings = surroundings
+        self._peer = peer
         self._happens = happens
         self._introduced = introduced
         self._links: dict[Member, _Link] = {}
@@ -149,10 +149,10 @@ class SwarmLinks:
         await self._use(member, frames, dialed=True)
 
     async def _connect(self, member: Member) -> FrameLink:
-        way = self._surroundings.way_to(member)
+        way = self._peer.way_to(member)
         if way is None:
             raise Unavailable("the member is gone")
-        connection = await self._surroundings.pool.dial(way)
+        connection = await self._peer.pool.dial(way)
         try:
             stream, rest = await connection.become_link(SwarmLink(self._version))
         except BaseException:
@@ -167,9 +167,9 @@ class SwarmLinks:
         link = self._links.get(member)
         settled = link is not None and trio.current_time() - link.since > SETTLED_SECONDS
         own_one = member in self._dialing or (link is not None and link.dialed)
-        if self._closed or member in self._banned or member == self._surroundings.own:
+        if self._closed or member in self._banned or member == self._peer.own:
             raise Unavailable("no link is taken from this member")
-        if own_one and self._surroundings.own < member and not settled:
+        if own_one and self._peer.own < member and not settled:
             raise Unavailable("this side dials as well, and its link counts")
         if len(self._links) >= MAX_LINKS:
             raise Unavailable(f"there are {MAX_LINKS} links already")
@@ -192,7 +192,7 @@ class SwarmLinks:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send, link)
-                self._happens(Linked(member, self._surroundings.is_here(member)))
+                self._happens(Linked(member, self._peer.is_here(member)))
                 try:
                     await self._receive(member, link)
                 except (OSError, ProtocolError) as error:
@@ -248,7 +248,7 @@ class PieceTransfers:
 
     def __init__(
         self,
-        surroundings: Surroundings,
+        peer: CheckpointPeer,
         version: bytes,
         layout: PieceLayout,
         store: PieceStore,
@@ -256,7 +256,7 @@ class PieceTransfers:
         fail: Callable[[Exception], None],
     ) -> None:
         """`rate` limits fetching, in bytes a second; 0 for no limit. `fail` ends the swarm when its store fails."""
-        self._surroundings = surroundings
+        self._peer = peer
         self._version = version
         self._layout = layout
         self._store = store
@@ -278,7 +278,7 @@ class PieceTransfers:
             self._buffers.give_back(buffer)
 
     async def _receive(self, member: Member, piece: int, view: memoryview) -> Failure | None:
-        way = self._surroundings.way_to(member)
+        way = self._peer.way_to(member)
         if way is None:
             return Failure.LOST
         if self._bucket is None:
@@ -297,7 +297,7 @@ class PieceTransfers:
         self, member: Member, way: RemotePeer, piece: int, view: memoryview
     ) -> Failure | None:
         try:
-            reply = await self._surroundings.pool.get_piece(
+            reply = await self._peer.pool.get_piece(
                 way, GetPiece(self._version, piece), view, PIECE_SECONDS
             )
         except (P2PStoreError, OSError, ValueError) as error:
@@ -324,7 +324,7 @@ class PieceTransfers:
         """Read or write a piece, in the event loop or in a worker thread (`AtOnce`)."""
         files = len(self._layout.extents(piece))
         if not self._at_once.may(self._layout.sizes[piece], files):
-            in_thread: T = await trio.to_thread.run_sync(step, limiter=self._surroundings.threads)
+            in_thread: T = await trio.to_thread.run_sync(step, limiter=self._peer.threads)
             return in_thread
         began, waits = time.perf_counter(), _waits()
         try:

@@ -16,9 +16,9 @@ import trio
 
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest
 from p2pstore.checkpoint.content.pieces import PieceLayout, PieceMap, map_of
+from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.piece_flow import GATHER_SECONDS, Introductions
 from p2pstore.checkpoint.peer.stores import PieceStore
-from p2pstore.checkpoint.peer.surroundings import Surroundings
 from p2pstore.checkpoint.peer.swarm_links import PieceTransfers, SwarmLinks
 from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm import Swarm
@@ -144,7 +144,7 @@ class SwarmRun:
 
     def __init__(
         self,
-        surroundings: Surroundings,
+        peer: CheckpointPeer,
         signed: SignedManifest,
         store: PieceStore,
         rng: Random,
@@ -159,12 +159,12 @@ class SwarmRun:
         self.version = signed.version
         self.store = store
         self.publishes = publishes
-        self._surroundings = surroundings
+        self._peer = peer
         self._introductions = Introductions()
         self._met = trio.Event()
         layout, copies = self.manifest.layout, map_of(store.copies)
         self.machine = Swarm(
-            surroundings.own,
+            peer.own,
             layout.sizes,
             store.have,
             rng,
@@ -174,9 +174,9 @@ class SwarmRun:
             needed=store.needed & ~(copies & ~store.have),
             copies=copies,
         )
-        self.links = SwarmLinks(self.version, surroundings, self._link_changed, self._introduced)
+        self.links = SwarmLinks(self.version, peer, self._link_changed, self._introduced)
         self.progress = SwarmProgress(self.machine, layout, store)
-        self.transfers = PieceTransfers(surroundings, self.version, layout, store, rate, fail=self.fail)
+        self.transfers = PieceTransfers(peer, self.version, layout, store, rate, fail=self.fail)
         self._nursery: trio.Nursery | None = None
         self._events: deque[Event] = deque()
         self._handling = False
@@ -228,7 +228,7 @@ class SwarmRun:
 
     def look_around(self) -> None:
         """Tell the machine which members take part now, and end the links of those that are gone."""
-        around = self._surroundings
+        around = self._peer
         for member in self.links.members:
             if around.is_gone(member):
                 self.links.end(member)

@@ -58,11 +58,13 @@ def publish_new(
     alone = PutEnd(PutStatus.CREATED, 1, 1, version)
     row = 0
     for place, entry in zip(compress(count(), wanted), entries, strict=True):
-        if entry is not None and copying is not None and entry.replicas > 1:
+        if entry is None:
+            continue
+        if copying is None or entry.replicas == 1:
+            ends[place] = alone
+        else:
             ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
             row += 1
-        elif entry is not None:
-            ends[place] = alone
     if copying is not None:
         core.operations.start(copying, now)
     return ends

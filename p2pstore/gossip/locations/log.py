@@ -31,7 +31,8 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import LocationIndex
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, PeerId
 from p2pstore.location_table import RECORD, WHOLE
-from p2pstore.objects import DIGEST_BYTES, MIB, Signer, Verifier, Version
+from p2pstore.objects import DIGEST_BYTES, MIB, Version
+from p2pstore.wire import Signer, Verifier
 
 DEFAULT_RING_LIMIT: Final = 65_536
 Position = tuple[int, int]

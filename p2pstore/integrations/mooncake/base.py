@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import json
 import logging
 import os
@@ -43,7 +42,7 @@ from p2pstore.integrations.mooncake.setup_settings import (
 from p2pstore.local.socket_paths import SOCKET_VARIABLE, find_socket
 from p2pstore.objects import is_about_a_key
 from p2pstore.results import PeerInfo
-from p2pstore.runtime.linux import read_line
+from p2pstore.runtime.linux import read_line, take_lock
 from p2pstore.ssd_tier.log_layout import FILE_NAME
 
 LOG: Final = logging.getLogger("p2pstore.mooncake")
@@ -453,18 +452,17 @@ def ssd_folder(path: str) -> Iterator[tuple[str, int | None]]:
                 descriptor = os.open(
                     folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
                 )
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                descriptor = -1
-                continue
+                locked = take_lock(descriptor)
             except OSError as error:
                 raise ConfigError(
                     f"ssd_offload_path: {folder} cannot be used ({error.strerror}): name a directory that this "
                     "program may write to"
                 ) from error
-            yield str(folder), descriptor
-            return
+            if locked:
+                yield str(folder), descriptor
+                return
+            os.close(descriptor)
+            descriptor = -1
         raise ConfigError(f"ssd_offload_path: {path} is used by {MAX_FOLDERS} peers already")
     finally:
         if descriptor >= 0:

@@ -34,6 +34,7 @@ from p2pstore.memory.kept_memory import (
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, available_memory
 from p2pstore.memory.segment_layout import GRANULE_BYTES, SEGMENT_MAGIC, Geometry, round_up
 from p2pstore.objects import format_bytes
+from p2pstore.runtime.linux import take_lock
 
 logger = logging.getLogger("p2pstore.transfer")
 
@@ -286,7 +287,7 @@ def claim_left(path: Path) -> int | None:
                 f"memory_path: {path} is not a regular file. Of a DAX device the kernel can make memory (`daxctl "
                 "reconfigure-device --mode=system-ram`; then give --numa-node), or a file system can be on it"
             )
-        if not _locked(descriptor):
+        if not take_lock(descriptor):
             raise _in_use(path)
         if status.st_size and not _is_marked(descriptor, status):
             raise ConfigError(
@@ -309,7 +310,7 @@ def _claim(path: Path) -> int:
             continue
         except OSError as error:
             raise _unusable(path, error) from error
-        if _locked(descriptor) and is_at(path, descriptor):
+        if take_lock(descriptor) and is_at(path, descriptor):
             return descriptor
         os.close(descriptor)  # another peer that starts took the empty file for a left-over
     raise _in_use(path)
@@ -345,15 +346,6 @@ def is_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _locked(descriptor: int) -> bool:
-    """Whether this descriptor has the lock now."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def allocate(path: Path, descriptor: int, size: int) -> None:

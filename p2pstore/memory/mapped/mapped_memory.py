@@ -24,7 +24,7 @@ from p2pstore.memory.mapped import numa
 from p2pstore.memory.mapped.mapping import HUGE_PAGE_BYTES, address_of, map_aligned
 from p2pstore.memory.segment_layout import round_up
 from p2pstore.objects import MIB, format_bytes
-from p2pstore.runtime.linux import memory_limits
+from p2pstore.runtime.linux import memory_limits, text_of
 
 HugePages = Literal["auto", "never", "require"]
 
@@ -377,7 +377,7 @@ def available_memory(
 def _free_huge_page_bytes(node: numa.Node | None = None) -> int:
     """Bytes of reserved 2 MiB pages that are not in use, on that node or anywhere."""
     folder = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
-    counts = [_read(folder / name).strip() for name in ("free_hugepages", "resv_hugepages")]
+    counts = [text_of(folder / name).strip() for name in ("free_hugepages", "resv_hugepages")]
     if not all(count.isdigit() for count in counts):
         return 0
     free_bytes = max(0, int(counts[0]) - int(counts[1])) * HUGE_PAGE_BYTES
@@ -385,18 +385,11 @@ def _free_huge_page_bytes(node: numa.Node | None = None) -> int:
 
 
 def _meminfo(proc: Path, name: str) -> int:
-    for line in _read(proc / "meminfo").splitlines():
+    for line in text_of(proc / "meminfo").splitlines():
         label, _, rest = line.partition(":")
         if label == name:
             return int(rest.split()[0]) * 1024
     raise ConfigError(f"{proc / 'meminfo'} does not say {name}: is /proc mounted?")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 PIECE_BYTES: Final = HUGE_PAGE_BYTES

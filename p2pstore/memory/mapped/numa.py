@@ -17,6 +17,7 @@ from typing import Final
 from p2pstore.errors import ConfigError
 from p2pstore.memory.mapped.mapping import HUGE_PAGE_BYTES
 from p2pstore.objects import KIB
+from p2pstore.runtime.linux import text_of
 
 NODES: Final = Path("/sys/devices/system/node")
 MAX_NODES: Final = 1024
@@ -45,7 +46,7 @@ class Node:
 
 def read_nodes(folder: Path = NODES) -> dict[int, Node]:
     """The nodes that have memory, by number; none where the kernel knows nothing of nodes."""
-    numbers = parse_list(_read(folder / "has_memory") or _read(folder / "online"))
+    numbers = parse_list(text_of(folder / "has_memory") or text_of(folder / "online"))
     return {number: _read_node(number, folder / f"node{number}") for number in numbers}
 
 
@@ -112,20 +113,13 @@ _libc.syscall.restype = ctypes.c_long
 
 def _read_node(number: int, folder: Path) -> Node:
     fields = {}
-    for line in _read(folder / "meminfo").splitlines():
+    for line in text_of(folder / "meminfo").splitlines():
         label, _, rest = line.partition(":")  # "Node 0 MemTotal:  1024 kB"
         fields[label.rpartition(" ")[2]] = int(rest.split()[0]) * KIB
-    huge = _read(folder / _SMALL_HUGE_PAGES).strip()
+    huge = text_of(folder / _SMALL_HUGE_PAGES).strip()
     return Node(
         number,
         fields.get("MemTotal", 0),
         fields.get("MemFree", 0) + fields.get("Inactive(file)", 0),
         int(huge) * HUGE_PAGE_BYTES if huge.isdigit() else 0,
     )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
