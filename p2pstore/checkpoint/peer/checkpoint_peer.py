@@ -1,4 +1,4 @@
-"""What checkpoints need of their peer, and no more."""
+"""The parts of a peer that its checkpoints need, and no more."""
 
 from __future__ import annotations
 
