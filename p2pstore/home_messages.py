@@ -35,7 +35,7 @@ class PartitionSet(Message, frozen=True):
 
 
 class Push(Message, frozen=True):
-    """What the receiver should know, as a home of some partitions, of the sender's log.
+    """News of the sender's log for the receiver, as a home of some partitions.
 
     Fresh operations: sequences in the log and records. For peers in partitioned mode also `numbers`, packed
     u32, one an operation, in the log of its partition (0: the receiver is no home of it); whole partitions;

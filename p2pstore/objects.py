@@ -1,4 +1,4 @@
-"""What an object is: its key's digest, its version, its chunk sums and their root.
+"""The facts of an object: its key's digest, its version, its chunk sums and their root.
 
 Everything here is part of formats that peers exchange; docs/formats.md lists them and
 `tests/unit/test_golden_bytes.py` holds them still.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import xxhash
 
@@ -28,7 +29,7 @@ PART_BYTES: Final = 64 * MIB
 """Unit of network requests and of SSD records: a longer object moves as several parts."""
 
 SIZE_UNIT_BYTES: Final = 4 * KIB
-"""What location records count lengths in."""
+"""Unit of lengths in location records."""
 
 MAX_OBJECT_BYTES: Final = 4 * GIB
 MAX_KEY_BYTES: Final = 1024
@@ -127,7 +128,7 @@ def key_hasher(namespace: str) -> Callable[[str], bytes]:
 
 
 def batch_key_hasher(namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
-    """`keys_hasher` that keeps the digests of small batches for a while: whoever asks which keys exist gets those
+    """`keys_hasher` that keeps the digests of small batches for a while: a caller that asks which keys exist gets those
     next."""
     hashed = keys_hasher(namespace)
     kept: dict[str, bytes] = {}
@@ -178,7 +179,7 @@ ZERO_VERSION: Final = Version(0, 0, 0)
 
 
 class Announced(NamedTuple):
-    """What a holder may send of an object: the version that was announced, with the root that its writer vouches for;
+    """The versions that a holder may send of an object: the announced one, with the root that its writer vouches for;
     or a newer one that the holder wrote itself. `writer` is the holder's hash, as versions carry it."""
 
     writer: int
@@ -271,17 +272,17 @@ def chunk_sums(value: bytes | bytearray | memoryview) -> bytes:
 
 
 _pack_length: Final = struct.Struct("<Q").pack
+_checksum: Final = xxhash.xxh3_64_intdigest
 
 
 def root_checksum(length: int, sums: bytes) -> int:
     """xxh3-64 over the length and all chunk sums: it identifies a value's bytes."""
-    return xxhash.xxh3_64_intdigest(_pack_length(length) + sums)
+    return _checksum(_pack_length(length) + sums)
 
 
 def root_checksums(lengths: Iterable[int], sums: Iterable[bytes]) -> list[int]:
     """`root_checksum` of each value."""
-    heads = map(struct.Struct("<Q").pack, lengths)
-    return list(map(xxhash.xxh3_64_intdigest, map(bytes.__add__, heads, sums)))
+    return list(map(_checksum, map(bytes.__add__, map(_pack_length, lengths), sums)))
 
 
 def are_sums_of(sums: bytes, length: int, root: int) -> bool:
@@ -384,18 +385,13 @@ def format_bytes(count: float) -> str:
     return f"{int(count)} B"
 
 
-class Signer(Protocol):
-    """Signs with this peer's identity."""
-
-    @property
-    def peer_id(self) -> bytes: ...
-
-    def sign(self, message: bytes) -> bytes:
-        """A 64-byte signature."""
-        ...
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
-class Verifier(Protocol):
-    """Checks signatures of other peers."""
-
-    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...
+def put_newest(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+    """Keep an entry as the newest of at most `most`."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > most:
+        table.popitem(last=False)

@@ -62,16 +62,10 @@ class PutColumns:
 
     def part(self, rows: slice) -> PutColumns:
         """Some of the rows."""
-        return PutColumns(
-            self.reservations[rows],
-            self.keys[rows],
-            self.digests[rows],
-            self.lengths[rows],
-            self.sums[rows],
-            self.roots[rows],
-            self.follows[rows],
-            self.options if len(self.options) == 1 else self.options[rows],
-        )
+        cut = {name: getattr(self, name)[rows] for name in self.__slots__}
+        if len(self.options) == 1:
+            cut["options"] = self.options
+        return PutColumns(**cut)
 
     def facts(self, row: int) -> PutFacts:
         """Those of one value."""
@@ -88,7 +82,7 @@ class PutColumns:
 
 
 class PutStatus(IntEnum):
-    """What a put did."""
+    """Outcome of a put."""
 
     CREATED = 0
     UNCHANGED = 1

@@ -439,4 +439,6 @@ Source = memoryview | PutSource
 
 def value_of(value: Any) -> Source:
     """`source_view`, for what may lie elsewhere."""
-    return value if isinstance(value, PutSource) else source_view(value)
+    if type(value) is not memoryview and isinstance(value, PutSource):
+        return value
+    return source_view(value)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -32,7 +32,7 @@ ONE_WAY: Final = 4
 PREFACE_DATA: Final = b"P2PSTORD"
 PREFACE_LOCAL: Final = b"P2PSTORL"
 PREFACE_BYTES: Final = 8
-"""What the connecting side of a data connection or of the local socket sends first."""
+"""First bytes from the connecting side of a data connection or of the local socket."""
 
 CONTROL_PROTOCOL: Final = "/p2pstore/control/1"
 """Protocol id of the libp2p streams; a stream needs no preface."""
@@ -46,14 +46,14 @@ MAX_PROTOCOL_VERSION: Final = 2
 """Of the local socket. 2: puts in columns. Data connections have versions of their own (`data_messages`)."""
 
 _KEPT_BYTES: Final = 64 * 1024
-"""What a `FrameBuffer` may keep of a frame that was taken."""
+"""Most bytes that a `FrameBuffer` keeps of a frame that was taken."""
 HELLO_BODY_LIMIT: Final = 4 * 1024
 """Cap on a body before the other side has proved itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one protocol allows in one frame."""
+    """Limits of one protocol's frames."""
 
     body_bytes: int
     bulk_bytes: int
@@ -295,3 +295,20 @@ def negotiate_version(their_minimum: int, their_maximum: int, own: tuple[int, in
             f"the other side {their_minimum} to {their_maximum}: upgrade the older one"
         )
     return version
+
+
+class Signer(Protocol):
+    """Signs with this peer's identity."""
+
+    @property
+    def peer_id(self) -> bytes: ...
+
+    def sign(self, message: bytes) -> bytes:
+        """A 64-byte signature."""
+        ...
+
+
+class Verifier(Protocol):
+    """Checks signatures of other peers."""
+
+    def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...

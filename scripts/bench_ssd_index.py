@@ -140,7 +140,7 @@ def _measure_calls(report: Report, count: int) -> None:
     report.add("index: a page of 1,000", (time.process_time() - started) * 1e3, "ms")
     assert more
     started = time.process_time()
-    footer = index.footer_of(3)
+    footer = index.rows.footer(3)
     encode_footer(STORE_ID, 3, 1, footer)
     report.add("index: the footer of a segment", (time.process_time() - started) * 1e3, "ms")
     report.add("index: drop", each(index.drop, list(dict.fromkeys(known))), "us")

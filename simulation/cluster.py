@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.gossip.machine import GossipConfig
+from p2pstore.gossip.gossip_config import GossipConfig
 from simulation.kernel import FaultyNetwork, Kernel
 from simulation.peer import MEMORY_BYTES
 from simulation.peer import NAMESPACE as NAMESPACE

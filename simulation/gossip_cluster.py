@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.machine import Gossip, GossipConfig
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, location_hash
 from simulation.gossip_network import GossipNetwork

@@ -121,4 +121,4 @@ class TravellingPush:
         peer.traffic.data_bytes_in += reply_bytes
         behind = None if reply is None else reply.behind
         rivals = [] if reply is None else rivals_of(reply)
-        peer.gossip.push_answered(self._push.token, behind, rivals, peer.now)
+        peer.gossip.partitions.pushed(self._push.token, behind, rivals, peer.now)

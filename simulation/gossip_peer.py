@@ -8,17 +8,17 @@ from random import Random
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.machine import (
+from p2pstore.gossip.gossip_messages import (
     Answer,
     Ask,
     Contact,
     Duplicate,
     Effect,
     FetchSnapshot,
-    Gossip,
     SnapshotHead,
+    Status,
 )
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
@@ -236,7 +236,7 @@ class GossipPeer(GossipHost):
         """Send what the machine has for homes, note changes, and see when the next turn is due."""
         gossip = self.gossip
         now = self.now
-        pushes = gossip.pushes(now)
+        pushes = gossip.partitions.take_pushes(now)
         for push in pushes:
             TravellingPush(self, push).start()
         if pushes or gossip.membership.version != self._seen_version:

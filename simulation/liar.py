@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from p2pstore.gossip.gossip_messages import REPLIES as CONTROL_REPLIES
-from p2pstore.gossip.gossip_messages import ControlKind, Delta, ExchangeReply, Leave
-from p2pstore.gossip.machine import Duplicate, SnapshotHead
+from p2pstore.gossip.gossip_messages import (
+    ControlKind,
+    Delta,
+    Duplicate,
+    ExchangeReply,
+    Leave,
+    SnapshotHead,
+)
 from p2pstore.gossip.records import (
     Member,
     PeerId,

@@ -15,7 +15,7 @@ from typing import Final
 
 from p2pstore.core.operation import PutEnd
 from p2pstore.errors import P2PStoreError
-from p2pstore.gossip.machine import GossipConfig
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest
 from p2pstore.put_facts import PutStatus
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer

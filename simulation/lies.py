@@ -24,6 +24,7 @@ from p2pstore.gossip.gossip_messages import (
     ExchangeReply,
     LogChunk,
     Ping,
+    SnapshotHead,
     Status,
 )
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
@@ -31,7 +32,6 @@ from p2pstore.gossip.homes.known_locations import MAX_HOT, pack_hot
 from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
 from p2pstore.gossip.locations.log import REMOVED
 from p2pstore.gossip.locations.views import Location
-from p2pstore.gossip.machine import SnapshotHead
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     LocationRecord,

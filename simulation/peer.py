@@ -34,7 +34,8 @@ from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.core.remove import FlushOperation, RemoveOperation
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import gossip_messages as control
-from p2pstore.gossip.machine import Answer, Ask, Contact, FetchSnapshot, Gossip, Later, SnapshotHead
+from p2pstore.gossip.gossip_messages import Answer, Ask, Contact, FetchSnapshot, Later, SnapshotHead
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     LogHead,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.copies.copy_destination import RoomDestination
-from p2pstore.core.operation import PullFailure, PullObject, PullOutcome, PullTogether
+from p2pstore.core.operation import PullObject, PullOutcome, PullTogether
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.gossip.records import member_of, writer_of
 from p2pstore.objects import Announced
@@ -87,18 +87,8 @@ def _transport(peer: SimulatedPeer, progress_seconds: float) -> SimulatedTranspo
 
 
 def _outcome(report: PullReport) -> PullOutcome:
-    failures = tuple(
-        PullFailure(
-            failure.member,
-            int(failure.code),
-            failure.text,
-            failure.incarnation,
-            failure.sequence,
-            failure.keep,
-            failure.others,
-        )
-        for failure in report.failures
-    )
     if report.pulled is None or report.copy is None:
-        return PullOutcome(False, failures)
-    return PullOutcome(True, failures, source=report.copy.member, transport=report.pulled.transport)
+        return PullOutcome(False, report.failures)
+    return PullOutcome(
+        True, report.failures, source=report.copy.member, transport=report.pulled.transport
+    )

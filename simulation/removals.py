@@ -13,7 +13,7 @@ from typing import Final
 
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.gossip.machine import GossipConfig
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR
 from p2pstore.objects import Version, key_digest, namespace_digest
 from simulation.cluster import NAMESPACE, SimulatedPeer

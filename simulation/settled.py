@@ -39,7 +39,7 @@ def acquaint_at_once(peers: Sequence[GossipPeer]) -> None:
             if members.hash != names.current().of.hash:
                 raise RuntimeError("simulated peers that were told the same know different members")
             table._places, table._of, table._sets = names._places, names._of, names._sets
-        gossip.exchanges._agreed = True
+        gossip.exchanges.agreed = True
         gossip.partitions._agreed_at = peer.now
 
 

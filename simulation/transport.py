@@ -66,11 +66,9 @@ class SimulatedTransport:
         self._read_seconds = read_seconds
         self._progress_seconds = progress_seconds
 
-    def offers(self, copy: RemoteCopy) -> bool:
-        return copy.peer_id in self._holders
-
     def why_not(self, copy: RemoteCopy) -> str:
-        return "" if self.offers(copy) else "the holder is not part of this simulation"
+        is_part = copy.peer_id in self._holders
+        return "" if is_part else "the holder is not part of this simulation"
 
     def cost(self, copy: RemoteCopy) -> float:
         return 1.0

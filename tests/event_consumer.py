@@ -13,7 +13,7 @@ END = b"\xff" * 8
 
 
 class EventSet:
-    """What a stream adds up to: keys by medium. `next` is the number of the next batch; 0: nothing is known."""
+    """The sum of a stream: keys by medium. `next` is the number of the next batch; 0: nothing is known."""
 
     def __init__(self) -> None:
         self.held: set[tuple[str, str]] = set()

@@ -371,11 +371,7 @@ def parse_peer_id(text: str, source: str) -> bytes:
 def parse_peer_ids(text: str, source: str) -> list[bytes]:
     """The peer ids in an allow file's text: one a line, `#` comments. Raises `ConfigError` naming `source` and the
     line, and for a file without any id, which would shut out all peers."""
-    peer_ids: list[bytes] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        word = line.partition("#")[0].strip()
-        if word:
-            peer_ids.append(parse_peer_id(word, f"{source}, line {number}"))
+    peer_ids = [parse_peer_id(word, f"{source}, line {number}") for number, word in _words(text)]
     if not peer_ids:
         raise ConfigError(f"{source} names no peer, which would shut out all: write one peer id a line")
     if len(peer_ids) > MAX_ALLOWED:

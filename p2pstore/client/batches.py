@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
 from p2pstore.client.answers import plain_error
-from p2pstore.client.destinations import (
-    BufferRooms,
-    DigestsOf,
-    NewMemory,
-    NewMemoryRooms,
-    Rooms,
-    SmallRooms,
-)
+from p2pstore.client.destinations import BufferRooms, DigestsOf, NewMemory, NewMemoryRooms, Rooms
 from p2pstore.client.fetcher import Fetcher
-from p2pstore.client.holder_reads import HolderReads
 from p2pstore.client.read_plan import (
     HolderGroup,
     ReadPlan,
@@ -34,7 +25,7 @@ from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import Announced, Version
 from p2pstore.runtime.streams import Work
 from p2pstore.transfer.failover import PullFailed, SilentHolders, is_silence
-from p2pstore.transfer.reading.small_reads import PARTS_TOGETHER, Part, in_parts, part_items, part_slices
+from p2pstore.transfer.reading.small_reads import in_parts
 from p2pstore.transfer.transport import Pulled, RemoteCopy, announcing
 from p2pstore.values import destination_views
 
@@ -74,8 +65,7 @@ class _Batch:
     numbers."""
 
     def __init__(self, fetcher: Fetcher, rooms: Rooms[Any]) -> None:
-        count = len(rooms.keys)
-        self.outcomes: list[Outcome] = [_UNDER_WAY] * count
+        self.outcomes: list[Outcome] = [_UNDER_WAY] * len(rooms.keys)
         self._fetcher = fetcher
         self._holders = fetcher.holders
         self._rooms = rooms
@@ -85,32 +75,25 @@ class _Batch:
         self._silent = SilentHolders()
         self._hot: set[int] = set()
         """Items that the local peer is to bring and keep."""
-        self._here: list[int] | None = None
-        """Items that the local peer seems to have; None until that was looked up."""
-        self._only: list[RemoteCopy | None] = [None] * count
-        """The one other peer that is known to hold each of the rest, where there is just one."""
 
     async def fetch(self) -> list[Outcome]:
         """The outcome of each item. The places of `read_plan`, in columns where that is of use:
 
-        1. ONLY_HOLDER for the first part, when all seem to be at one far holder, while the rest is looked up;
-        2. HERE;
-        3. ONLY_HOLDER;
-        4. one plan for all, and its HOLDERS in groups;
-        5. the rest object by object.
+        1. HERE;
+        2. ONLY_HOLDER;
+        3. one plan for all, and its HOLDERS in groups;
+        4. the rest object by object.
         """
-        count = len(self.outcomes)
-        if count == 1:
+        wrong = self._rooms.prepare()
+        self._wanted.update(dict.fromkeys(range(len(self.outcomes))))
+        for number, error in wrong.items():
+            self._settle(number, error)
+        if len(self.outcomes) == 1:
             await self._fetch_alone()
             return self.outcomes
-        if self._rooms.are_buffers:
-            await self._pull_ahead()
-        self._prepare(count)
         if self._wanted:
             await self._read_here()
         if self._wanted:
-            if self._here is None:
-                self._look_up()
             await self._pull_from_only_holders()
         if self._wanted:
             try:
@@ -124,7 +107,6 @@ class _Batch:
     async def _fetch_alone(self) -> None:
         """One object is read without a batch. Measured with 4 KiB: 12 us of CPU instead of 22 from own memory, 46
         instead of 91 from another peer."""
-        self._prepare(1)
         if not self._wanted:
             return
         try:
@@ -136,105 +118,9 @@ class _Batch:
         else:
             self._settle(0, length)
 
-    def _prepare(self, stop: int) -> None:
-        """Look at the items before number `stop`, and settle the wrong ones."""
-        start = len(self._rooms.digests)
-        if start >= stop:
-            return
-        wrong = self._rooms.prepare(stop)
-        self._wanted.update(dict.fromkeys(range(start, stop)))
-        for number, error in wrong.items():
-            self._settle(number, error)
-
-    async def _pull_ahead(self) -> None:
-        """Ask the holder of the first objects for the first part of the batch, before the rest is looked up: nearly
-        always all objects of a batch are at one holder. What the rest says is elsewhere is read there meanwhile."""
-        items = part_items(len(self.outcomes))
-        self._prepare(min(items, len(self.outcomes)))
-        begin = self._rooms.small(list(self._wanted), self._fetcher)
-        if not begin.numbers:
-            return
-        first = part_slices(begin.views, begin.most_bytes, items)[0]
-        some = begin.numbers[first]
-        samples = [some[0], some[1 % len(some)], some[len(some) // 2], some[-1]]
-        digests = [self._rooms.digests[number] for number in samples]
-        copy = self._fetcher.likely_holder(digests, begin.most_bytes)
-        if copy is not None:
-            async with self._holders.together() as start:
-                await self._pull_first(copy, begin, first, start)
-
-    async def _pull_first(
-        self, copy: RemoteCopy, begin: SmallRooms, first: slice, start: Callable[[Work], None]
-    ) -> None:
-        asked: list[int] = []
-        rest: SmallRooms | None = None
-
-        def steps() -> Iterator[Sequence[Part]]:
-            nonlocal rest
-            asked[:] = begin.numbers[first]
-            yield [Part(self._rooms.digests_of(asked), begin.views[first], begin.most_bytes)]
-            if rest is None:
-                rest = self._look_up_all_but(asked, copy)
-                if not self._is_only_holder_of_all(copy):
-                    elsewhere = [
-                        number for number in self._wanted.keys() - asked if self._only[number] != copy
-                    ]
-                    for work in self._at_only_holders(sorted(elsewhere)):
-                        start(work)
-            slices = part_slices(rest.views, rest.most_bytes, part_items(len(self.outcomes)))
-            digests = self._rooms.digests_of(rest.numbers)
-            for at in range(0, len(slices), PARTS_TOGETHER):
-                some = slices[at : at + PARTS_TOGETHER]
-                asked.extend(rest.numbers[some[0].start : some[-1].stop])
-                yield [Part(digests[part], rest.views[part], rest.most_bytes) for part in some]
-
-        lengths, failure = await self._holders.pull_small(copy, steps, asked, ())
-        if not self._is_only_holder_of_all(copy):
-            for place, number in enumerate(asked[first][: len(lengths)]):
-                if self._only[number] != copy:
-                    lengths[place] = -1
-        self._settle_lengths(asked, lengths)
-        if not self._wanted:
-            return
-        again = [number for number in asked if self._only[number] == copy]
-        left = self._not_tried(again, asked, copy, lengths, failure)
-        await self._pull_many(copy, left)
-        for number in asked if failure is None else range(len(self._only)):
-            if self._only[number] == copy:  # it has been asked there
-                self._only[number] = None
-
-    def _look_up_all_but(self, asked: Sequence[int], copy: RemoteCopy) -> SmallRooms:
-        """Find out what is where, and which small ones are to be asked for at that holder after the first."""
-        self._prepare(len(self.outcomes))
-        numbers, views, most_bytes = self._rooms.small(list(self._wanted), self._fetcher)
-        self._look_up(most_bytes if len(numbers) == len(self._wanted) else math.inf)
-        numbers, views = numbers[len(asked) :], views[len(asked) :]  # they come first
-        if not self._is_only_holder_of_all(copy):
-            numbers = [number for number in numbers if self._only[number] == copy]
-            views = self._rooms.rooms_at(numbers)
-        return SmallRooms(numbers, views, most_bytes)
-
-    def _look_up(self, most_bytes: float = math.inf) -> None:
-        """Find out what is here, and which of the rest one other peer alone is known to hold. No value that is longer
-        than that is wanted."""
-        wanted = list(self._wanted)
-        digests = self._rooms.digests_of(wanted)
-        copies = self._holders.known.only_many(digests, most_bytes)
-        if len(wanted) == len(self._only):
-            self._only = copies
-        else:
-            for number, copy in zip(wanted, copies, strict=True):
-                self._only[number] = copy
-        self._here = [wanted[place] for place in self._fetcher.which_are_here(digests)]
-        for number in self._here:
-            self._only[number] = None
-
-    def _is_only_holder_of_all(self, copy: RemoteCopy) -> bool:
-        return self._only.count(copy) == len(self._only)
-
     async def _read_here(self) -> None:
         """Read the objects that the local peer holds."""
-        numbers = list(self._wanted) if self._here is None else self._here
+        numbers = list(self._wanted)
         lengths = await self._fetcher.copy_many_here(
             self._rooms.digests_of(numbers), partial(self._rooms_for, numbers)
         )
@@ -256,30 +142,25 @@ class _Batch:
         return rooms
 
     async def _pull_from_only_holders(self) -> None:
-        """Read the objects that one other peer alone is known to hold, without a plan."""
-        copies = [self._only[number] for number in self._wanted]
-        if copies and (first := copies[0]) is not None and copies.count(first) == len(copies):
-            await self._pull_only(first, list(self._wanted))
-        else:
-            await _side_by_side(self._holders, self._at_only_holders(list(self._wanted)))
-
-    def _at_only_holders(self, numbers: Sequence[int]) -> list[Work]:
-        """The reads of these from their only holders, each of which is asked once; far holders come first."""
+        """Read the objects that one other peer alone is known to hold, and the local one does not, without a plan."""
+        wanted = list(self._wanted)
+        digests = self._rooms.digests_of(wanted)
+        copies = self._holders.known.only_many(digests, self._rooms.most_bytes(wanted))
+        for place in self._fetcher.which_are_here(digests):  # could not be read just now
+            copies[place] = None
         groups: dict[int, tuple[RemoteCopy, list[int]]] = {}
-        for number in numbers:
-            if (copy := self._only[number]) is not None:
-                groups.setdefault(copy.member, (copy, []))[1].append(number)
-                self._only[number] = None
-        ordered = sorted(groups.values(), key=lambda group: not is_far(group[0]))
-        return [partial(self._pull_only, *group) for group in ordered]
-
-    async def _pull_only(self, copy: RemoteCopy, numbers: Sequence[int]) -> None:
-        if is_far(copy):
-            await self._pull(copy, numbers)
+        if (first := copies[0]) is not None and copies.count(first) == len(copies):  # nearly always
+            groups[first.member] = first, wanted
         else:
-            await self._copy_from_neighbour(copy, numbers)
+            for number, copy in zip(wanted, copies, strict=True):
+                if copy is not None:
+                    groups.setdefault(copy.member, (copy, []))[1].append(number)
+        await self._holders.side_by_side(
+            [partial(self._pull, *group) for group in groups.values() if is_far(group[0])],
+            [partial(self._copy_nearby, *group) for group in groups.values() if not is_far(group[0])],
+        )
 
-    async def _copy_from_neighbour(
+    async def _copy_nearby(
         self, copy: RemoteCopy, numbers: Sequence[int], versions: Sequence[Version] = ()
     ) -> None:
         """Those in the memory of a peer of this host, where that is mapped already."""
@@ -296,8 +177,10 @@ class _Batch:
         asked = self._plans
         for _ in range(2):  # what a silent holder did not bring comes from the next one
             lukewarm = {number: plan for number, plan in asked.items() if number not in self._hot}
-            groups = sorted(groups_by_holder(lukewarm), key=lambda group: group.holder.same_host)
-            await _side_by_side(self._holders, [partial(self._pull_group, group) for group in groups])
+            reads: dict[bool, list[Work]] = {True: [], False: []}
+            for group in groups_by_holder(lukewarm):
+                reads[group.holder.same_host].append(partial(self._pull_group, group))
+            await self._holders.side_by_side(reads[False], reads[True])
             asked = self._without_silent()
             self._plans |= asked
 
@@ -322,7 +205,7 @@ class _Batch:
         failure = await self._holders.map_nearby(copy, group.others)
         if failure is None:
             versions = [version_of(self._plans[number]) for number in group.numbers]
-            await self._copy_from_neighbour(copy, group.numbers, versions)
+            await self._copy_nearby(copy, group.numbers, versions)
         elif is_silence(failure):
             self._silent.add(copy.member, hurried=bool(group.others))
 
@@ -436,14 +319,3 @@ class _Batch:
     def _settle(self, number: int, outcome: Outcome) -> None:
         del self._wanted[number]
         self.outcomes[number] = outcome
-
-
-async def _side_by_side(holders: HolderReads, reads: Sequence[Work]) -> None:
-    """Read from several holders at once, from the last one by this task."""
-    if len(reads) > 1:
-        async with holders.together() as start:
-            for read in reads[:-1]:
-                start(read)
-            await reads[-1]()
-    elif reads:
-        await reads[0]()

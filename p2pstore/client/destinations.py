@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -117,9 +118,6 @@ class Rooms(ABC, Generic[R]):
     `rooms_of` raise `ValueError` or `TypeError` for what is no key or no place; `rooms_of` None: the places are
     rooms."""
 
-    are_buffers: ClassVar[bool]
-    """Whether the rooms exist before the lengths of the values are known."""
-
     def __init__(
         self,
         keys: Sequence[str],
@@ -135,19 +133,15 @@ class Rooms(ABC, Generic[R]):
         self._rooms_in_places = rooms_of
         self.digests: list[bytes] = []
         self._rooms: list[R] = []
-        """Of the items that were looked at. A wrong item has something in its place."""
+        """A wrong item has something in its place."""
 
-    def prepare(self, stop: int) -> dict[int, P2PStoreError | ValueError]:
-        """Look at the items before number `stop`: the errors of the wrong ones."""
-        start = len(self.digests)
+    def prepare(self) -> dict[int, P2PStoreError | ValueError]:
+        """Look at the items: the errors of the wrong ones."""
         errors: dict[int, P2PStoreError | ValueError] = {}
-        if start >= stop:
-            return errors
-        keys, places = self.keys[start:stop], self._places[start:stop]
         try:
-            self._take_up(keys, places)
+            self._take_up(self.keys, self._places)
         except (P2PStoreError, ValueError, TypeError):
-            for key, place in zip(keys, places, strict=True):
+            for key, place in zip(self.keys, self._places, strict=True):
                 try:
                     self._take_up([key], [place])
                 except (P2PStoreError, ValueError, TypeError) as error:
@@ -185,6 +179,10 @@ class Rooms(ABC, Generic[R]):
     def room_for(self, number: int, length: int) -> memoryview:
         """The room for a value of that length, as bytes. Raises `ValueError` or `P2PStoreError` where there is none."""
 
+    def most_bytes(self, numbers: Sequence[int]) -> float:
+        """No value of these that is longer than that is wanted."""
+        return math.inf
+
     @abstractmethod
     def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallRooms:
         """The items among these that may be asked for by GET_SMALL, and room for each of them."""
@@ -195,8 +193,6 @@ class Rooms(ABC, Generic[R]):
 
 class BufferRooms(Rooms[memoryview]):
     """The rooms are the callers' buffers."""
-
-    are_buffers = True
 
     async def fetch_one(self, fetcher: Fetcher, number: int) -> int:
         return await fetcher.fetch_into(self.keys[number], self.digests[number], self._rooms[number])
@@ -209,6 +205,9 @@ class BufferRooms(Rooms[memoryview]):
         if length > len(room):
             raise too_small(length, room)
         return room
+
+    def most_bytes(self, numbers: Sequence[int]) -> float:
+        return max(map(len, self.rooms_at(numbers)))
 
     def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallRooms:
         views = self.rooms_at(numbers)
@@ -223,8 +222,6 @@ class BufferRooms(Rooms[memoryview]):
 
 class NewMemoryRooms(Rooms[D]):
     """The rooms are made when it is known how long the values are."""
-
-    are_buffers = False
 
     async def fetch_one(self, fetcher: Fetcher, number: int) -> int:
         return await fetcher.fetch_new(self.keys[number], self.digests[number], self._rooms[number])

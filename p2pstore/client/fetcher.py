@@ -19,7 +19,6 @@ from p2pstore.client.read_plan import (
     WATCHED_PLACES,
     Place,
     ReadPlan,
-    is_far,
 )
 from p2pstore.errors import (
     AnswerTooLarge,
@@ -48,7 +47,7 @@ from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.reading.arriving import Destination, ResumableDestination, resumable, watch_of
 from p2pstore.transfer.reading.segment_reader import Copied
 from p2pstore.transfer.reading.shm import RoomsFor, copy_into, copy_many, read_mapped
-from p2pstore.transfer.transport import BufferDestination, Pulled, PullReport, RemoteCopy
+from p2pstore.transfer.transport import BufferDestination, Pulled, PullReport
 from p2pstore.wire import Code, Empty
 
 if TYPE_CHECKING:
@@ -225,15 +224,6 @@ class Fetcher:
             here |= reader.contains_many(packed)
         places: list[int] = here.nonzero()[0].tolist()
         return places
-
-    def likely_holder(self, digests: Sequence[bytes], most_bytes: float) -> RemoteCopy | None:
-        """The one peer of another host that is known to hold all of these objects, of which the first is not here;
-        None where there is no such one, or objects of up to that length are not best asked for there."""
-        copies = self._known.only_many(digests, most_bytes)
-        copy = copies[0]
-        if copy is None or not is_far(copy) or copies.count(copy) < len(copies):
-            return None
-        return None if self._link.lists(digests[0]) else copy
 
     async def plan(
         self, first_key: str, digests: Sequence[bytes], wait_seconds: float = 0.0

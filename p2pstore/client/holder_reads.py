@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence, Sized
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from itertools import accumulate, compress, pairwise
 from random import Random
@@ -37,7 +36,7 @@ from p2pstore.transfer.transport import (
 )
 
 MOST_HOLDERS: Final = 8
-"""Holders that one batch is read from at once, beside the one that its own task reads from."""
+"""Holders that one batch is read from at once."""
 MOST_ALONE: Final = 4
 """Concurrent single reads from one holder: as many as idle connections are kept. A smaller batch is slower."""
 MANY: Final = 8
@@ -162,9 +161,19 @@ class HolderReads:
 
     # --- many objects of one holder ----------------------------------------------------------
 
-    def together(self) -> AbstractAsyncContextManager[Callable[[Work], None]]:
-        """For reads of several holders side by side, each with its own connection."""
-        return together(self._link.driver, MOST_HOLDERS)
+    async def side_by_side(self, far: Sequence[Work], near: Sequence[Work]) -> None:
+        """Do reads of several holders at once, each with its own connection; this task does all that copy from this
+        host."""
+
+        async def copy() -> None:
+            for each in near:
+                await each()
+
+        reads = [*far, copy] if near or not far else far
+        if len(reads) == 1:
+            await reads[0]()
+        else:
+            await together(self._link.driver, reads, MOST_HOLDERS)
 
     async def map_nearby(self, copy: RemoteCopy, others: Collection[bytes]) -> PullFailed | None:
         """Map the memory of a peer of this host, for `copy_many_nearby`. Returns the failure, if any."""

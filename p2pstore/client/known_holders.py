@@ -238,8 +238,7 @@ def _known_record(member: int, packed: bytes) -> KnownRecord:
 
 
 class KnownElsewhere:
-    """What the local peer knows of keys that others hold, read from its mapped table (`memory`). Raises as
-    `LocationTable`.
+    """Locations of keys at other peers, read from the local peer's mapped table (`memory`). Raises as `LocationTable`.
 
     The peer goes on changing the table meanwhile. It counts its changes, so that a reader detects a torn read; and it
     stores the time at which all of it was valid. In every doubtful case the answer is None: ask the peer."""

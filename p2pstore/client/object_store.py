@@ -88,7 +88,8 @@ class ObjectReads(Protocol):
     # --- asking ------------------------------------------------------------------------------
 
     async def contains(self, key: str) -> bool:
-        """Whether some live peer is known to hold the key. May lag behind by a moment."""
+        """Whether some live peer is known to hold the key. A claim is not verified, and the answer may lag: `get` may
+        say `NoSuchKey` for a key whose holder just dropped it, or claims it without proof."""
         ...
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:

@@ -35,7 +35,7 @@ WINDOW_SHARE: Final = 16
 Room = tuple[int, int]
 """Number and offset of a reservation."""
 RoomSize = tuple[int, int, int]
-"""What RESERVE asks for: length, trailer length, how many."""
+"""A row of RESERVE: length, trailer length, count."""
 
 IN_CACHE_BYTES: Final = 256 * 1024
 """Copied, then summed: of a whole chunk the beginning has left the second-level cache by then, which costs 10 %."""

@@ -38,7 +38,7 @@ from p2pstore.wire import Code
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A copy on another peer may take this long before a put stops waiting for it."""
 ITEM_SECONDS: Final = 0.005
-"""What each item of a batch, and each further copy of it, may take besides: other peers are asked about it."""
+"""Additional time of each item of a batch, and of each further copy: other peers are asked about it."""
 
 _NO_MEMORY: Final = local.ItemError(
     int(Code.CAPACITY_EXCEEDED), "the local peer offers no memory: it was started with memory 0"
@@ -69,13 +69,13 @@ class Writer:
 
     def __init__(self, link: PeerLink, namespace: str, chains: PrefixChains) -> None:
         self._link = link
-        self._namespace = namespace
+        self.namespace = namespace
         self._chains = chains
         self.digest = key_hasher(namespace)
         self._namespace_bytes = len(encode_namespace(namespace))
         self._elsewhere = ElsewhereWriter(link, namespace)
         memory_bytes = max((reader.geometry.data_bytes for reader in link.readers), default=0)
-        self.peer_has_memory = memory_bytes > 0
+        self._peer_has_memory = memory_bytes > 0
         self.window_bytes = min(WINDOW_BYTES, memory_bytes // WINDOW_SHARE)
 
     def close(self) -> None:
@@ -96,11 +96,12 @@ class Writer:
         link = self._link
         if follows is None:
             follows = self.before(key)
+        check_object_length(len(source))
         [item] = self.rooms_for([len(source)], len(encode_key(key)), options)
         try:
             room = await self._room_for(key, item)
         except (CapacityExceeded, ObjectTooLarge) as refusal:
-            seconds = _commit_seconds([len(source)], options.replicas)
+            seconds = _copy_seconds(len(source), options.replicas)
             whole = source
             if not isinstance(whole, memoryview):
                 whole = await link.driver.run_in_thread(whole.joined)
@@ -110,14 +111,13 @@ class Writer:
             check, target = link.connection.check_usable, self.target(room, len(source))
             sums = await fill(link.driver, target, source, check, progress)
             again = link.ahead.wanted(item)
-            commit = local.Commit(
-                self._namespace, [key], [(room[0], 1)], [len(source)], sums, [options], follows, again
-            )
+            columns = [key], [(room[0], 1)], [len(source)], sums, [options], follows, again
+            commit = local.Commit(self.namespace, *columns)
             reply = await link.request(
                 LocalKind.COMMIT,
                 commit,
                 local.Committed,
-                extra_seconds=_commit_seconds(commit.lengths, options.replicas),
+                extra_seconds=_commit_seconds(commit),
                 on_late_reply=lambda late: link.abort(numbers_in(late.again)),
             )
             _check_count(reply, 1)
@@ -149,8 +149,7 @@ class Writer:
     ) -> list[ItemResult]:
         """Store many values; one result per item. Each follows the one before it, as far as eviction is concerned:
         a batch is a chain of prefix blocks, or it does not matter which of it goes first."""
-        results: list[ItemResult[PutResult]] = [ItemResult(key) for key, _ in items]
-        places: list[int] = []
+        unfit: dict[int, ItemResult[PutResult]] = {}
         keys: list[str] = []
         sources: list[Source] = []
         for place, (key, value) in enumerate(items):
@@ -159,18 +158,16 @@ class Writer:
                 source = value_of(value)
                 check_object_length(len(source))
             except (P2PStoreError, ValueError, TypeError) as error:
-                results[place] = ItemResult(key, error=answers.plain_error(error))
+                unfit[place] = ItemResult(key, error=answers.plain_error(error))
                 continue
-            places.append(place)
             keys.append(key)
             sources.append(source)
-        if keys:
-            batch = PutBatch(self._link, self, options, keys, sources)
-            together = len(keys) > 1 and self.peer_has_memory
-            await (batch.put() if together else batch.put_alone())
-            for place, result in zip(places, batch.results, strict=True):
-                results[place] = result
-        return results
+        if not keys:
+            return list(unfit.values())
+        batch = PutBatch(self._link, self, options, keys, sources)
+        await batch.put()
+        results = iter(batch.results)
+        return [unfit.get(place) or next(results) for place in range(len(items))]
 
     def before(self, key: str) -> bytes:
         """The digest of the block that it seems to follow, or nothing."""
@@ -187,11 +184,11 @@ class Writer:
 
     async def reserve(self, rooms: list[RoomSize], count: int) -> list[Room | local.ItemError]:
         """Room for each, or why there is none."""
-        if not self.peer_has_memory:  # its mapping tells, so it need not be asked
+        if not self._peer_has_memory:  # its mapping tells, so it need not be asked
             return [_NO_MEMORY] * count
         reply = await self._link.request(
             LocalKind.RESERVE,
-            local.Reserve(rooms, self._namespace),
+            local.Reserve(rooms, self.namespace),
             local.Reserved,
             on_late_reply=lambda late: self._link.abort(numbers_in(late.spans)),
         )
@@ -201,40 +198,15 @@ class Writer:
         """Where the value goes."""
         return self._link.connection.segment(0)[room[1] : room[1] + length]
 
-    async def commit_ahead(
-        self, columns: Columns, options: PutOptions, again: list[RoomSize]
-    ) -> RequestAhead[local.Committed]:
-        """Have these published, and reserve rooms for values at hand. The answer is received later."""
-        link = self._link
-        keys, numbers, lengths, sums, follows = columns
-        commit = local.Commit(
-            self._namespace,
-            keys,
-            runs_of(numbers),
-            one_if_alike(lengths),
-            b"".join(sums),
-            [options],
-            follows,
-            again,
-            at_hand=True,
-        )
-        return await link.ask_ahead(
+    async def commit_ahead(self, commit: local.Commit) -> RequestAhead[local.Committed]:
+        """Have values published, and room reserved for others. The answer is received later."""
+        return await self._link.ask_ahead(
             LocalKind.COMMIT,
             commit,
             local.Committed,
-            extra_seconds=_commit_seconds(lengths, options.replicas),
-            on_late_reply=lambda late: link.abort(numbers_in(late.again)),
+            extra_seconds=_commit_seconds(commit),
+            on_late_reply=lambda late: self._link.abort(numbers_in(late.again)),
         )
-
-
-class Columns(NamedTuple):
-    """Values of a window that were written. `follows`: the digest of the key before the first one."""
-
-    keys: list[str]
-    numbers: list[int]
-    lengths: list[int]
-    sums: list[bytes]
-    follows: bytes
 
 
 class _Sent(NamedTuple):
@@ -272,6 +244,9 @@ class PutBatch:
 
     async def put(self) -> None:
         """Store all; raises for none of them, but when the local peer is gone."""
+        if len(self._keys) == 1:  # in one round trip, where room was reserved by the put before
+            await self._put_alone(0)
+            return
         try:
             await self._put_windows()
         except BaseException:
@@ -294,9 +269,8 @@ class PutBatch:
             if not rows:
                 await self._reserve(next_rows)
             else:
-                columns = self._columns(rows, sums)
-                again = self._sizes(next_rows)
-                request = await self._writer.commit_ahead(columns, self._options, again)
+                commit = self._commit(rows, sums, next_rows)
+                request = await self._writer.commit_ahead(commit)
                 self._sent.append(_Sent(rows, next_rows, request))
         while self._sent:
             await self._take_answer()
@@ -318,14 +292,18 @@ class PutBatch:
             else:
                 self._failed(row, answers.error_in(self._keys[row], room))
 
-    def _columns(self, rows: Sequence[int], sums: list[bytes]) -> Columns:
+    def _commit(self, rows: Sequence[int], sums: list[bytes], again: range) -> local.Commit:
         before = rows[0] - 1
-        return Columns(
+        return local.Commit(
+            self._writer.namespace,
             [self._keys[row] for row in rows],
-            [room[0] for row in rows if (room := self._rooms[row])],
-            [self._lengths[row] for row in rows],
-            sums,
+            runs_of(room[0] for row in rows if (room := self._rooms[row])),
+            one_if_alike([self._lengths[row] for row in rows]),
+            b"".join(sums),
+            [self._options],
             self._follows if before < 0 else self._writer.digest(self._keys[before]),
+            self._sizes(again),
+            at_hand=True,
         )
 
     async def _fill(self, window: range) -> tuple[list[int], list[bytes]]:
@@ -365,11 +343,6 @@ class PutBatch:
                 self._rooms[row] = None
                 self.results[row] = ItemResult(result.key, result)
 
-    async def put_alone(self) -> None:
-        """Store one after the other: each in one round trip, where room was reserved by the put before."""
-        for row in range(len(self._keys)):
-            await self._put_alone(row)
-
     async def _put_alone(self, row: int) -> None:
         key = self._keys[row]
         follows = self._writer.digest(self._keys[row - 1]) if row else self._follows
@@ -396,7 +369,11 @@ def _check_count(reply: local.Committed, count: int) -> None:
         raise P2PStoreError("the local peer answered for another number of puts")
 
 
-def _commit_seconds(lengths: Sequence[int], replicas: int) -> float:
-    """What publishing these and making their copies may take, on top of the usual."""
-    copied = sum(lengths) * (replicas - 1)
-    return copied / REPLICATE_BYTES_PER_SECOND + ITEM_SECONDS * replicas * len(lengths)
+def _commit_seconds(commit: local.Commit) -> float:
+    """Additional time of publishing these and making their copies."""
+    count, replicas = len(commit.keys), commit.options[0].replicas
+    return _copy_seconds(sum(commit.lengths) * (count // len(commit.lengths)), replicas, count)
+
+
+def _copy_seconds(length_bytes: int, replicas: int, count: int = 1) -> float:
+    return length_bytes * (replicas - 1) / REPLICATE_BYTES_PER_SECOND + ITEM_SECONDS * replicas * count

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from p2pstore.core.operation import Notes
 from p2pstore.errors import CheckpointRefused, NoSuchKey
 from p2pstore.gossip.checkpoint_records import (
     NO_VERSION,
@@ -37,14 +38,13 @@ from p2pstore.gossip.records import (
     format_peer_id,
     writer_of,
 )
-from p2pstore.objects import check_checkpoint_name
+from p2pstore.objects import check_checkpoint_name, put_newest
 from p2pstore.wire import Message, encode_body
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 MAX_PINS: Final = 1024
-MAX_NOTES: Final = 64
 Name = tuple[str, str]
 """(namespace, name of a checkpoint)."""
 
@@ -53,7 +53,7 @@ class TrustedPublishers:
     """The publisher that this peer trusts for each name, and those that it is to forget. `version` grows whenever
     `pins` or `forgotten` would say something else."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Notes) -> None:
         self._pins: OrderedDict[Name, PeerId] = OrderedDict()
         """The name used last is the last."""
         self.version = 0
@@ -62,17 +62,12 @@ class TrustedPublishers:
         """Publishers of names that are not to be shown, and what they say up to which clock."""
         self._ignored: dict[tuple[Name, PeerId], None] = {}
         """Publishers of which the log says that they are not the trusted ones."""
-        self._notes: list[str] = []
+        self._notes = notes
 
     @property
     def forgotten(self) -> list[tuple[str, str, PeerId, int]]:
         """Namespace, name, publisher and clock of what is not to be shown, for the state directory."""
         return [(*name, publisher, clock) for (name, publisher), clock in self._forgotten.items()]
-
-    def load_forgotten(self, forgotten: Iterable[tuple[str, str, PeerId, int]]) -> None:
-        """Take in what an earlier life had been told to hide."""
-        for namespace, name, publisher, clock in forgotten:
-            self._forgotten[(namespace, name), publisher] = clock
 
     def clock_was_fast(self, limit: int, by: int) -> None:
         """Stamps above `limit` were made by a clock that was fast by `by`: see `Timekeeping`."""
@@ -86,10 +81,14 @@ class TrustedPublishers:
         """Namespace, name and publisher of all trusted names, for the state directory; last used, last named."""
         return [(*name, publisher) for name, publisher in self._pins.items()]
 
-    def load_pins(self, pins: Iterable[tuple[str, str, PeerId]]) -> None:
-        """Pins of an earlier life."""
+    def load(
+        self, pins: Iterable[tuple[str, str, PeerId]], forgotten: Iterable[tuple[str, str, PeerId, int]]
+    ) -> None:
+        """Take over the pins of an earlier life, and what was not to be shown then."""
         for namespace, name, publisher in pins:
             self._pins[namespace, name] = publisher
+        for namespace, name, publisher, clock in forgotten:
+            self._forgotten[(namespace, name), publisher] = clock
 
     def pinned(self, namespace: str, name: str) -> PeerId | None:
         """The publisher that is trusted for a name; None without one."""
@@ -111,14 +110,8 @@ class TrustedPublishers:
             (_, name), _ = self._pins.popitem(last=False)
             self._note(f"checkpoint {name!r}: its publisher is forgotten, as it was not used for long")
 
-    def take_notes(self) -> list[str]:
-        """News of publishers since the last call, for the log."""
-        notes, self._notes = self._notes, []
-        return notes
-
     def _note(self, text: str) -> None:
-        if len(self._notes) < MAX_NOTES:
-            self._notes.append(text)
+        self._notes.add("publisher", text)
 
     def is_forgotten(self, head: Head) -> bool:
         """Whether this peer is not to trust or show what this head says."""
@@ -128,10 +121,7 @@ class TrustedPublishers:
     def forget(self, head: Head) -> None:
         """Show and trust what this head says no more, until its publisher says something new."""
         name = head.namespace, head.name
-        self._forgotten[name, head.publisher] = head.clock
-        self._forgotten.move_to_end((name, head.publisher))
-        while len(self._forgotten) > MAX_PINS:
-            self._forgotten.popitem(last=False)
+        put_newest(self._forgotten, (name, head.publisher), head.clock, MAX_PINS)
         if self._pins.get(name) == head.publisher:
             del self._pins[name]
         self.version += 1
@@ -225,10 +215,10 @@ class Checkpoints:
         peer_id = format_peer_id(owner.publisher)
         away = "" if self._is_there(owner) else ", which is not there now"
         raise CheckpointRefused(
-            f"checkpoint {name!r} belongs to {self._name(owner.publisher)} ({peer_id}){away}: whoever trusts that "
-            "publisher would ignore this one, so nothing was published. Choose another name, or publish there; if that "
-            f"publisher is gone for good, forget it on each peer that is to take the name from here (`checkpoint rm "
-            f"{name} --forget {peer_id}`), then publish again"
+            f"checkpoint {name!r} belongs to {self._core.name_of(owner.publisher)} ({peer_id}){away}: whoever trusts "
+            "that publisher would ignore this one, so nothing was published. Choose another name, or publish there; if "
+            f"that publisher is gone for good, forget it on each peer that is to take the name from here (`checkpoint "
+            f"rm {name} --forget {peer_id}`), then publish again"
         )
 
     def own(self, namespace: str, name: str) -> Head:
@@ -238,7 +228,7 @@ class Checkpoints:
             return head
         others = self.heads(namespace, name)
         says = (
-            f"; {', '.join(self._name(each.publisher) for each in others)} does: ask there"
+            f"; {', '.join(self._core.name_of(each.publisher) for each in others)} does: ask there"
             if others
             else ""
         )
@@ -291,7 +281,8 @@ class Checkpoints:
                 raise NoSuchKey(self._why_not(name, trusted, publisher is None, known))
         elif len(known) > 1:
             listed = ", ".join(
-                f"{format_peer_id(head.publisher)} ({self._name(head.publisher)})" for head in known
+                f"{format_peer_id(head.publisher)} ({self._core.name_of(head.publisher)})"
+                for head in known
             )
             raise ValueError(
                 f"checkpoint {name!r} has {len(known)} publishers: {listed}; choose one (--publisher)"
@@ -307,7 +298,9 @@ class Checkpoints:
         return found[0]
 
     def _why_not(self, name: str, trusted: PeerId, pinned: bool, known: list[Head]) -> str:
-        says = f"{self._name(trusted)} ({format_peer_id(trusted)}) publishes no checkpoint {name!r}"
+        says = (
+            f"{self._core.name_of(trusted)} ({format_peer_id(trusted)}) publishes no checkpoint {name!r}"
+        )
         if pinned:
             says += ", and it is the one that this peer trusts for that name"
         if known:
@@ -325,7 +318,7 @@ class Checkpoints:
         found = [each for each in self.heads(namespace, name) if each.publisher == publisher]
         if not found:
             raise NoSuchKey(
-                f"{self._name(publisher)} ({format_peer_id(publisher)}) publishes no checkpoint {name!r}"
+                f"{self._core.name_of(publisher)} ({format_peer_id(publisher)}) publishes no checkpoint {name!r}"
             )
         self._publishers.forget(found[0])
         self._heard += 1
@@ -360,6 +353,3 @@ class Checkpoints:
         head = self.head(digest)
         assert head is not None, "it was just written"
         return head
-
-    def _name(self, peer_id: PeerId) -> str:
-        return self._core.name_of(peer_id)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.memory.entries import ObjectEntry
 
-MAX_NOTES: Final = 100
 MAX_NAMES: Final = 5
 """Of members, in one note."""
 
@@ -57,7 +56,6 @@ class Floors:
         self._distrusting: _Distrusting | None = None
         self._told: set[Member] = set()
         """Members of which the log says that they are passed over, or not believed."""
-        self._notes: list[str] = []
 
     def write(
         self,
@@ -106,19 +104,9 @@ class Floors:
     def _names(self, members: Iterable[Member]) -> list[str]:
         return self._core.gossip.membership.names_of(members)
 
-    def take_notes(self, now: float) -> list[str]:
-        """Notes for the operator since the last call."""
-        self._note_members(now)
-        if (
-            self._distrusting is not None
-            and not self.sweep.pending
-            and not self._core.earlier_life.returning
-        ):
-            self._notes.append(self._distrusted_text(self._distrusting, now))
-            self._distrusting = None
-        budget = self._core.floor_budget
-        notes, self._notes, budget.notes = [*budget.notes, *self._notes][:MAX_NOTES], [], []
-        return notes
+    def note(self, text: str) -> None:
+        """Note something for the log."""
+        self._core.notes.add("floors", text)
 
     def _note_members(self, now: float) -> None:
         """Name each member once that is passed over, or not believed, for as long as it is."""
@@ -133,13 +121,13 @@ class Floors:
                     if member in sync.disputed
                     else "did not confirm for a long time which keys were removed"
                 )
-                self._notes.append(
+                self.note(
                     f"{self._names([member])[0]} {why}, and is not waited for any longer: what it holds of removed "
                     "keys is not believed"
                 )
         for member, clock in disbelieved.items():
             if member not in self._told:
-                self._notes.append(
+                self.note(
                     f"{self._names([member])[0]} says that removals up to {self._ago(clock, now)} are forgotten, of "
                     "which this peer has not heard. Too few members say so as well: it is not believed, and nothing is "
                     "discarded"
@@ -191,7 +179,7 @@ class Floors:
         distrusted = self._sync.take_distrusted()
         if distrusted:
             self._distrust(distrusted, now)
-        for record, signed in self._core.gossip.take_cluster_records():
+        for record, signed in self._core.gossip.incoming.take_cluster_records():
             self._apply(record, signed, now)
 
     def _accept(self, record: ClusterRecord, signed: SignedRecord, now: float) -> None:
@@ -216,15 +204,19 @@ class Floors:
     def _tell_of_flush(self, record: ClusterRecord) -> None:
         """Note a flush by another peer, for the operator."""
         core = self._core
-        if record.signer == core.peer_id or len(self._notes) >= MAX_NOTES:
+        if record.signer == core.peer_id:
             return
         named = next((text for text, name in core.namespaces() if name == record.name), None)
         what = f"the namespace {named!r}" if named is not None else "a namespace"
-        self._notes.append(f"{core.name_of(record.signer)} has flushed {what}: its objects go")
+        self.note(f"{core.name_of(record.signer)} has flushed {what}: its objects go")
 
     def tick(self, now: float) -> None:
+        self._note_members(now)
         if self.sweep.pending:
             self.sweep.step(now)
+        elif self._distrusting is not None and not self._core.earlier_life.returning:
+            self.note(self._distrusted_text(self._distrusting, now))
+            self._distrusting = None
 
     @property
     def due_at(self) -> float:
@@ -267,7 +259,6 @@ class Sweep:
         self._at = 0
         self._left = 0
         self._distrusted = 0
-        self._waiting: list[SweepOperation] = []
 
     @property
     def pending(self) -> bool:
@@ -292,10 +283,6 @@ class Sweep:
             self._pass_slots(now)
         else:
             self._core.cold.sweep_step(now)
-        if not self.pending:
-            waiting, self._waiting = self._waiting, []
-            for operation in waiting:
-                operation.finish(None, now)
 
     def _pass_slots(self, now: float) -> None:
         core, withdrawn = self._core, 0
@@ -315,28 +302,15 @@ class Sweep:
         if not self._left:
             self._distrusted = 0
 
-    def wait(self, operation: SweepOperation, now: float) -> None:
-        """Finish the operation when nothing is left to sweep."""
-        if self.pending:
-            self._waiting.append(operation)
-        else:
-            operation.finish(None, now)
-
-    def leave(self, operation: SweepOperation) -> None:
-        """The operation does not wait any more."""
-        if operation in self._waiting:
-            self._waiting.remove(operation)
-
 
 class SweepOperation(Operation):
     """Waits until what floors forbid has been withdrawn here."""
 
-    def start(self, now: float) -> None:
-        self.core.floors.sweep.wait(self, now)
-
-    def cancel(self, now: float) -> None:
-        self.core.floors.sweep.leave(self)
-        super().cancel(now)
+    def wake(self, now: float) -> None:
+        if self.core.floors.sweep.pending:
+            self.set_alarm(now)  # the next tick has the next step
+        else:
+            self.finish(None, now)
 
 
 WAIT_SECONDS: Final = 4.0
@@ -358,8 +332,6 @@ class FloorBudget:
         self._allowance = 0.0
         self._allowed_at = 0.0
         self._slowed = False
-        self.notes: list[str] = []
-        """For the log: `Floors.take_notes` takes them."""
 
     def may_write(self, wanted: int, now: float) -> int:
         """How many keys of `wanted` this peer may forbid now. Floors of others are heard of a second later: so all
@@ -383,7 +355,7 @@ class FloorBudget:
         if slowed:
             self._core.counters["removals_slowed"] += 1
             if not self._slowed:
-                self.notes.append(f"removals are slowed down: {self._room_text()}")
+                self._core.floors.note(f"removals are slowed down: {self._room_text()}")
         self._slowed = slowed or (self._slowed and crowding > COMPACT_ABOVE)
 
     @property

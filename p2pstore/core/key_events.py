@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from p2pstore.core.gets.naming import NamesOperation, name_here
+from p2pstore.core.gets.lookup import split_digests
+from p2pstore.core.operation import Operation, Reply
 from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.locations.views import ViewPlace
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.location_table import TIER_FLAGS
 from p2pstore.objects import CLOCK_COUNTER_BITS
-from p2pstore.transfer.peer_messages import MAX_NAMED
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_NAMED, Named, Names
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
+    from p2pstore.memory.entries import ObjectEntry
+    from p2pstore.ssd_tier.index import ColdEntry
 
 MAX_AHEAD: Final = 65_536
 """Digests to look at, or without a key, from which on logs are not followed: their rings keep operations meanwhile."""
@@ -211,7 +215,7 @@ class KeyChanges:
             self.told[digest] = key, media
         else:
             del self.told[digest]
-        # What went comes first: a consumer that knows no media ends with what is held.
+        # Removals come first: a consumer that knows no media ends with what is held.
         gone = [KeyEvent(key, MEDIA[bit], False) for bit in (0, 1) if before & ~media & 1 << bit]
         return gone + [KeyEvent(key, MEDIA[bit], True) for bit in (0, 1) if media & ~before & 1 << bit]
 
@@ -405,3 +409,52 @@ SEQUENCE: Final = struct.Struct(">Q")
 """Of a batch, in its second frame."""
 REPLAY_END: Final = b"\xff" * 8
 """In place of a number: the end of a replay."""
+
+NAMES_TIMEOUT_SECONDS: Final = 2.0
+
+
+def name_here(core: PeerCore, digest: bytes, namespace: str, now: float) -> str | None:
+    """The key of an object held here; empty when it is of another namespace, None when none is held."""
+    entry: ObjectEntry | ColdEntry | None = core.segment.find(digest, core.unix(now))
+    if entry is None and core.cold.store is not None:
+        entry = core.cold.store.find(digest)
+    if entry is None:
+        return None
+    return entry.key if entry.namespace == namespace else ""
+
+
+def serve_names(core: PeerCore, request: Names, now: float) -> Named:
+    """Answer NAMES: some 2 us a digest, 20 on the SSD. Raises `ProtocolError` when digests are not whole."""
+    digests = split_digests(request.digests)
+    return Named([name_here(core, digest, request.namespace, now) or "" for digest in digests])
+
+
+class NamesOperation(Operation):
+    """Ask a holder for the keys of at most 256 digests. The result: a key for each, empty where the holder named none
+    or a wrong one; None when it did not answer."""
+
+    def __init__(self, core: PeerCore, holder: PeerId, namespace: str, digests: Sequence[bytes]) -> None:
+        super().__init__(core)
+        self._holder = holder
+        self._namespace = namespace
+        self._digests = digests
+
+    def start(self, now: float) -> None:
+        request = Names(self._namespace, b"".join(self._digests))
+        self.ask(None, self._holder, DataKind.NAMES, request, NAMES_TIMEOUT_SECONDS)
+
+    def answered(self, about: None, reply: Reply, now: float) -> None:
+        keys = reply.keys if isinstance(reply, Named) else []
+        if reply is None:
+            self.finish(None, now)
+        elif len(keys) != len(self._digests):  # a version that knows no NAMES, or nonsense
+            self.finish([""] * len(self._digests), now)
+        else:
+            self.finish(list(map(self._checked, self._digests, keys)), now)
+
+    def _checked(self, digest: bytes, key: str) -> str:
+        """The key, if the digest is its own: no holder can give a key that is not."""
+        try:
+            return key if self.core.digests_of(self._namespace, [key]) == [digest] else ""
+        except ValueError:
+            return ""

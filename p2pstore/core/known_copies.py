@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.copies.proofs import ProveOperation
 from p2pstore.core.gets.lookup import check_holding_record
-from p2pstore.core.operation import AskPeer, KnownCopy, PullFailure, Reply
+from p2pstore.core.operation import AskPeer, KnownCopy, Reply
 from p2pstore.core.own_objects import location_of, location_on_ssd
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.known_locations import Word
@@ -23,6 +23,7 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.transfer.data_messages import DataKind, Objects, ObjectStatus
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import CheckCopy, Locations
 from p2pstore.wire import Code
 
@@ -227,7 +228,7 @@ class Holders:
         for effect in self._gossip.connection_lost(peer_id, now):
             self._core.emit(effect)
 
-    def failed(self, digest: bytes, failure: PullFailure, now: float) -> None:
+    def failed(self, digest: bytes, failure: HolderReport, now: float) -> None:
         """A holder did not deliver. Its log's position hides the stale location until this peer caught up."""
         self._core.counters["holder_failures"] += 1
         self._core.counters["holders_too_slow"] += failure.code == Code.DEADLINE_EXCEEDED
@@ -281,4 +282,4 @@ class Holders:
                 reply.items[0].incarnation,
                 reply.items[0].sequence,
             )
-        self.failed(digest, PullFailure(copy.member, code, "", incarnation, sequence), now)
+        self.failed(digest, HolderReport(copy.member, code, "", "", incarnation, sequence), now)

@@ -9,20 +9,24 @@ answered by an event that names it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, writer_of
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.wire import Failure, Message
 
 if TYPE_CHECKING:
     from p2pstore.core.copies.copy_destination import CopiesDestination
     from p2pstore.core.peer_core import PeerCore
+
+MAX_NOTES: Final = 100
 
 
 class Timed(Protocol):
@@ -227,30 +231,41 @@ class OperationFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class PullFailure:
-    """The failure of one holder to deliver. `code` as in `p2pstore.wire.Code`."""
-
-    member: Member
-    code: int
-    text: str = ""
-    incarnation: int = 0
-    sequence: int = 0
-    keep: bool = False
-    others: tuple[Member, ...] = ()
-    """With `keep`: the object is hot, and these have it."""
-
-
-@dataclass(frozen=True, slots=True)
 class PullOutcome:
     """How a pull ended: delivered, or not, with the failures on the way."""
 
     delivered: bool
-    failures: tuple[PullFailure, ...] = field(default=())
+    failures: tuple[HolderReport, ...] = field(default=())
     error: Exception | None = None
     """Set when this peer itself could not take the object (no room), not a holder's fault."""
     source: int = 0
     transport: str = ""
     """From which member it came, and how."""
+
+
+class Note(NamedTuple):
+    """One line for the log, with the name of its event."""
+
+    event: str
+    text: str
+    is_error: bool = False
+
+
+class Notes:
+    """What an operator ought to know, until the shell takes it; of too many, the newest."""
+
+    def __init__(self) -> None:
+        self._notes: deque[Note] = deque(maxlen=MAX_NOTES)
+
+    def add(self, event: str, text: str, *, is_error: bool = False) -> None:
+        """One more."""
+        self._notes.append(Note(event, text, is_error))
+
+    def take(self) -> list[Note]:
+        """All since the last call."""
+        notes = list(self._notes)
+        self._notes.clear()
+        return notes
 
 
 Reply = Message | Failure | None

@@ -216,7 +216,7 @@ class OwnObjects:
             self.withdraw(entry, now)
             return
         self.announce(entry, now)
-        self._gossip.directory.touch(entry.digest)
+        self._gossip.directory.watched.touch(entry.digest)
 
     def _are_kept_elsewhere(self, entries: Sequence[ObjectEntry], unix: float) -> list[bool]:
         return are_kept_elsewhere(self._core, entries, unix - self._core.unix_offset_seconds)

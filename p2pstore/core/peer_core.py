@@ -7,38 +7,40 @@ ended by an `OperationFinished` effect. Time is monotonic seconds; `unix(now)` i
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
 from p2pstore.core.copies.coldest import Offers, WriteBack
+from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.copies.memory_return import EarlierLife
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.floors import FloorBudget, Floors
-from p2pstore.core.gets.fetch_operation import Prefetching
-from p2pstore.core.gets.reads import HotObjects, ReadReports
+from p2pstore.core.gets.fetch_operation import FetchOperation, Prefetching
+from p2pstore.core.gets.reads import UNSEEN_TRANSPORTS, HotObjects, ReadReports
 from p2pstore.core.gets.serving import PushesComing, rivals_of, serve
 from p2pstore.core.known_copies import Holders, KnownCopies
-from p2pstore.core.operation import AskPeer, Effect, Operation, Reply, Timed
-from p2pstore.core.operations import Operations
+from p2pstore.core.operation import AskPeer, Effect, Notes, Operation, PullOutcome, Reply, Then, Timed
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
 from p2pstore.core.puts.comparing import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
 from p2pstore.core.timekeeping import Timekeeping
-from p2pstore.gossip.machine import Effect as GossipEffect
+from p2pstore.errors import NoSuchKey
+from p2pstore.gossip.gossip_messages import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import Member, PeerId, member_of, writer_of
 from p2pstore.home_messages import Pushed
 from p2pstore.memory.segment import Segment
-from p2pstore.objects import HybridClock, Signer, Verifier, Version, keys_hasher, namespace_digest
+from p2pstore.objects import HybridClock, Version, keys_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.wire import Message
+from p2pstore.wire import Message, Signer, Verifier
 
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
 TO_HOMES: Final = -1
@@ -81,6 +83,7 @@ class PeerCore:
         self.rng = rng
         self.unix_offset_seconds = unix_offset_seconds
         self.counters: Counter[str] = Counter()
+        self.notes = Notes()
         self.closing = False
         self._effects: list[Effect | GossipEffect] = []
         self.operations = Operations(self)
@@ -107,7 +110,7 @@ class PeerCore:
         self.repair = Repair(self, repair)
         self.offers = Offers(self, repair.bytes_per_second)
         self.read_reports = ReadReports(self)
-        self.publishers = TrustedPublishers()
+        self.publishers = TrustedPublishers(self.notes)
         self.participations = Participations(self)
         self.checkpoints = Checkpoints(self)
         self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
@@ -142,10 +145,10 @@ class PeerCore:
         if operation != TO_HOMES:
             self.operations.answered(operation, tag, reply, now)
         elif isinstance(reply, Pushed):
-            self.gossip.push_answered(tag, reply.behind, rivals_of(reply), now)
+            self.gossip.partitions.pushed(tag, reply.behind, rivals_of(reply), now)
         else:
             home = self.gossip.partitions.pushes.home_of(tag)
-            self.gossip.push_answered(tag, None, (), now)
+            self.gossip.partitions.pushed(tag, None, (), now)
             if reply is None and home is not None:
                 self.holders.peer_failed(home, now)
 
@@ -167,7 +170,7 @@ class PeerCore:
 
     def next_tick(self, now: float) -> float:
         """When `tick`, or `gossip_arrived`, has something to do next."""
-        if self.gossip.directory.any_touched:
+        if self.gossip.directory.watched.any_touched:
             return now
         due_at = min([part.due_at for part in self._timed])
         due_at = min(due_at, self.gossip.next_tick(now), self._next_expire, self.operations.next_alarm())
@@ -175,7 +178,7 @@ class PeerCore:
 
     def flush_pushes(self, now: float) -> None:
         """Send this peer's fresh locations to the home peers of their keys, when a batch is due."""
-        for push in self.gossip.pushes(now):
+        for push in self.gossip.partitions.take_pushes(now):
             to, seconds = push.peer_id, push.timeout_seconds
             self.emit(AskPeer(TO_HOMES, push.token, to, DataKind.PUSH, push.message, seconds))
 
@@ -234,7 +237,7 @@ class PeerCore:
         Two concurrent first puts both succeed; the lower version goes when the higher one is heard of from its
         holder. Other peers' statements of a holder give up nothing.
         """
-        touched = self.gossip.directory.take_touched(self.keys_per_step)
+        touched = self.gossip.directory.watched.take(self.keys_per_step)
         self.operations.tell_waiting(touched, now)
         for digest in sorted(self.copies.of_other_versions(touched, now)):
             entry = self.segment.find(digest, self.unix(now))
@@ -277,3 +280,154 @@ def before(version: Version) -> Version:
     if version.writer:
         return Version(version.clock, version.writer - 1, 0xFFFF_FFFF_FFFF_FFFF)
     return Version(max(0, version.clock - 1), 0xFFFF, 0xFFFF_FFFF_FFFF_FFFF)
+
+
+WOKEN_PER_TICK: Final = 64
+"""Operations woken by one tick: those of a large batch end together."""
+
+
+class Operations:
+    """All operations by number, their alarms, the keys they await, and fetches that several callers share."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self.next_number = 1
+        self._core = core
+        self._running: dict[int, Operation] = {}
+        self._alarms: list[tuple[float, int]] = []
+        self._fetches: dict[bytes, FetchOperation] = {}
+        self.awaited: dict[bytes, set[int]] = {}
+        """Digests that operations await news of, and which ones do."""
+        self._late: dict[tuple[int, int], PeerId] = {}
+        """Questions of operations that have ended. Each has an outcome, so none stays."""
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, operation: Operation, now: float, then: Then | None = None) -> Operation:
+        """Begin an operation; it may be done when this returns. `then` is called at its end."""
+        operation.on_finish = then
+        operation.number = self.next_number
+        self.next_number += 1
+        self._running[operation.number] = operation
+        operation.start(now)
+        return operation
+
+    def retire(self, operation: Operation) -> None:
+        """Forget a finished operation (called by the operation itself)."""
+        self._running.pop(operation.number, None)
+        if isinstance(operation, FetchOperation) and self._fetches.get(operation.digest) is operation:
+            del self._fetches[operation.digest]
+
+    def await_keys(self, operation: Operation, digests: Sequence[bytes]) -> None:
+        """Call the operation's `heard_of` whenever there is news of one of these keys."""
+        for digest in digests:
+            self.awaited.setdefault(digest, set()).add(operation.number)
+
+    def await_no_more(self, operation: Operation, digests: Sequence[bytes]) -> None:
+        """Undo `await_keys`."""
+        for digest in digests:
+            numbers = self.awaited.get(digest, set())
+            numbers.discard(operation.number)
+            if not numbers:
+                self.awaited.pop(digest, None)
+
+    def tell_waiting(self, digests: Sequence[bytes], now: float) -> None:
+        """There is news of these keys."""
+        if not self.awaited:
+            return
+        for digest in digests:
+            for number in sorted(self.awaited.get(digest, ())):
+                operation = self._running.get(number)
+                if operation is not None:
+                    operation.heard_of(digest, now)
+
+    def cancel(self, operation: Operation, now: float) -> None:
+        """The caller no longer waits for the operation. A shared fetch goes on for its other callers."""
+        if isinstance(operation, FetchOperation):
+            operation.shared_by -= 1
+            if operation.shared_by > 0:
+                return
+        operation.cancel(now)
+
+    def abandon(self, operation: int, now: float) -> None:
+        """The shell could not carry out an effect of this operation, by an error of its own."""
+        machine = self._running.get(operation)
+        if machine is not None:
+            machine.cancel(now)
+
+    def expect_late(self, operation: Operation, tag: int, peer_id: PeerId) -> None:
+        """The operation ends before this question was answered. Whether it ever is says something of that peer."""
+        self._late[operation.number, tag] = peer_id
+
+    def pulled(self, operation: int, outcome: PullOutcome, now: float) -> None:
+        """The outcome of a `PullObject`."""
+        machine = self._running.get(operation)
+        if isinstance(machine, FetchOperation) and outcome.transport in UNSEEN_TRANSPORTS:
+            self._core.read_reports.note(outcome.source, machine.digest, 1, now)
+        if machine is not None:
+            machine.pulled(outcome, now)
+
+    def set_alarm(self, operation: Operation) -> None:
+        """Wake the operation at its `wake_at` (called by the operation itself)."""
+        heapq.heappush(self._alarms, (operation.wake_at, operation.number))
+
+    def next_alarm(self) -> float:
+        """When the next operation wants to be woken. Alarms that no longer hold are dropped."""
+        while self._alarms:
+            wake_at, number = self._alarms[0]
+            operation = self._running.get(number)
+            if operation is not None and operation.wake_at == wake_at:
+                return wake_at
+            heapq.heappop(self._alarms)
+        return float("inf")
+
+    def fetch(
+        self, digest: bytes, now: float, then: Then | None = None, **options: Any
+    ) -> FetchOperation:
+        """Bring an absent object here; callers that want the same one share one fetch. The copy is a firm one as soon
+        as one of them wants it so. `then` is called at the end of a new fetch."""
+        running = self._fetches.get(digest)
+        if running is not None:
+            running.shared_by += 1
+            running.soft &= options.get("soft", True)
+            running.only_here &= options.get("only_here", False)
+            return running
+        operation = FetchOperation(self._core, digest, **options)
+        self._fetches[digest] = operation
+        self.start(operation, now, then)
+        return operation
+
+    @property
+    def fetching(self) -> int:
+        """How many objects are on their way to this peer's memory."""
+        return len(self._fetches)
+
+    def is_fetching(self, digest: bytes) -> bool:
+        """Whether the object is on its way to this peer's memory."""
+        return digest in self._fetches
+
+    def copy_destination(self, operation: int, now: float) -> CopyDestination:
+        """Where the bytes of a `PullObject` go. The shell calls `commit` or `abort` at its end."""
+        machine = self._running.get(operation)
+        if not isinstance(machine, FetchOperation):
+            raise NoSuchKey("the fetch of this object has ended")
+        return CopyDestination(self._core, machine, now)
+
+    def answered(self, operation: int, tag: int, reply: Reply, now: float) -> None:
+        """The outcome of an operation's `AskPeer`. A late question without an answer counts against its peer."""
+        machine = self._running.get(operation)
+        late = self._late.pop((operation, tag), None)
+        if machine is not None:
+            machine.answered(machine.asked.pop(tag), reply, now)
+        elif late is not None and reply is None:
+            self._core.holders.peer_failed(late, now)
+
+    def wake_due(self, now: float) -> None:
+        """Wake up to 64 operations whose time has come, each at most once."""
+        due: dict[int, None] = {}
+        while self.next_alarm() <= now and len(due) < WOKEN_PER_TICK:
+            due[heapq.heappop(self._alarms)[1]] = None
+        for number in due:
+            operation = self._running.get(number)
+            if operation is not None:
+                operation.wake(now)

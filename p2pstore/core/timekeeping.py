@@ -73,7 +73,6 @@ class Timekeeping:
         self._said = ""
         self._said_kind = (False, False)
         self._said_of: set[PeerId] = set()
-        self._notes: list[str] = []
         self.renewals = 0
         """Grows with every renewal that has ended: floors and clock are to be saved whole."""
 
@@ -172,10 +171,9 @@ class Timekeeping:
             if ahead is not None and abs(ahead) > MAX_CLOCK_SKEW_SECONDS
         ]
 
-    def take_notes(self) -> list[str]:
-        """Messages for the log since the last call: each problem once, when it begins and when it ends."""
-        notes, self._notes = self._notes, []
-        return notes
+    def _note(self, text: str) -> None:
+        """Note for the log each problem once, when it begins and when it ends."""
+        self._core.notes.add("clock", text)
 
     # --- time --------------------------------------------------------------------------------
 
@@ -194,12 +192,12 @@ class Timekeeping:
             ahead = span(core.clock.lead_seconds(unix))
             if self.newest_found <= limit:
                 core.clock.restart(unix)
-                self._notes.append(
+                self._note(
                     f"the clock that was saved is {ahead} ahead of this machine's clock, and nothing here is stamped "
                     "so: it is dropped"
                 )
             else:
-                self._notes.append(
+                self._note(
                     f"stamps of this peer's earlier life are {ahead} ahead of this machine's clock: they are renewed "
                     "when another peer has told the time"
                 )
@@ -261,15 +259,15 @@ class Timekeeping:
         view = self.view(now)
         kind = view.is_behind, view.lead < 0  # the text itself changes every second
         if problem and (not self._said or kind != self._said_kind):
-            self._notes.append(f"nothing can be written through this peer: {problem}")
+            self._note(f"nothing can be written through this peer: {problem}")
         if self._said and not problem and self._work is None:
-            self._notes.append("this peer's clock is right again: it writes")
+            self._note("this peer's clock is right again: it writes")
         if self._work is None:
             self._said, self._said_kind = problem, kind
         wrong = dict(self.wrong_peers(now))
         for peer_id in sorted(wrong.keys() - self._said_of):
             ahead = wrong[peer_id]
-            self._notes.append(
+            self._note(
                 f"the clock of {self._core.name_of(peer_id)} is {span(abs(ahead))} "
                 f"{'behind' if ahead > 0 else 'ahead of'} this machine's and most others': a stamp over "
                 f"{MAX_CLOCK_SKEW_SECONDS:g} s ahead is refused until that is set right there"
@@ -295,7 +293,7 @@ class Timekeeping:
         self._highest, self._highest_offset = core.clock.latest, core.unix_offset_seconds
         self.renewals += 1
         renewed, dropped = counters["stamps_renewed"], counters["stamps_dropped"]
-        self._notes.append(
+        self._note(
             f"this machine's clock was {span(by / (1000 << CLOCK_COUNTER_BITS))} fast and is right again: "
             f"{renewed - before[0]:,} objects and records got new stamps, {dropped - before[1]:,} were dropped"
         )

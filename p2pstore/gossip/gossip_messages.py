@@ -175,8 +175,8 @@ class Exchange(Message, frozen=True):
     Now and then `floors_epoch` asks whether the receiver knew the same floors at that end of an epoch,
     which `floors_hash` stands for (`floor_sync`); 0 does not ask.
 
-    `members_hash` stands for the members that the sender knows (`digests`); 0 comes from an older sender.
-    A peer that has named one is asked with `positions` in place of `digest`. `cluster_cells` are hashes of the
+    `members_hash` stands for the members that the sender knows (`digests`). Where the last
+    peer that was heard of knew the same ones, `positions` stand in place of `digest`. `cluster_cells` are hashes of the
     cells of some buckets that differ: `u8 bucket | 64 u64` each.
 
     `hot` tells peers in partitioned mode, now and then, where keys are that many look for (`known_locations`).

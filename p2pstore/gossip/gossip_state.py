@@ -17,7 +17,7 @@ from p2pstore.gossip.exchange.exchanges import Exchanges
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_messages import HomePush, SnapshotHead
+from p2pstore.gossip.gossip_messages import SnapshotHead
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, PushIntake
 from p2pstore.gossip.homes.partition_homes import rank
 from p2pstore.gossip.homes.partitioned_directory import PartitionedDirectory
@@ -43,7 +43,8 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.home_messages import Push
 from p2pstore.location_table import LocationTable
-from p2pstore.objects import DIGEST_BYTES, Signer, Verifier, Version, unix_seconds_from_clock
+from p2pstore.objects import DIGEST_BYTES, Version, unix_seconds_from_clock
+from p2pstore.wire import Signer, Verifier
 
 
 class GossipState:
@@ -188,19 +189,8 @@ class GossipState:
         self.own_record.changed()
         self.exchanges.hurry()
 
-    def pushes(self, now: float) -> list[HomePush]:
-        """Messages for homes about this peer's log: at once, then at most every 20 ms."""
-        return self.partitions.take_pushes(now)
-
-    def push_answered(
-        self, token: int, behind: list[int] | None, rivals: Iterable[Location], now: float
-    ) -> None:
-        """The outcome of a `Push`: partitions that are wanted whole (None when nothing came), and other versions
-        that the home knows of keys that were pushed."""
-        self.partitions.pushed(token, behind, rivals, now)
-
     def take_push(self, sender: Member, update: Push, now: float) -> tuple[list[int], list[Location]]:
-        """Take in what an owner pushes; what to answer: see `push_answered`. Raises `ProtocolError`, and
+        """Take in what an owner pushes; what to answer: see `PartitionedDirectory.pushed`. Raises `ProtocolError`, and
         changes nothing, for nonsense. A large one takes tenths of a second: see `intake`."""
         intake = self.intake(sender, update)
         while not intake.step(now):

@@ -20,16 +20,13 @@ from functools import cached_property, partial
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import (
-    Answer,
     Ask,
     Contact,
     ControlKind,
     Duplicate,
     Effect,
     ExchangeReply,
-    FetchSnapshot,
     Later,
     Leave,
     Ping,
@@ -46,23 +43,8 @@ from p2pstore.gossip.locations.snapshots import (
     most_snapshot_bytes,
 )
 from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberChange
-from p2pstore.gossip.records import LOCATION_BYTES, ClusterRecord, Member, PeerId, SignedRecord
-from p2pstore.home_messages import Push
+from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId
 from p2pstore.wire import Code, Failure, Message
-
-__all__ = [
-    "Answer",
-    "Ask",
-    "Contact",
-    "Duplicate",
-    "Effect",
-    "FetchSnapshot",
-    "Gossip",
-    "GossipConfig",
-    "Later",
-    "Push",
-    "SnapshotHead",
-]
 
 
 def too_much_asked() -> Failure:
@@ -74,16 +56,12 @@ class Gossip(GossipState):
     """The state machine: see the module's docstring, and `GossipState` for the arguments."""
 
     @cached_property
-    def _incoming(self) -> Incoming:
+    def incoming(self) -> Incoming:
         return Incoming(self)
 
     @cached_property
     def _housekeeping(self) -> Housekeeping:
         return Housekeeping(self)
-
-    def take_cluster_records(self) -> list[tuple[ClusterRecord, SignedRecord]]:
-        """New cluster records that gossip brought since the last call."""
-        return self._incoming.take_cluster_records()
 
     def take_changes(self) -> list[MemberChange]:
         """Status changes of members since the last call."""
@@ -124,14 +102,14 @@ class Gossip(GossipState):
         if not self.questions.budget.serve(sender, now):
             self.membership.heard(sender, now)
             return too_much_asked(), []
-        reply, effects = self._incoming.serve(sender, kind, request, now)
+        reply, effects = self.incoming.serve(sender, kind, request, now)
         return reply, effects + self._consequences(now)
 
     def serve_reader(self, sender: PeerId, kind: int, request: Message, now: float) -> Message:
         """Answer a peer that was admitted as a reader (`Incoming.serve_reader`). Raises `ProtocolError`."""
         if not self.questions.budget.serve(sender, now):
             return too_much_asked()
-        return self._incoming.serve_reader(sender, kind, request, now)
+        return self.incoming.serve_reader(sender, kind, request, now)
 
     def answered(self, token: int, reply: Message | None, now: float) -> list[Effect]:
         """The outcome of an `Ask`: its reply, a `Failure`, or None when nothing came in time. Raises `ProtocolError`,
@@ -143,13 +121,13 @@ class Gossip(GossipState):
             self.contacts.admitted(asked.peer_id)
         if asked.kind in (ControlKind.PING, ControlKind.PING_REQUEST):
             self.membership.newcomers.answered(asked.peer_id)
-            answers = self._incoming.probe_answered(token, asked, reply, now)
+            answers = self.incoming.probe_answered(token, asked, reply, now)
             return answers + self._consequences(now)
         if reply is None:
             self.view.failed(asked.peer_id, now)
             return self.connection_lost(asked.peer_id, now)
         if isinstance(reply, ExchangeReply):
-            return [*self._incoming.exchanged(asked, reply, now), *self._consequences(now)]
+            return [*self.incoming.exchanged(asked, reply, now), *self._consequences(now)]
         self.membership.heard(asked.peer_id, now)
         return self._consequences(now)
 
@@ -214,7 +192,7 @@ class Gossip(GossipState):
         effects += self.probing.tick(now, self.view.neighbours())
         effects += map(partial(self._ping_newcomer, now=now), self.membership.newcomers.take())
         effects += self.exchanges.start(now)
-        self._incoming.limit_step(now)
+        self.incoming.limit_step(now)
         effects += self.fresh.spread(now)
         if self.directory.work_pending and self.directory.work():
             self.exchanges.hurry()

@@ -9,7 +9,7 @@ location logs are vouched for by the set hash in their owner's signed record.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Final, TypeVar
@@ -20,9 +20,9 @@ import xxhash
 from p2pstore.errors import ProtocolError
 from p2pstore.location_table import LOCATION
 from p2pstore.location_table import LOCATION_BYTES as LOCATION_BYTES
-from p2pstore.objects import DIGEST_BYTES, Signer, Verifier, Version
+from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.objects import format_peer_id as format_peer_id
-from p2pstore.wire import Message, decode_body, encode_body
+from p2pstore.wire import Message, Signer, Verifier, decode_body, encode_body
 
 # --- who -------------------------------------------------------------------------------------
 
@@ -131,16 +131,6 @@ def decode_location(packed: bytes | memoryview, offset: int = 0) -> LocationReco
         flags >> 5 & 3,
         bool(flags & _REMOVED),
     )
-
-
-def iterate_locations(packed: bytes | memoryview) -> Iterator[LocationRecord]:
-    """All records of a packed run. Raises `ProtocolError` when it is not a whole number of them."""
-    if len(packed) % LOCATION_BYTES:
-        raise ProtocolError(
-            f"a run of location records has {len(packed)} bytes, not a multiple of {LOCATION_BYTES}"
-        )
-    for offset in range(0, len(packed), LOCATION_BYTES):
-        yield decode_location(packed, offset)
 
 
 def location_hash(packed: bytes) -> int:

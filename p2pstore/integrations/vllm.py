@@ -161,7 +161,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """What the request read is told of now: vLLM notes a block's tokens when it finds it in its own memory."""
+        """Tell of the blocks that the request read: vLLM notes a block's tokens when it finds it in its own memory."""
         self._wait_until.pop(req_context.req_id, None)
         if self._limit is not None:
             self._limit.forget(req_context.req_id)

@@ -35,7 +35,7 @@ RECEIVE_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a client wants of its peer. `location_table`, `hazards`: to map the peer's table of locations, and a page to
+    """A client's wishes to its peer. `location_table`, `hazards`: to map the peer's table of locations, and a page to
     lease by. `directory`: the descriptor of a directory to pass, for requests of this connection; -1 for none.
     `checkpoint`: the version of one in the peer's memory to map. `trusted_users`: the only users whose socket it may
     be; None for any."""

@@ -24,9 +24,6 @@ class ItemError(Message, frozen=True):
 
 OK = ItemError()
 
-# --- put -------------------------------------------------------------------------------------
-
-
 Rooms = Annotated[list[tuple[int, int, int]], MANY]
 """Rooms for values, in runs of alike ones: length, trailer length (an upper bound), how many."""
 
@@ -130,9 +127,6 @@ class StoredElsewhere(Message, frozen=True):
     incarnation: int
     sequence: int
     record: bytes
-
-
-# --- the rest --------------------------------------------------------------------------------
 
 
 class Remove(Message, frozen=True):
@@ -379,7 +373,7 @@ class HolderFailure(Message, frozen=True):
 
 
 class PullCount(Message, frozen=True):
-    """What a client read from one holder by itself: objects and bytes that came, attempts that failed. `durations` and
+    """Reads of a client from one holder by itself: objects and bytes that came, attempts that failed. `durations` and
     `lengths` count by powers of two (`p2pstore.runtime.histograms`) how many microseconds those took that were read
     one by one, `microseconds` in all, and how long the objects were, those of a batch as its mean."""
 

@@ -105,7 +105,7 @@ class HelloReply(Message, frozen=True):
     """Whether there is a page for that. Its writable descriptor comes after that of the table, and before a
     checkpoint's."""
     access: int = int(Access.WRITE)
-    """What the client may do: READ, with read-only descriptors, where it asked for more than its user may."""
+    """Access of the client: READ, with read-only descriptors, where it asked for more than its user may."""
 
 
 MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
@@ -166,7 +166,7 @@ class LocalClient:
 
 
 class LocalBackend(Protocol):
-    """What the server asks of the peer. Errors raised go to the client as failures."""
+    """The peer, as the server sees it. Errors raised go to the client as failures."""
 
     @property
     def request_types(self) -> Mapping[int, type[Message]]:

@@ -261,5 +261,5 @@ class Cuts:
 
 
 def text_bytes(text: str) -> int:
-    """What a text takes in a request, at most."""
+    """Most bytes of a text in a request."""
     return 4 * len(text) + 5 if not text.isascii() else len(text) + 5

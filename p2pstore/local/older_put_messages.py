@@ -6,12 +6,10 @@ A peer serves clients of that version, and a client uses peers of that version, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Annotated
 
 from p2pstore.local.local_messages import (
     MANY,
-    OK,
     Commit,
     Committed,
     ItemError,
@@ -20,28 +18,20 @@ from p2pstore.local.local_messages import (
     Reserved,
     Span,
 )
-from p2pstore.local.put_columns import columns_of, one_if_alike, rooms_in, runs_of, sizes_of
+from p2pstore.local.put_columns import columns_of, rooms_in, runs_of, sizes_of
 from p2pstore.objects import are_sums_of, batch_key_hasher
 from p2pstore.put_facts import PutFacts, PutOptions
 from p2pstore.wire import Message
 
-
-class ReserveItem(Message, frozen=True):
-    length: int
-    trailer_length: int
+Reservation = tuple[int, int, int, int, ItemError]
+"""Number, segment, offset, length, or why there is none."""
 
 
 class ReserveRows(Message, frozen=True):
-    items: Annotated[list[ReserveItem], MANY]
+    """Rooms by length and trailer length."""
+
+    items: Annotated[list[tuple[int, int]], MANY]
     namespace: str = ""
-
-
-class Reservation(Message, frozen=True):
-    reservation: int
-    segment: int
-    offset: int
-    length: int
-    error: ItemError = OK
 
 
 class ReservedRows(Message, frozen=True):
@@ -52,7 +42,7 @@ class CommitRows(Message, frozen=True):
     namespace: str
     items: Annotated[list[PutFacts], MANY]
     deadline_ms: int = 5000
-    again: Annotated[list[ReserveItem], MANY] = []
+    again: Annotated[list[tuple[int, int]], MANY] = []
     at_hand: bool = False
 
 
@@ -64,7 +54,7 @@ class CommittedRows(Message, frozen=True):
 def newer(message: Message) -> Message:
     """A request or an answer in columns. Raises `ValueError` where sums are not those of a value."""
     if isinstance(message, ReserveRows):
-        return Reserve(_runs(message.items), message.namespace)
+        return Reserve([(*size, 1) for size in message.items], message.namespace)
     if isinstance(message, ReservedRows):
         return Reserved(_spans(message.items))
     if isinstance(message, CommittedRows):
@@ -72,20 +62,18 @@ def newer(message: Message) -> Message:
     if not isinstance(message, CommitRows):
         return message
     items = message.items
-    if not all(are_sums_of(item.sums, item.length, item.root) for item in items):
+    if not all(each.length >= 0 and are_sums_of(each.sums, each.length, each.root) for each in items):
         raise ValueError("the sums are not those of all chunks, or do not give the root")
-    options = [
-        PutOptions(*[getattr(item, name) for name in PutOptions.__struct_fields__]) for item in items
-    ]
+    names = PutOptions.__struct_fields__
     return Commit(
         message.namespace,
         [item.key for item in items],
         runs_of(item.reservation for item in items),
-        one_if_alike([item.length for item in items]),
+        [item.length for item in items],
         b"".join(item.sums for item in items),
-        options[:1] if options == options[:1] * len(options) else options,
+        [PutOptions(*[getattr(item, name) for name in names]) for item in items],
         items[0].follows if items else b"",
-        _runs(message.again),
+        [(*size, 1) for size in message.again],
         message.at_hand,
     )
 
@@ -93,7 +81,7 @@ def newer(message: Message) -> Message:
 def older(message: Message) -> Message:
     """A request or an answer with a record for each value."""
     if isinstance(message, Reserve):
-        return ReserveRows(_items(message.rooms), message.namespace)
+        return ReserveRows(sizes_of(message.rooms), message.namespace)
     if isinstance(message, Reserved):
         return ReservedRows(_reservations(message.spans))
     if isinstance(message, Committed):
@@ -103,29 +91,22 @@ def older(message: Message) -> Message:
         return message
     columns = columns_of(message, batch_key_hasher(message.namespace))
     rows = [columns.facts(row) for row in range(len(columns.keys))]
-    return CommitRows(message.namespace, rows, again=_items(message.again), at_hand=message.at_hand)
-
-
-def _items(rooms: list[tuple[int, int, int]]) -> list[ReserveItem]:
-    return [ReserveItem(*size) for size in sizes_of(rooms)]
-
-
-def _runs(items: Iterable[ReserveItem]) -> list[tuple[int, int, int]]:
-    return [(item.length, item.trailer_length, sum(1 for _ in alike)) for item, alike in groupby(items)]
+    again = sizes_of(message.again)
+    return CommitRows(message.namespace, rows, again=again, at_hand=message.at_hand)
 
 
 def _spans(reservations: Iterable[Reservation]) -> list[Span]:
     return [
-        Span(1, each.reservation, each.length, each.offset.to_bytes(8, "little"), each.error)
-        for each in reservations
+        Span(1, number, length, offset.to_bytes(8, "little"), error)
+        for number, _, offset, length, error in reservations
     ]
 
 
 def _reservations(spans: Iterable[Span]) -> list[Reservation]:
     return [
-        Reservation(0, 0, 0, 0, room)
+        (0, 0, 0, 0, room)
         if isinstance(room, ItemError)
-        else Reservation(room[0], 0, room[1], span.length)
+        else (room[0], 0, room[1], span.length, span.error)
         for span in spans
         for room in rooms_in([span], span.count)
     ]

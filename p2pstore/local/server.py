@@ -85,7 +85,7 @@ WRITING: Final = frozenset(
         *(LocalKind.CHECKPOINT_UPDATE, LocalKind.CHECKPOINT_REMOVE),
     }
 )
-"""What a client that connected only to read may not ask for."""
+"""Requests refused to a client that connected only to read."""
 _HELLO: Final = int(LocalKind.HELLO)
 _KINDS: Final = {int(kind): IN_COLUMNS.get(kind, kind) for kind in LocalKind}
 _holders = itertools.count(1)
@@ -396,7 +396,7 @@ class _Connection:
             self._sending = False
 
     def _send_now(self, data: bytes) -> int:
-        """What the socket takes at once: nearly always all, and without a turn of the event loop."""
+        """Bytes that the socket takes at once: nearly always all, and without a turn of the event loop."""
         try:
             return self._sock.send(data)
         except BlockingIOError:

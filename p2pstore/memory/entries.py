@@ -23,7 +23,7 @@ def pin_of(trailer: TrailerBody) -> Pin:
     return _PINS[min(trailer.pin, len(_PINS) - 1)] if trailer.pin > 0 else _PINS[0]
 
 
-class ObjectEntry(msgspec.Struct, eq=False):
+class ObjectEntry(msgspec.Struct, eq=False, gc=False):
     """One object in a segment. Others may read it; only `Segment` changes it.
 
     `slot` is its number in the object table, `offset` where its payload begins, in bytes from the
@@ -37,7 +37,8 @@ class ObjectEntry(msgspec.Struct, eq=False):
     `warmer` are its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a
     chain of prefix blocks, `followers` counts the blocks of which it is that. `is_kept_elsewhere`: another peer holds a
     copy and is to keep it before this one does, as far as was known when it was looked up, which counts until
-    `known_until`. `timer` is the entry's place among those that have times (`ExpiryTimers`).
+    `known_until`. `timer` is the entry's place among those that have times (`ExpiryTimers`). The collector
+    of garbage passes over entries, which are many: going out of the order ends all cycles.
     """
 
     digest: bytes
@@ -243,23 +244,26 @@ class EntryList:
             colder.warmer = entry
         self.bytes += entry.extent_bytes
 
-    def remove(self, entry: ObjectEntry) -> None:
-        """Take out an entry of this list."""
-        colder, warmer = entry.colder, entry.warmer
-        if colder is None:
-            self.coldest = warmer
-        else:
-            colder.warmer = warmer
-        if warmer is None:
-            self.warmest = colder
-        else:
-            warmer.colder = colder
-        entry.within = entry.colder = entry.warmer = None
-        self.bytes -= entry.extent_bytes
-
     def __iter__(self) -> Iterator[ObjectEntry]:
         """From the coldest on. Nothing may change the list meanwhile."""
         entry = self.coldest
         while entry is not None:
             yield entry
             entry = entry.warmer
+
+
+def unlink(*entries: ObjectEntry) -> None:
+    """Take each entry out of its list."""
+    for entry in entries:
+        within, colder, warmer = entry.within, entry.colder, entry.warmer
+        assert within is not None
+        if colder is None:
+            within.coldest = warmer
+        else:
+            colder.warmer = warmer
+        if warmer is None:
+            within.warmest = colder
+        else:
+            warmer.colder = colder
+        within.bytes -= entry.extent_bytes
+        entry.within = entry.colder = entry.warmer = None

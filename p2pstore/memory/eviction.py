@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import Final
 
-from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry, unlink
 from p2pstore.memory.policies.interface import EvictionPolicy
 from p2pstore.memory.segment_layout import Pin, SlotState
 from p2pstore.objects import MIB
@@ -92,12 +92,15 @@ class EvictionOrder:
         return sum(self._cheap_bytes)
 
     def admit(self, entries: Sequence[ObjectEntry], now: float) -> None:
-        """Take in new entries. Their `follows` is set where they follow others of their chains."""
-        for entry in entries:
-            if entry.follows is not None:
-                entry.follows.followers += 1
+        """Take in new entries."""
         self.policy.admitted(entries, now)
         self.update(*entries)
+
+    def follow(self, entry: ObjectEntry, before: ObjectEntry | None) -> None:
+        """A new entry follows another one of its chain, if that is here."""
+        if before is not None and before is not entry:
+            entry.follows = before
+            before.followers += 1
 
     def update(self, *entries: ObjectEntry) -> None:
         """Take in that the entries' references, pins or states changed; they count as just used, in this order."""
@@ -117,6 +120,7 @@ class EvictionOrder:
             if self.on_evictable is not None:
                 self.on_evictable(entry.offset)
         for (group, rank), some in by_queue.items():
+            self.policy.queued += len(some)
             self._groups[group][rank].add(*some)
 
     def hold(self, entry: ObjectEntry) -> None:
@@ -134,18 +138,21 @@ class EvictionOrder:
         if entry.rank != rank_of(entry):
             self.update(entry)
 
-    def discard(self, entry: ObjectEntry) -> None:
-        """The entry may not be evicted for now."""
-        if entry.rank is None:
-            return
-        offset = entry.offset
-        self._groups[entry.group][entry.rank].remove(entry)
-        if offset in self._held:
-            self._held.discard(offset)
-        else:
-            self._count(entry, -entry.extent_bytes)
-        entry.rank = None
-        del self._at[offset]
+    def discard(self, *entries: ObjectEntry) -> None:
+        """The entries may not be evicted for now."""
+        queued = [entry for entry in entries if entry.rank is not None]
+        for entry in queued:
+            offset, group = entry.offset, entry.group
+            if offset in self._held:
+                self._held.discard(offset)
+            else:
+                self._evictable_bytes[group] -= entry.extent_bytes
+                if entry.rank == _CHEAP:
+                    self._cheap_bytes[group] -= entry.extent_bytes
+            entry.rank = None
+            del self._at[offset]
+        unlink(*queued)
+        self.policy.queued -= len(queued)
 
     def _count(self, entry: ObjectEntry, more_bytes: int) -> None:
         self._evictable_bytes[entry.group] += more_bytes
@@ -178,15 +185,15 @@ class EvictionOrder:
 
     def gone(self, *entries: ObjectEntry, evicted: bool) -> None:
         """The entries were withdrawn: for others that needed their room (`evicted`), or for another reason."""
+        self.discard(*entries)
         for entry in entries:
-            self.discard(entry)
             if self.aside:
                 self.aside.pop(entry, None)
             if entry.follows is not None:
                 entry.follows.followers -= 1
                 entry.follows = None
-            if evicted:
-                self.policy.evicted(entry)
+        if evicted:
+            self.policy.evicted(entries)
 
     def read(self, entry: ObjectEntry, count: int, now: float) -> None:
         """The entry is read `count` times just now."""
@@ -235,9 +242,10 @@ class EvictionOrder:
             else:
                 heappop(heap)
 
-    def at(self, offset: int) -> ObjectEntry:
-        """The evictable entry at `offset`. Raises `KeyError` when there is none."""
-        return self._at[offset]
+    def at(self, *offsets: int) -> list[ObjectEntry]:
+        """The evictable entries that begin there, without those that may not go any more."""
+        at, held = self._at, self._held
+        return [at[offset] for offset in offsets if offset in at and offset not in held]
 
     def cost_at(self, offset: int, now: float, groups: Container[int] = FIRST_GROUP) -> float | None:
         """The cost of evicting the entry at `offset`; None when no evictable entry of these groups begins there."""
@@ -256,10 +264,6 @@ class EvictionOrder:
             for entry, kept in zip(due, self.are_kept_elsewhere(due, now), strict=True):
                 entry.is_kept_elsewhere = kept
                 entry.known_until = now + KNOWN_SECONDS
-
-    def can_go(self, offset: int) -> bool:
-        """Whether an evictable entry begins at `offset`."""
-        return offset in self._at and offset not in self._held
 
     def may_go(self, offset: int, groups: Container[int]) -> bool:
         """Whether an evictable entry of one of these groups begins at `offset`."""

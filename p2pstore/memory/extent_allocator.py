@@ -30,10 +30,13 @@ Window = tuple[float, list[int]]
 def choose_windows(found: Sequence[Window], count: int = 1) -> list[int]:
     """The extents of the cheapest window, and with them those of up to `count - 1` others that cost little more and
     share nothing with those before them. Of equal ones the first goes first."""
-    limit = min(cost for cost, _ in found) * (MUCH_MORE if count > 1 else 1.0)
+    ordered = sorted(found, key=itemgetter(0))
+    limit = ordered[0][0] * (MUCH_MORE if count > 1 else 1.0)
     victims: dict[int, None] = {}
-    for cost, window in sorted(found, key=itemgetter(0)):
-        if count and cost <= limit and victims.keys().isdisjoint(window):
+    for cost, window in ordered:
+        if not count or cost > limit:
+            break
+        if victims.keys().isdisjoint(window):
             victims.update(dict.fromkeys(window))
             count -= 1
     return list(victims)
@@ -248,18 +251,23 @@ class ExtentAllocator:
         found: list[Window] = []
         limit = inf
         grown_extents = 0
+        used = self._used
         for candidate in candidates:
-            if self._used.get(candidate, 0) - candidate >= needed_bytes:
+            if used.get(candidate, 0) - candidate >= needed_bytes:
                 total = cost(candidate)
-                grown = None if total is None or total >= limit else (total, [candidate])
+                if total is None or total >= limit:
+                    continue
+                window = total, [candidate]
             else:
                 grown = yield from self._grow_window(candidate, needed_bytes, cost, limit)
-            if grown is not None:
-                found.append(grown)
-                limit = min(limit, grown[0] * much_more)
-                grown_extents += len(grown[1])
-                if grown_extents >= MOST_GROWN:
-                    break
+                if grown is None:
+                    continue
+                window = grown
+            found.append(window)
+            limit = min(limit, window[0] * much_more)
+            grown_extents += len(window[1])
+            if grown_extents >= MOST_GROWN:
+                break
         return found
 
     def _grow_window(

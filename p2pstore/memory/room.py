@@ -139,7 +139,7 @@ class Room:
                 )
                 if not victims:
                     break
-                self._objects.evict(self._chosen(victims))
+                self._objects.evict(self._order.at(*victims))
                 slot = self._table.take_slot()
                 if slot is not None:
                     break
@@ -175,10 +175,10 @@ class Room:
     def _victims_of(self, namespace: str) -> Iterator[ObjectEntry]:
         own = self._areas.own_group(namespace)
         for entry in self._order.coldest_of(own):
-            if self._order.can_go(entry.offset):
+            if entry in self._order:
                 yield entry
         for entry in islice(self._objects.listing.entries_of(namespace), MOST_LISTED):
-            if entry.group != own and self._order.can_go(entry.offset):
+            if entry.group != own and entry in self._order:
                 yield entry
 
     def _take_extent(self, size: int, namespace: str, now: float, alike: int) -> Steps[int]:
@@ -216,7 +216,7 @@ class Room:
             if len(victims) > EVICTED_PER_STEP:
                 extent = yield from self._clear(victims, size)
             else:
-                self._objects.evict(self._chosen(victims))
+                self._objects.evict(self._order.at(*victims))
                 extent = self._areas.take(size, places)
             while self._order.any_to_end_aside:
                 self._order.end_some_aside()
@@ -224,10 +224,6 @@ class Room:
             if extent is not None:
                 return extent
         return None
-
-    def _chosen(self, offsets: list[int]) -> list[ObjectEntry]:
-        """The entries there that may still go."""
-        return [self._order.at(offset) for offset in offsets if self._order.can_go(offset)]
 
     def _clear(self, victims: list[int], size: int) -> Steps[int | None]:
         """An extent of `size` bytes in place of these entries, which are neighbours but for free extents; None when one
@@ -238,7 +234,7 @@ class Room:
         at, gone, whole = -1, 0, False
         try:
             for offset in sorted(victims):
-                if not self._order.can_go(offset):
+                if not self._order.at(offset):
                     return None
                 entries.append(self._order.set_aside(offset))
                 if len(entries) % SET_ASIDE_PER_STEP == 0:

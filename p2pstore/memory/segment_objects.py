@@ -90,7 +90,7 @@ class SegmentObjects:
             self._replaced(replaced)
         self.listing.add(*entries)
         for digest, before in follows.items():
-            new[digest].follows = live.get(before) if before != digest else None
+            self.order.follow(new[digest], live.get(before))
         self.order.admit(entries, now)
 
     def return_object(self, entry: ObjectEntry, now: float) -> None:
@@ -239,23 +239,28 @@ class SegmentObjects:
 
     def withdraw(self, *entries: ObjectEntry, evicted: bool = False) -> None:
         """Hide live or returned objects from readers; each is freed when nothing refers to it."""
-        live = [entry for entry in entries if entry.state is not SlotState.RETURNED]
-        for entry in entries:
-            objects = self.returned if entry.state is SlotState.RETURNED else self.live
-            del objects[entry.digest]
+        live: Sequence[ObjectEntry] = entries
+        if self.returned:
+            live = [entry for entry in entries if entry.state is not SlotState.RETURNED]
+            for entry in entries:
+                if entry.state is SlotState.RETURNED:
+                    del self.returned[entry.digest]
+        for entry in live:
+            del self.live[entry.digest]
         self.table.withdraw(live)
         self.listing.remove(*live)
         self._doom(*entries, evicted=evicted)
 
     def _doom(self, *entries: ObjectEntry, evicted: bool = False) -> None:
         """LIVE -> DOOMED, and on to FREE when nothing refers to it."""
+        doomed = SlotState.DOOMED
         self.order.gone(*entries, evicted=evicted)
         for entry in entries:
             if entry.timer is not None:
                 self.timers.drop(entry)
             if self.areas.uses:
                 self.areas.count(entry, -1)
-            entry.state = SlotState.DOOMED
+            entry.state = doomed
         if self.references.hazards:
             self.table.spoil(entries)
         self.references.settle_withdrawn(entries)
@@ -263,15 +268,16 @@ class SegmentObjects:
         for entry in entries:
             if entry.references:
                 self.table.write_slots(entry)
-            elif entry.state is SlotState.DOOMED:  # else its last reference ended in this moment
+            elif entry.state is doomed:  # else its last reference ended in this moment
                 unused.append(entry)
         self.free(*unused)
 
     def free(self, *held: ObjectEntry | Reservation) -> None:
         """Give slots and extents of withdrawn objects or ended reservations back."""
+        free = SlotState.FREE
         for each in held:
             if isinstance(each, ObjectEntry):
-                each.state = SlotState.FREE
+                each.state = free
             del self.held[each.slot]
         self.table.free_slots([each.slot for each in held])
         self.areas.free(*[each.offset - self._data_offset for each in held])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from heapq import nsmallest
 from math import inf
+from operator import itemgetter
 from typing import Final
 
 from p2pstore.memory.areas import Place, Places
@@ -15,9 +16,9 @@ from p2pstore.runtime.stepping import Steps
 
 MOST_WINDOWS: Final = 8
 AHEAD_SHARE: Final = 256
-"""Up to `MOST_WINDOWS` windows go at once, as long as those ahead of need are at most 1/256 of the segment."""
-EVICTED_PER_STEP: Final = 64
-"""Objects that go at once, at 20 us each."""
+"""Up to `MOST_WINDOWS` windows a value go at once, as long as those ahead of need are at most 1/256 of the segment."""
+EVICTED_PER_STEP: Final = 256
+"""Objects that go at once, at some 6 us each."""
 
 
 class Victims:
@@ -37,8 +38,8 @@ class Victims:
         candidates and, with `thoroughly`, then anywhere; nothing when no window is found. For small values some more
         windows go with it, up to `alike` for a batch of equal ones: the next puts need them, and a search takes longer
         than the rest of a put."""
-        ahead = min(MOST_WINDOWS, 1 + self._data_bytes // AHEAD_SHARE // size)
-        count = max(ahead, min(alike, EVICTED_PER_STEP))
+        ahead = min(MOST_WINDOWS * alike, 1 + self._data_bytes // AHEAD_SHARE // size)
+        count = min(max(ahead, alike), EVICTED_PER_STEP)
         found: list[Window] = []
         hemmed_in = []
         for place in places:
@@ -60,8 +61,9 @@ class Victims:
                 found += yield from self._windows(place, anywhere, size, count, now)
         if not found:
             return []
-        cheapest = choose_windows(found)
-        chosen = cheapest if len(cheapest) > EVICTED_PER_STEP else choose_windows(found, count)
+        _, chosen = min(found, key=itemgetter(0))
+        if len(chosen) <= EVICTED_PER_STEP:
+            chosen = choose_windows(found, count)
         return [self._base + extent for extent in chosen]
 
     def for_slots(self, groups: tuple[int, ...], now: float, alike: int = 1) -> list[int]:

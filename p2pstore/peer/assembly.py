@@ -25,11 +25,11 @@ from p2pstore.core.copies.coldest import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
-from p2pstore.gossip.gossip_config import preset
+from p2pstore.gossip.gossip_config import GossipConfig, preset
 from p2pstore.gossip.homes.partition_homes import ModeLimits
 from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
-from p2pstore.gossip.machine import Gossip, GossipConfig
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     ClusterRecord,
@@ -145,8 +145,7 @@ class Assembly:
         core = self._make_core(await trio.to_thread.run_sync(self._make_segment), repair)
         if self.state is not None:
             self._restore(core, self.state)
-            core.publishers.load_pins(self.state.load_publishers())
-            core.publishers.load_forgotten(self.state.load_forgotten())
+            core.publishers.load(*self.state.load_publishers())
         node = Node(config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng)
         node.credentials = self.credentials
         office = TicketOffice(self.identity, self.credentials.ring, core.timekeeping.ahead_of)
@@ -276,7 +275,7 @@ class Assembly:
             memory_used=segment.used_bytes,
             memory_coldest=coldest_use(segment),
             ssd_capacity=ssd.capacity_bytes if ssd is not None else 0,
-            ssd_used=ssd.used_bytes if ssd is not None else 0,
+            ssd_used=ssd.tier.live_bytes if ssd is not None else 0,
             load_permille=self.node.load.told_permille if self.node is not None else 0,
             head=LogHead(),
             software=p2pstore.__version__,

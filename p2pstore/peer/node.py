@@ -40,8 +40,7 @@ from p2pstore.gossip.records import Member, PeerId, format_peer_id
 from p2pstore.peer.for_peers.control_traffic import ControlTraffic, Routes, duplicate_identity
 from p2pstore.peer.for_peers.data_requests import DataRequests
 from p2pstore.peer.lifetime.credentials import Credentials
-from p2pstore.peer.lifetime.leaving import Leaving
-from p2pstore.peer.lifetime.saving import StateSaver
+from p2pstore.peer.lifetime.leaving import Leaving, StateSaver
 from p2pstore.peer.segment_memory import CopyChecks, MemoryGuard
 from p2pstore.peer.statistics import Statistics
 from p2pstore.runtime.byte_budget import ByteBudget
@@ -214,17 +213,11 @@ class Node:
             self._wrong_operations(sender, owner)
         self.core.flush_pushes(self.now)
         self._follow_checkpoints()
-        for note in self.core.timekeeping.take_notes():
-            logger.warning("%s", note, extra={"event": "clock"})
         for effect in self.core.take_effects():
             self._execute(effect)
-        for key in self.core.checks.take_spoilt():
-            logger.error(
-                "the bytes of %r are spoilt in this peer's memory, or were put with false checksums: this copy is "
-                "given up",
-                key,
-                extra={"event": "spoilt"},
-            )
+        for note in self.core.notes.take():
+            level = logging.ERROR if note.is_error else logging.WARNING
+            logger.log(level, "%s", note.text, extra={"event": note.event})
         tick_due = self.core.next_tick(self.now)
         if tick_due < self._tick_due:
             self._tick_at(tick_due)
@@ -243,10 +236,6 @@ class Node:
             self._checkpoints_version = checkpoints.version
             self._checkpoint_news.set()
             self._checkpoint_news = trio.Event()
-        for note in publishers.take_notes():
-            logger.warning("%s", note, extra={"event": "publisher"})
-        for note in self.core.floors.take_notes(self.now):
-            logger.warning("%s", note, extra={"event": "floors"})
         if publishers.version != self._pins_version:
             self._pins_version = publishers.version
             if self.saver is not None:

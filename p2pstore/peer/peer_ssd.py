@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from p2pstore.core.copies.copy_destination import CopyDestination
-from p2pstore.core.operation import (
-    ColdObject,
-    ColdSorted,
-    LoadObject,
-    PullFailure,
-    PullOutcome,
-    WriteObject,
-)
+from p2pstore.core.operation import ColdObject, ColdSorted, LoadObject, PullOutcome, WriteObject
 from p2pstore.errors import CapacityExceeded, NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import (
@@ -38,6 +31,7 @@ from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.log_layout import ColdFacts
 from p2pstore.ssd_tier.tier import SsdTier
 from p2pstore.ssd_tier.write_admission import Refusal, Share
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
@@ -284,11 +278,6 @@ class PeerSsd:
         """Capacity in bytes; 0 when the SSD has failed."""
         return self.tier.capacity_bytes if self.tier.state is TierState.OK else 0
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of live objects."""
-        return self.tier.live_bytes
-
     # --- what the tier asks ------------------------------------------------------------------
 
     def withdraw(self, entries: Sequence[ColdEntry]) -> None:
@@ -364,7 +353,7 @@ class _Load:
         node, core = self._node, self._node.core
         node.watch.loaded(self._effect, length, node.now - self._began)
         code = int(Code.DEADLINE_EXCEEDED)
-        failures = (PullFailure(core.member, code, silent),) if silent else ()
+        failures = (HolderReport(core.member, code, silent),) if silent else ()
         outcome = PullOutcome(length >= 0, failures, error, core.member, NAME)
         core.operations.pulled(self._effect.operation, outcome, node.now)
         node.process()

@@ -84,24 +84,20 @@ def _first(config: PeerConfig, size: int) -> SharedMemory:
 
 def _further(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> SharedMemory:
     try:
-        return _piece(config, piece, besides_bytes)
+        if piece.path is not None:
+            return create_file_memory(Path(piece.path), piece.size, marked_after=True)
+        return create_memory(
+            piece.size,
+            "p2pstore",
+            huge_pages=config.huge_pages,
+            numa_node=piece.node,
+            besides_bytes=besides_bytes,
+        )
     except ConfigError as error:
         setting, _, problem = str(error).partition(": ")
         if setting in ("memory_path", "numa_node"):
             raise ConfigError(f"more_memory: {problem}") from error
         raise
-
-
-def _piece(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> SharedMemory:
-    if piece.path is not None:
-        return create_file_memory(Path(piece.path), piece.size, marked_after=True)
-    return create_memory(
-        piece.size,
-        "p2pstore",
-        huge_pages=config.huge_pages,
-        numa_node=piece.node,
-        besides_bytes=besides_bytes,
-    )
 
 
 PAUSE_SECONDS: Final = 0.001
@@ -211,7 +207,7 @@ class CopyChecks:
         """Whether an object's bytes give its checksums; hashed at once, unless they are known to. The caller holds the
         bytes. An object with wrong bytes is withdrawn."""
         if not entry.verified:
-            (sums,) = await self._sums([entry])
+            (sums,) = await self.sums([entry])
             self._node.core.checks.judge(entry, sums, self._node.now)
         return entry.verified
 
@@ -219,14 +215,15 @@ class CopyChecks:
         try:
             while queue:
                 entries = _take(queue)
-                found = await self._sums(entries)
+                found = await self.sums(entries)
                 for entry, sums in zip(entries, found, strict=True):
                     self._node.core.checks.ended(entry, sums, self._node.now)
                 self._node.process()
         finally:
             self._running.discard(id(queue))
 
-    async def _sums(self, entries: list[ObjectEntry]) -> list[bytes]:
+    async def sums(self, entries: Sequence[ObjectEntry]) -> list[bytes]:
+        """The checksums that the bytes of objects in memory give; one alone is hashed in pieces."""
         payload_of = self._node.core.segment.payload
         if len(entries) == 1 and entries[0].length > HASHED_AT_ONCE:
             entry, sums = entries[0], []
@@ -289,13 +286,10 @@ class MemoryGuard:
         counters["memory_restored"] += count
 
     async def check_returned(self, effect: CheckReturned) -> None:
-        payloads = [self._core.segment.payload(entry) for entry in effect.entries]
-        roots = await trio.to_thread.run_sync(_roots_of, payloads)
-        del payloads
-        whole = [root == entry.version.root for root, entry in zip(roots, effect.entries, strict=True)]
+        sums = await self._node.copy_checks.sums(effect.entries)
+        whole = [
+            root_checksum(entry.length, some) == entry.version.root
+            for some, entry in zip(sums, effect.entries, strict=True)
+        ]
         self._core.earlier_life.returned_checked(effect.entries, whole, self._node.now)
         self._node.process()
-
-
-def _roots_of(payloads: Sequence[memoryview]) -> list[int]:
-    return [root_checksum(len(each), chunk_sums(each)) for each in payloads]

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import math
-import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -21,42 +19,37 @@ from typing import Any, TypeVar
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.streams import (
-    ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
     HelperTask,
+    NonblockingStream,
     StartHelper,
     advance,
-    check_descriptors,
+    connect_first,
+    connect_nonblocking,
     flatten_parts,
     gather,
-    shut_down,
     stalled,
     tune_tcp,
 )
 
 T = TypeVar("T")
 
-BACKLOG_RETRY_SECONDS = 0.01
 
-
-class AsyncioStream:
-    """A `ByteStream` under asyncio. One task may send while another receives."""
+class AsyncioStream(NonblockingStream):
+    """A `ByteStream` under asyncio."""
 
     def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
-        sock.setblocking(False)
-        self._sock = sock
-        self.progress_seconds = progress_seconds
-        self.receive_seconds: float | None = None
-        self._unyielded_bytes = 0
+        super().__init__(sock, progress_seconds)
         self._waits: set[_Wait] = set()
 
-    async def _wait(self, *, writable: bool) -> None:
-        limit_seconds = self.progress_seconds
-        if not writable and self.receive_seconds is not None:
-            limit_seconds = self.receive_seconds
+    async def _wait_readable(self) -> None:
+        limit = self.receive_seconds
+        await self._wait(self.progress_seconds if limit is None else limit)
+
+    async def _wait(self, limit_seconds: float, *, writable: bool = False) -> None:
         wait = _Wait(self._sock.fileno(), writable=writable)
         self._waits.add(wait)
         try:
@@ -104,7 +97,7 @@ class AsyncioStream:
                 sent = self._sock.sendmsg(gather(views, first))
             except BlockingIOError:
                 began = time.monotonic()
-                await self._wait(writable=True)
+                await self._wait(self.progress_seconds, writable=True)
                 waited_seconds += time.monotonic() - began
                 continue
             if not flow.moved(sent, waited_seconds):
@@ -118,29 +111,12 @@ class AsyncioStream:
             try:
                 count = self._sock.recv_into(view)
             except BlockingIOError:
-                await self._wait(writable=False)
+                await self._wait_readable()
                 continue
             self._unyielded_bytes += count
             return count
 
     receive_soon = receive_into
-
-    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
-        while True:
-            try:
-                count, ancillary, flags, _ = self._sock.recvmsg_into(
-                    [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-                )
-            except BlockingIOError:
-                await self._wait(writable=False)
-                continue
-            return count, check_descriptors(ancillary, flags)
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def abort(self) -> None:
-        shut_down(self._sock)
 
     def close(self) -> None:
         for wait in list(self._waits):
@@ -250,7 +226,7 @@ class AsyncioDriver:
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> AsyncioStream:
         try:
             async with asyncio.timeout(timeout_seconds) as limit:
-                sock = await _connect_to_first(await _resolve(host, port))
+                sock = await connect_first(await _resolve(host, port), _connect)
         except TimeoutError:
             if not limit.expired():  # the kernel gave up first
                 raise
@@ -320,30 +296,8 @@ async def _resolve(host: str, port: int) -> list[Any]:
     return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
-async def _connect_to_first(addresses: list[Any]) -> socket.socket:
-    """A socket connected to the first address that takes it. Raises the last one's error."""
-    error: OSError = OSError("the host has no address")
-    for family, kind, protocol, _, address in addresses:
-        sock = socket.socket(family, kind, protocol)
-        try:
-            await _connect(sock, address)
-        except BaseException as problem:
-            sock.close()
-            if not isinstance(problem, OSError):
-                raise
-            error = problem
-        else:
-            return sock
-    raise error
-
-
 async def _connect(sock: socket.socket, address: Any) -> None:
-    """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""
-    sock.setblocking(False)
-    while (code := sock.connect_ex(address)) == errno.EAGAIN:  # AF_UNIX: the backlog is full
-        await asyncio.sleep(BACKLOG_RETRY_SECONDS)
-    if code == errno.EINPROGRESS:
+    async def writable(sock: socket.socket) -> None:
         await _Wait(sock.fileno(), writable=True).ready(float("inf"))
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if code:
-        raise OSError(code, os.strerror(code))
+
+    await connect_nonblocking(sock, address, asyncio.sleep, writable)

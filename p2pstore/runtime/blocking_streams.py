@@ -16,7 +16,6 @@ import inspect
 import socket
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import wraps
@@ -24,7 +23,6 @@ from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec
 
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.polling import Polling
 from p2pstore.runtime.streams import (
     ANCILLARY_BYTES,
@@ -36,10 +34,10 @@ from p2pstore.runtime.streams import (
     StartHelper,
     T,
     _set_kernel_timeout,
-    advance,
     check_descriptors,
+    connect_first,
     flatten_parts,
-    gather,
+    send_views,
     shut_down,
     stalled,
     tune_tcp,
@@ -94,7 +92,7 @@ class BlockingStream:
                 if sent == len(parts[0]):
                     return
                 parts = (memoryview(parts[0])[sent:],)
-            self._send_views(flatten_parts(parts))
+            send_views(self._sock, flatten_parts(parts), self._send_limit)
         except OSError as error:
             raise _said(error, self._send_limit) from None
 
@@ -104,15 +102,6 @@ class BlockingStream:
         except BaseException:
             self.close()
             raise
-
-    def _send_views(self, views: list[memoryview]) -> None:
-        flow, first = Flow(self._send_limit), 0
-        while first < len(views):
-            began = time.monotonic()
-            sent = self._sock.sendmsg(gather(views, first))
-            if not flow.moved(sent, time.monotonic() - began):
-                raise flow.too_slow()
-            first = advance(views, first, sent)
 
     async def receive_into(self, view: memoryview) -> int:
         try:
@@ -159,7 +148,7 @@ def _differs(seconds: float, limit: float) -> bool:
 
 
 def _said(error: OSError, seconds: float) -> BaseException:
-    """What a blocking call on a socket raised: the kernel's timeout, or what a signal handler raised, or itself."""
+    """The error of a blocking call on a socket: the kernel's timeout, or what a signal handler raised, or itself."""
     raised = as_raised(error)
     return stalled(seconds) if isinstance(raised, BlockingIOError) else raised
 
@@ -220,34 +209,24 @@ class _BlockingEvent:
             raise as_raised(error) from None
 
 
-class _HelperThread:
+class _HelperThread(threading.Thread):
     """A helper of the blocking driver: a thread that runs a coroutine of its own."""
 
     def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+        super().__init__(name="p2pstore-helper")
         self._work = work
-        self._thread = threading.Thread(target=self._run, name="p2pstore-helper")
         self._state = threading.Lock()
         self._cancelled = False
         self._connecting: socket.socket | None = None
         self.error: BaseException | None = None
-        """What it raised."""
+        """The exception that it raised."""
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         _helping.thread = self
         try:
             run_blocking(self._work(self))
         except BaseException as error:
             self.error = error
-
-    def join(self) -> None:
-        self._thread.join()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
 
     def cancel(self) -> None:
         with self._state:
@@ -259,33 +238,24 @@ class _HelperThread:
         with self._state:
             self._connecting = None
 
-    def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
+    async def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
         """`socket.create_connection`, which `cancel` ends."""
-        problem: OSError = OSError(f"{host} has no address")
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, address in found:
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.settimeout(timeout_seconds)
-                with self._state:
-                    self._connecting = sock
-                    if self._cancelled:
-                        raise ConnectionAbortedError("this connection is not needed any more")
-                sock.connect(address)
-            except BaseException as error:
-                sock.close()
-                if not isinstance(error, OSError):
-                    raise
-                problem = error
-            else:
-                return sock
-        raise problem
+
+        async def connect(sock: socket.socket, address: Any) -> None:
+            sock.settimeout(timeout_seconds)
+            with self._state:
+                self._connecting = sock
+                if self._cancelled:
+                    raise ConnectionAbortedError("this connection is not needed any more")
+            sock.connect(address)
+
+        return await connect_first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), connect)
 
 
 def _join_all(threads: list[_HelperThread]) -> None:
     """Wait for all to end, through what a signal raises here, such as Ctrl-C: raised then; else what one raised."""
     interrupt: BaseException | None = None
-    while alive := [each for each in threads if each.is_alive]:  # some may start others meanwhile
+    while alive := [each for each in threads if each.is_alive()]:  # some may start others meanwhile
         try:
             alive[0].join()
         except Exception as error:
@@ -317,7 +287,7 @@ class BlockingDriver:
             sock = (
                 socket.create_connection((host, port), timeout_seconds)
                 if helper is None
-                else helper.connect(host, port, timeout_seconds)
+                else await helper.connect(host, port, timeout_seconds)
             )
         except OSError as error:
             raised = as_raised(error)
@@ -356,7 +326,7 @@ class BlockingDriver:
 
         def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
             with starting:  # helpers may start others
-                threads[:] = [each for each in threads if each.is_alive or each.error is not None]
+                threads[:] = [each for each in threads if each.is_alive() or each.error is not None]
                 thread = _HelperThread(work)
                 thread.start()
                 threads.append(thread)
@@ -413,7 +383,7 @@ class FromSignalHandler(BaseException):
 
 
 def as_raised(error: Exception) -> BaseException:
-    """What to raise for an error that was caught in this frame: itself, or a `FromSignalHandler`."""
+    """The exception to raise for an error that was caught in this frame: itself, or a `FromSignalHandler`."""
     return FromSignalHandler(error) if is_from_signal_handler(error) else error
 
 

@@ -47,15 +47,11 @@ class ByteBudget:
         self._accounts: set[Account] = set()
         self._of_host: dict[str, int] = {}
         self._of_owner: dict[Owner, int] = {}
-        self._total_bytes = 0
+        self.held_bytes = 0
+        """By all accounts, as far as it counts."""
         self._ending_bytes = 0
         """Held by accounts that were told to end."""
         self._waiting: dict[Callable[[], None], Account] = {}
-
-    @property
-    def held_bytes(self) -> int:
-        """By all accounts, as far as it counts."""
-        return self._total_bytes
 
     def open(self, owner: Owner, end: Callable[[str], None]) -> Account:
         """An account that holds nothing yet. `end(why)` has its connection end soon; it may close the account."""
@@ -67,23 +63,23 @@ class ByteBudget:
         """Whether more may be taken on for this owner."""
         return (
             self._of_owner.get(owner, 0) < self.share_bytes
-            and self._total_bytes <= self.limit_bytes  # ending accounts are still there
+            and self.held_bytes <= self.limit_bytes  # ending accounts are still there
         )
 
     def has_plenty(self, owner: Owner) -> bool:
         """See `Account.has_plenty`."""
         own_bytes = self._of_owner.get(owner, 0)
-        return 2 * own_bytes < self.share_bytes and 2 * self._total_bytes < self.limit_bytes
+        return 2 * own_bytes < self.share_bytes and 2 * self.held_bytes < self.limit_bytes
 
     def _change(self, account: Account, count: int) -> None:
         owner = account.owner
-        self._total_bytes += count
+        self.held_bytes += count
         if account.is_ending:
             self._ending_bytes += count
         _add(self._of_host, owner.host, count)
         _add(self._of_owner, owner, count)
         if count > 0:
-            while self._total_bytes - self._ending_bytes > self.limit_bytes:
+            while self.held_bytes - self._ending_bytes > self.limit_bytes:
                 self._end_largest()
         elif self._waiting:
             self._wake()
@@ -103,7 +99,7 @@ class ByteBudget:
         self.ended += 1
         largest.end(
             f"it has {self._of_owner[largest.owner]:,} bytes held here, the most of all that hold "
-            f"{self._total_bytes:,} together; {self.limit_bytes:,} are allowed"
+            f"{self.held_bytes:,} together; {self.limit_bytes:,} are allowed"
         )
 
     def _wake(self) -> None:
@@ -121,7 +117,7 @@ def _add(counts: dict[Key, int], key: Key, count: int) -> None:
 
 
 class Account:
-    """What one connection has held."""
+    """Bytes held for one connection."""
 
     __slots__ = ("_budget", "_free_bytes", "_is_closed", "end", "held_bytes", "is_ending", "owner")
 

@@ -12,11 +12,12 @@ is no credit for later.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.objects import KIB, MIB, format_bytes
+from p2pstore.objects import KIB, MIB, format_bytes, put_newest
 
 LOWEST_RATE: Final = 16 * KIB
 """Bytes a second; several readers that share a link of 100 KB/s stay above it."""
@@ -116,7 +117,7 @@ class HolderRates:
     """Recent rates of holders, in bytes a second, and how soon they begin to answer, by peer id."""
 
     def __init__(self) -> None:
-        self._rates: dict[bytes, tuple[float, float]] = {}
+        self._rates: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         """The rate, and when it was measured last."""
         self._answers: dict[bytes, float] = {}
 
@@ -141,12 +142,10 @@ class HolderRates:
         if flow.moved_bytes < MEASURED_BYTES and seconds < MEASURED_SECONDS:
             return
         rate = flow.moved_bytes / max(seconds, 1e-6)
-        before, at = self._rates.pop(peer_id, (rate, now))
+        before, at = self._rates.get(peer_id, (rate, now))
         if now - at < REMEMBERED_SECONDS:
             rate = SHARE_OF_NEWEST * rate + (1 - SHARE_OF_NEWEST) * before
-        self._rates[peer_id] = rate, now
-        while len(self._rates) > MAX_HOLDERS:
-            del self._rates[next(iter(self._rates))]
+        put_newest(self._rates, peer_id, (rate, now), MAX_HOLDERS)
 
     def expected(self, peer_id: bytes, now: float) -> float:
         """The expected rate of this holder."""

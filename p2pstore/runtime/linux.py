@@ -147,7 +147,7 @@ def connected_user(sock: socket.socket) -> int:
 
 
 def user_name(number: int) -> str:
-    """What people call a user; the number where the system has no name for it, as in containers."""
+    """Name of a user; the number where the system has no name for it, as in containers."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -35,6 +36,7 @@ MAX_GATHER: Final = 512
 """Buffers in one `sendmsg`; the kernel allows 1,024."""
 DEFAULT_PROGRESS_SECONDS: Final = 5.0
 MAX_PASSED_DESCRIPTORS: Final = 16
+BACKLOG_RETRY_SECONDS: Final = 0.01
 _TIMEVAL: Final = struct.Struct("@ll")
 
 
@@ -128,7 +130,6 @@ class HelperTask(Protocol):
 StartHelper = Callable[[Callable[[HelperTask], Coroutine[Any, Any, None]]], None]
 """Starts `work(task)`. Raises `RuntimeError` where no more threads can be had. The work catches its own errors."""
 
-
 Work = Callable[[], Awaitable[None]]
 
 
@@ -161,29 +162,58 @@ class Driver(Protocol):
         ...
 
     def interrupted(self, error: Exception) -> BaseException:
-        """What to raise for an error of a signal handler that ran within a call."""
+        """The exception to raise for an error of a signal handler that ran within a call."""
         ...
 
 
-@asynccontextmanager
-async def together(driver: Driver, most: int) -> AsyncIterator[Callable[[Work], None]]:
-    """Gives a function that begins a work beside the block, or has it wait while `most` run. Leaving the block takes
-    part in what waits, and ends when all have ended; then it raises the first error, after which none begins."""
-    waiting: deque[Work] = deque()
-    errors: list[Exception] = []
-    running: list[Event] = []
+class NonblockingStream:
+    """What `ByteStream`s on non-blocking sockets share. One task may send while another receives."""
 
-    async def work_off() -> None:
+    def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self.progress_seconds = progress_seconds
+        self.receive_seconds: float | None = None
+        self._unyielded_bytes = 0
+
+    async def _wait_readable(self) -> None:
+        raise NotImplementedError
+
+    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
+        while True:
+            try:
+                count, ancillary, flags, _ = self._sock.recvmsg_into(
+                    [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                await self._wait_readable()
+                continue
+            return count, check_descriptors(ancillary, flags)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def abort(self) -> None:
+        shut_down(self._sock)
+
+
+async def together(driver: Driver, works: Sequence[Work], most: int) -> None:
+    """Do all works, at most `most` at once: the last one by this task, the first ones by helpers. All have ended when
+    this does, in whatever way. Raises the first error, after which none begins."""
+    waiting = deque(works)
+    errors: list[Exception] = []
+
+    async def work_off(take: Callable[[], Work]) -> None:
         while waiting:
             try:
-                work = waiting.popleft()
+                work = take()
             except IndexError:  # another thread took it
                 return
             await work()
 
     async def help(ended: Event, _: HelperTask) -> None:
         try:
-            await work_off()
+            await work_off(waiting.popleft)
         except Exception as error:
             waiting.clear()
             errors.append(error)
@@ -191,18 +221,14 @@ async def together(driver: Driver, most: int) -> AsyncIterator[Callable[[Work], 
             ended.set()
 
     async with driver.helpers() as start:
-
-        def begin(work: Work) -> None:
-            waiting.append(work)
-            if len(running) < most:
-                ended = driver.event()
-                with contextlib.suppress(RuntimeError):  # no more threads: the block does it
-                    start(partial(help, ended))
-                    running.append(ended)
-
+        running = [driver.event() for _ in works[1:most]]
         try:
-            yield begin
-            await work_off()
+            for ended in running:
+                start(partial(help, ended))
+        except RuntimeError:  # no more threads: those that began do it
+            running = []
+        try:
+            await work_off(waiting.pop)
         finally:
             waiting.clear()
         for ended in running:
@@ -344,6 +370,43 @@ def tune_tcp(sock: socket.socket) -> None:
 def _set_kernel_timeout(sock: socket.socket, option: int, seconds: float) -> None:
     microseconds = max(1000, round(seconds * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
+
+
+async def connect_first(
+    addresses: Iterable[tuple[Any, ...]], connect: Callable[[socket.socket, Any], Awaitable[None]]
+) -> socket.socket:
+    """A socket connected to the first of these addresses (of `getaddrinfo`) that takes it. Raises the last one's
+    error."""
+    error = OSError("the host has no address")
+    for family, kind, protocol, _, address in addresses:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            await connect(sock, address)
+        except BaseException as problem:
+            sock.close()
+            if not isinstance(problem, OSError):
+                raise
+            error = problem
+        else:
+            return sock
+    raise error
+
+
+async def connect_nonblocking(
+    sock: socket.socket,
+    address: Any,
+    sleep: Callable[[float], Awaitable[None]],
+    wait_writable: Callable[[socket.socket], Awaitable[object]],
+) -> None:
+    """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""
+    sock.setblocking(False)
+    while (code := sock.connect_ex(address)) == errno.EAGAIN:  # AF_UNIX: the backlog is full
+        await sleep(BACKLOG_RETRY_SECONDS)
+    if code == errno.EINPROGRESS:
+        await wait_writable(sock)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
 
 
 def stalled(seconds: float) -> DeadlineExceeded:

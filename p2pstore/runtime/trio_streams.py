@@ -23,16 +23,17 @@ from p2pstore.errors import DeadlineExceeded
 from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.linux import is_ready, is_shortage, shortage
 from p2pstore.runtime.streams import (
-    ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,
     MAX_GATHER,
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
     HelperTask,
+    NonblockingStream,
     StartHelper,
     advance,
-    check_descriptors,
+    connect_first,
+    connect_nonblocking,
     flatten_parts,
     gather,
     shut_down,
@@ -45,15 +46,11 @@ from p2pstore.runtime.trio_tasks import sole_cause
 T = TypeVar("T")
 
 
-class TrioStream:
-    """A `ByteStream` under trio. One task may send while another receives."""
+class TrioStream(NonblockingStream):
+    """A `ByteStream` under trio."""
 
     def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
-        sock.setblocking(False)
-        self._sock = sock
-        self.progress_seconds = progress_seconds
-        self.receive_seconds: float | None = None
-        self._unyielded_bytes = 0
+        super().__init__(sock, progress_seconds)
         self._in_thread = False
         """Whether a thread has the socket."""
 
@@ -142,15 +139,7 @@ class TrioStream:
 
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         await trio.lowlevel.checkpoint_if_cancelled()
-        while True:
-            try:
-                count, ancillary, flags, _ = self._sock.recvmsg_into(
-                    [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-                )
-            except BlockingIOError:
-                await self._wait_readable()
-                continue
-            return count, check_descriptors(ancillary, flags)
+        return await super().receive_descriptors(view)
 
     async def wait_readable_forever(self) -> None:
         try:
@@ -212,12 +201,6 @@ class TrioStream:
         comes in bulk over a slow link. To be set back to 1 when fewer may be all that comes."""
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, length_bytes)
 
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def abort(self) -> None:
-        shut_down(self._sock)
-
     def close(self) -> None:
         if self._sock.fileno() != -1:
             self._shut_down_thread()
@@ -265,21 +248,9 @@ class TrioDriver:
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> TrioStream:
         with trio.move_on_after(timeout_seconds):
             addresses = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            error: OSError | None = None
-            for family, kind, protocol, _, address in addresses:
-                sock = socket.socket(family, kind, protocol)
-                try:
-                    await _connect(sock, address)
-                except OSError as problem:
-                    sock.close()
-                    error = problem
-                except BaseException:
-                    sock.close()
-                    raise
-                else:
-                    tune_tcp(sock)
-                    return TrioStream(sock)
-            raise error or OSError(f"{host} has no address")
+            sock = await connect_first(addresses, _connect)
+            tune_tcp(sock)
+            return TrioStream(sock)
         raise DeadlineExceeded(f"{host}:{port} did not answer within {timeout_seconds:g} s")
 
     async def connect_unix(self, path: str, timeout_seconds: float) -> TrioStream:
@@ -336,17 +307,8 @@ class TrioDriver:
 
 
 async def _connect(sock: socket.socket, address: Any) -> None:
-    """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""
-    sock.setblocking(False)
-    while (code := sock.connect_ex(address)) == errno.EAGAIN:  # AF_UNIX: the backlog is full
-        await trio.sleep(0.01)
-    if code == errno.EINPROGRESS:
-        await trio.lowlevel.wait_writable(sock)
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    else:
-        await trio.lowlevel.checkpoint_if_cancelled()
-    if code:
-        raise OSError(code, os.strerror(code))
+    await connect_nonblocking(sock, address, trio.sleep, trio.lowlevel.wait_writable)
+    await trio.lowlevel.checkpoint_if_cancelled()
 
 
 SAY_SECONDS: Final = 60.0

@@ -114,11 +114,11 @@ class ColdLog:
         """There are new dead marks."""
         self.work = Signal()
         """A segment may have to be sealed, reclaimed or started."""
-        self.room = Condition()
+        self.room = trio.lowlevel.ParkingLot()
         """There may be room for records, or never any more."""
-        self.drained = Condition()
+        self.drained = trio.lowlevel.ParkingLot()
         """Reads ended in segments that drain."""
-        self.marks_moved = Condition()
+        self.marks_moved = trio.lowlevel.ParkingLot()
         """Dead marks became durable, or perhaps never will."""
         self.waiting: set[Waiting] = set()
         """For objects that are being read."""
@@ -179,7 +179,7 @@ class ColdLog:
         """Each of these segments has a read less under way."""
         ended = [self.table.end_read(number) for number in segments]
         if any(ended):
-            self.drained.changed()
+            self.drained.unpark_all()
 
     def mark_dead(self, places: Iterable[RecordPlace]) -> None:
         """These records do not count any more: soon on the disk as well."""
@@ -279,11 +279,11 @@ class ColdLog:
             self._told = self.health.state
             logger.error("the SSD tier is %s: %s", self._told.value, self.health.why)
             self._state_changed(self.health)
-        self.room.changed()
-        self.drained.changed()
+        self.room.unpark_all()
+        self.drained.unpark_all()
         self.work.send()
         self.marked.send()
-        self.marks_moved.changed()
+        self.marks_moved.unpark_all()
 
     def state_may_be_worse(self) -> None:
         """`state_may_have_changed` for frequent checks: wakes tasks only when the state did change."""
@@ -315,21 +315,6 @@ class Signal:
         self._event = trio.Event()
 
 
-class Condition:
-    """Wakes all tasks that wait now; each checks for itself whether its condition holds."""
-
-    def __init__(self) -> None:
-        self._lot = trio.lowlevel.ParkingLot()
-
-    def changed(self) -> None:
-        """Something changed."""
-        self._lot.unpark_all()
-
-    async def wait(self) -> None:
-        """Returns at the next change."""
-        await self._lot.park()
-
-
 _CLOSED: Final = "the tier was closed before this was durable"
 
 
@@ -355,13 +340,10 @@ class GroupCommit:
         self._disk = disk
         self._nursery = nursery
         self._failed = failed
-        self._unsynced: set[int] = set()
+        self.unsynced: set[int] = set()
+        """Segments to which a write returned: the next sync that begins makes it durable, or loses it."""
         self._next: _Round | None = None
         self._running = False
-
-    def wrote(self, segment: int) -> None:
-        """A write to this segment returned: the next sync that begins makes it durable, or loses it."""
-        self._unsynced.add(segment)
 
     async def sync(self) -> None:
         """Returns when all that was written before this call is durable.
@@ -381,14 +363,14 @@ class GroupCommit:
 
     async def sync_writes(self) -> None:
         """The same, for records and the like alone: without a sync when all that `wrote` was told of is durable."""
-        if self._unsynced or self._running:
+        if self.unsynced or self._running:
             await self.sync()
 
     async def _run(self) -> None:
         try:
             while self._next is not None:
                 this, self._next = self._next, None
-                covered, self._unsynced = self._unsynced, set()
+                covered, self.unsynced = self.unsynced, set()
                 await self._sync_once(this, covered)
         finally:
             self._running = False
@@ -404,7 +386,7 @@ class GroupCommit:
             this.error = None
         except OSError as error:
             # Writes that returned while it ran are in doubt as well.
-            in_doubt, self._unsynced = covered | self._unsynced, set()
+            in_doubt, self.unsynced = covered | self.unsynced, set()
             this.error = error
             self._failed(error, in_doubt)
         finally:

@@ -115,7 +115,7 @@ class FileDisk:
         self, place: OpenPlace, *, read_threads: int = READ_THREADS, write_threads: int = WRITE_THREADS
     ) -> None:
         self.path = place.path
-        self._size_bytes = place.size_bytes
+        self.size_bytes = place.size_bytes
         self._descriptor = place.descriptor
         self._closed = False
         self._spare_pages: deque[memoryview] = deque(maxlen=MAX_SPARE_PAGES)
@@ -123,14 +123,10 @@ class FileDisk:
         self._failed_syncs = 0
         self._told_of_failed_syncs = 0
         self._write_gate = WriteGate()
-        self._misplaced = ""
+        self.misplaced = ""
         self._inspecting = trio.CapacityLimiter(1)
         self._threads = IoThreads("p2pstore-ssd", read_threads, write_threads, place.close)
         self._small_reads = _kernel_aio(place)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
 
     async def read_into(
         self, position: int, buffers: Sequence[memoryview], check: Check | None = None
@@ -207,10 +203,6 @@ class FileDisk:
         now = time.monotonic()
         return Waits(now - begun, now - max(begun, ended))
 
-    @property
-    def misplaced(self) -> str:
-        return self._misplaced
-
     async def inspect(self) -> None:
         """In a thread: a path may hang."""
         await trio.to_thread.run_sync(
@@ -219,12 +211,12 @@ class FileDisk:
 
     def _inspect_now(self) -> None:
         with suppress(OSError):  # closed meanwhile
-            self._misplaced = why_misplaced(self.path, self._descriptor, self._size_bytes)
+            self.misplaced = why_misplaced(self.path, self._descriptor, self.size_bytes)
 
     def _checked_bytes(
         self, position: int, buffers: Sequence[memoryview | bytes], *, reading: bool
     ) -> int:
-        return checked_bytes(position, buffers, self._size_bytes, reading=reading, address=fast_address)
+        return checked_bytes(position, buffers, self.size_bytes, reading=reading, address=fast_address)
 
     def close(self) -> None:
         """Waits at most a second for work under way: until that has ended the file stays open,

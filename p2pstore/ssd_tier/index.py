@@ -30,14 +30,12 @@ from p2pstore.ssd_tier.footer import (
     ROW_BYTES,
     STORED_BYTES,
     WRITER,
-    Footer,
     Rows,
     flags_of,
 )
 from p2pstore.ssd_tier.index_walks import KeyOrders
 from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, part_count, record_bytes
 from p2pstore.ssd_tier.record_rows import END, RecordRows
-from p2pstore.ssd_tier.write_admission import NamespaceBytes
 
 NOT_FOUND: Final = -1
 _MASK64: Final = (1 << 64) - 1
@@ -174,40 +172,20 @@ class ColdIndex:
     ) -> None:
         self.objects = 0
         """Objects with all their parts."""
-        self._rows = RecordRows(segments, max_records, namespaces)
-        self._slots = DigestSlots(max_records, self._rows.memory, ROW_BYTES, salt)
+        self.rows = RecordRows(segments, max_records, namespaces)
+        self._slots = DigestSlots(max_records, self.rows.memory, ROW_BYTES, salt)
         self._hits = np.zeros(max_records, np.uint16)
         self._hit_counts = self._hits.data  # of the row that an object's chain begins with
-        self._orders = KeyOrders(self._rows)
-
-    @property
-    def max_records(self) -> int:
-        """As many as there may be."""
-        return self._rows.max_records
-
-    @property
-    def records(self) -> int:
-        """Records in the index, those of objects that are not complete included."""
-        return self._rows.records
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes on the disk of all records in the index."""
-        return self._rows.live_bytes
-
-    @property
-    def of_namespaces(self) -> NamespaceBytes:
-        """Bytes on the disk by namespace, for namespaces with a share."""
-        return self._rows.of_namespaces
+        self._orders = KeyOrders(self.rows)
 
     def oldest(self, namespace: str, count_bytes: int, limit: int) -> list[bytes]:
         """The digests of a namespace's first written objects, together about `count_bytes`; at most `limit`."""
-        number = self._rows.names.number(namespace)
-        return [] if number is None else self._rows.oldest(number, count_bytes, limit)
+        number = self.rows.names.number(namespace)
+        return [] if number is None else self.rows.oldest(number, count_bytes, limit)
 
     def segment_live_bytes(self, segment: int) -> int:
         """Bytes on the disk of the segment's records in the index."""
-        return int(self._rows.segment_live_bytes[segment])
+        return int(self.rows.segment_live_bytes[segment])
 
     # --- adding --------------------------------------------------------------------------------
 
@@ -221,22 +199,22 @@ class ColdIndex:
 
         Raises `CapacityExceeded` when the index is full, and changes nothing then.
         """
-        self._rows.check(place)
+        self.rows.check(place)
         digest, version = facts.digest, facts.version
         superseded: tuple[RecordPlace, ...] = ()
         head = self._slots.find(digest)
         if head != NOT_FOUND:
-            known = self._rows.version(head)
+            known = self.rows.version(head)
             if known > version:
                 return (place,)
             if known < version:
                 superseded, head = self.drop(digest), NOT_FOUND
         if head == NOT_FOUND:
-            row = self._rows.write(place, facts, part, stored_bytes)
+            row = self.rows.write(place, facts, part, stored_bytes)
             self._slots.insert(digest, row)
         else:
             self.objects -= self._is_complete(head)
-            row = self._rows.write(place, facts, part, stored_bytes)
+            row = self.rows.write(place, facts, part, stored_bytes)
             superseded = self._chain(digest, head, row, part)
         self._hit_counts[row] = 0
         self.objects += self._is_complete(row)
@@ -247,13 +225,13 @@ class ColdIndex:
     def _chain(self, digest: bytes, head: int, row: int, part: int) -> tuple[RecordPlace, ...]:
         """Put the row in front of the others of its object, in place of the one that holds the same part."""
         self._slots.replace(digest, head, row)
-        self._rows.follow(row, head)
+        self.rows.follow(row, head)
         before, at = row, head
         while at != END:
-            following = self._rows.next(at)
-            if self._rows.fields(at)[PART] == part:
-                place = self._rows.place(at)
-                self._rows.follow(before, following)
+            following = self.rows.next(at)
+            if self.rows.fields(at)[PART] == part:
+                place = self.rows.place(at)
+                self.rows.follow(before, following)
                 self._release(at)
                 return (place,)
             before, at = at, following
@@ -273,7 +251,7 @@ class ColdIndex:
 
         Raises `CapacityExceeded` for more rows than the index has room for.
         """
-        self._rows.load(rows, segments, namespaces, names, texts, generations)
+        self.rows.load(rows, segments, namespaces, names, texts, generations)
         heads = rows["part"] == 0
         self._slots.insert_all(rows["digest"][heads], np.flatnonzero(heads).astype(np.uint32))
         self.objects = int(heads.sum())
@@ -291,12 +269,12 @@ class ColdIndex:
         """How firmly an object is kept, or (unless None) when it ends, has changed since it was written. Whether that
         version is there."""
         head = self._slots.find(digest)
-        if head == NOT_FOUND or self._rows.version(head) != version:
+        if head == NOT_FOUND or self.rows.version(head) != version:
             return False
         for row, _ in self._parts(head):
-            described = self._rows.fields(row)[FLAGS] & FLAG_DESCRIBED > 0
+            described = self.rows.fields(row)[FLAGS] & FLAG_DESCRIBED > 0
             flags = flags_of(pin, soft, described=described)
-            self._rows.set_care(row, replicas, flags, expires_unix_ms)
+            self.rows.set_care(row, replicas, flags, expires_unix_ms)
         return True
 
     # --- finding -------------------------------------------------------------------------------
@@ -316,20 +294,15 @@ class ColdIndex:
             self._hit_counts[head] = hits + 1
         return hits
 
-    @property
-    def newest_clock(self) -> int:
-        """The highest clock of all versions that were ever here; 0 when there were none."""
-        return self._rows.newest_clock
-
     def digests(self, namespace_digest: bytes | None) -> Iterator[list[bytes]]:
         """The digests of all objects whose first part is there now, or of those of a namespace: `WALKED_DIGESTS` at a
         time, or none where there are few. The index may change meanwhile."""
         number = None
         if namespace_digest is not None:
-            number = self._rows.names.number_of_digest(namespace_digest)
+            number = self.rows.names.digests.get(namespace_digest)
             if number is None:
                 return iter(())
-        return self._rows.walk(number)
+        return self.rows.walk(number)
 
     def prepare_page(self, namespace: str) -> bool:
         """A step of a few milliseconds towards `page`: whether there is no further one. (`page` takes those that are
@@ -345,7 +318,7 @@ class ColdIndex:
             return [], False
         found: list[ColdEntry] = []
         for row in order.rows_from(prefix, after):
-            entry = self.find(self._rows.fields(row)[DIGEST])
+            entry = self.find(self.rows.fields(row)[DIGEST])
             if entry is not None:
                 if len(found) == limit:
                     return found, True
@@ -354,28 +327,23 @@ class ColdIndex:
 
     def records_of(self, segment: int) -> Iterator[ColdRecord]:
         """The records of a segment in the order of their numbers. Records dropped meanwhile are left out."""
-        rows = [(row, self._rows.place(row).sequence) for row in self._rows.of_segment(segment).tolist()]
+        rows = [(row, self.rows.place(row).sequence) for row in self.rows.of_segment(segment).tolist()]
         for row, sequence in rows:
-            if self._rows.is_at(row, sequence):
-                fields = self._rows.fields(row)
+            if self.rows.is_at(row, sequence):
+                fields = self.rows.fields(row)
                 yield ColdRecord(
                     digest=fields[DIGEST],
-                    version=self._rows.version(row),
+                    version=self.rows.version(row),
                     length=fields[LENGTH],
                     part=fields[PART],
-                    place=self._rows.place(row),
+                    place=self.rows.place(row),
                     stored_bytes=fields[STORED_BYTES],
                     disk_bytes=record_bytes(fields[STORED_BYTES]),
                     hits=self._hit_counts[self._slots.find(fields[DIGEST])],
                 )
 
-    def footer_of(self, segment: int) -> Footer:
-        """The footer of a segment: all its records in the index. So every record placed in it must have been added
-        or given up by then."""
-        return self._rows.footer(segment)
-
     def _entry(self, head: int) -> ColdEntry | None:
-        rows = self._rows
+        rows = self.rows
         fields = rows.fields(head)
         size = record_bytes(fields[STORED_BYTES])
         if rows.next(head) == END:
@@ -409,11 +377,11 @@ class ColdIndex:
     def _parts(self, head: int) -> Iterator[tuple[int, tuple[Any, ...]]]:
         row = head
         while row != END:
-            yield row, self._rows.fields(row)
-            row = self._rows.next(row)
+            yield row, self.rows.fields(row)
+            row = self.rows.next(row)
 
     def _is_complete(self, head: int) -> bool:
-        parts = part_count(self._rows.fields(head)[LENGTH])
+        parts = part_count(self.rows.fields(head)[LENGTH])
         return parts == 1 or parts == sum(1 for _ in self._parts(head))
 
     # --- dropping ------------------------------------------------------------------------------
@@ -427,16 +395,16 @@ class ColdIndex:
         self._slots.remove(digest, head)
         places = []
         while head != END:
-            places.append(self._rows.place(head))
-            following = self._rows.next(head)
+            places.append(self.rows.place(head))
+            following = self.rows.next(head)
             self._release(head)
             head = following
         return tuple(places)
 
     def _release(self, row: int) -> None:
-        namespace = self._rows.namespace(row)
-        if self._rows.fields(row)[PART] == 0:
+        namespace = self.rows.namespace(row)
+        if self.rows.fields(row)[PART] == 0:
             self._orders.removed(row)
-        self._rows.release(row)
-        if not self._rows.names.is_used(namespace):
+        self.rows.release(row)
+        if not self.rows.names.is_used(namespace):
             self._orders.forget(namespace)

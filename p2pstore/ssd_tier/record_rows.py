@@ -97,7 +97,7 @@ class Namespaces:
         self._names: list[str] = []
         self._uses: list[int] = []
         self._numbers: dict[str, int] = {}
-        self._digests: dict[bytes, int] = {}
+        self.digests: dict[bytes, int] = {}
         self._free: list[int] = []
 
     def use(self, name: str, times: int = 1) -> int:
@@ -113,7 +113,7 @@ class Namespaces:
         self._uses[number] -= times
         if not self._uses[number]:
             name = self._names[number]
-            del self._numbers[name], self._digests[namespace_digest(name)]
+            del self._numbers[name], self.digests[namespace_digest(name)]
             self._free.append(number)
 
     def is_used(self, number: int) -> bool:
@@ -128,10 +128,6 @@ class Namespaces:
         """The number of a namespace, None when no record is in it."""
         return self._numbers.get(name)
 
-    def number_of_digest(self, digest: bytes) -> int | None:
-        """The same, by the namespace's digest."""
-        return self._digests.get(digest)
-
     def _take(self, name: str) -> int:
         if self._free:
             number = self._free.pop()
@@ -140,7 +136,7 @@ class Namespaces:
             number = len(self._names)
             self._names.append(name)
             self._uses.append(0)
-        self._numbers[name] = self._digests[namespace_digest(name)] = number
+        self._numbers[name] = self.digests[namespace_digest(name)] = number
         return number
 
 

@@ -109,7 +109,7 @@ class Writer:
 
     async def _give_up(self, namespace: str, most_bytes: int, spare_bytes: int) -> bool:
         """Whether the namespace has no more than `most_bytes` now. If it had, `spare_bytes` less."""
-        log, counted = self._log, self._log.index.of_namespaces
+        log, counted = self._log, self._log.index.rows.of_namespaces
         above = counted.bytes_of(namespace) - most_bytes
         if above <= 0:
             return True
@@ -194,7 +194,7 @@ class Writer:
         except OSError as error:
             log.write_failed(place.segment, error)
             raise _Refused(Refusal.FAILED) from error
-        log.commit.wrote(place.segment)
+        log.commit.unsynced.add(place.segment)
         log.measures.written.add(size, log.unix())
 
     async def _place(self, job: UnderWay, pages: int, text: int) -> RecordPlace:
@@ -202,7 +202,7 @@ class Writer:
         with trio.move_on_after(ROOM_SECONDS) if place is None else nullcontext():
             while place is None:
                 self._log.work.send()
-                await self._log.room.wait()
+                await self._log.room.park()
                 place = self._place_now(job, pages, text)
         if place is None:
             raise _Refused(Refusal.NO_ROOM)

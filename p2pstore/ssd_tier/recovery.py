@@ -330,7 +330,7 @@ def refill(index: ColdIndex, found: Sequence[FoundSegment]) -> Refilled:
     rows, owners, namespaces = rows[order], owners[order], namespaces[order]
 
     whole, won = _winners(rows)
-    kept = _newest(rows, won, index.max_records)
+    kept = _newest(rows, won, index.rows.max_records)
     for owner, number in zip(owners[~kept].tolist(), rows["number"][~kept].tolist(), strict=True):
         found[owner].marks.mark(number)
     if not kept.all():

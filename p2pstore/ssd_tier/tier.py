@@ -73,16 +73,16 @@ class SsdTier:
     @property
     def live_bytes(self) -> int:
         """Bytes of the objects on the disk."""
-        return self._log.index.live_bytes
+        return self._log.index.rows.live_bytes
 
     @property
     def newest_clock(self) -> int:
         """The highest clock of the versions of all objects; 0 without any."""
-        return self._log.index.newest_clock
+        return self._log.index.rows.newest_clock
 
     def bytes_of(self, namespace: str) -> int:
         """Bytes on the disk of a namespace with a share."""
-        return self._log.index.of_namespaces.bytes_of(namespace)
+        return self._log.index.rows.of_namespaces.bytes_of(namespace)
 
     # Looking.
 
@@ -219,9 +219,9 @@ class SsdTier:
             "why": health.why,
             "cure": health.cure,
             "capacity_bytes": log.table.count * log.segment_bytes,
-            "live_bytes": log.index.live_bytes,
+            "live_bytes": log.index.rows.live_bytes,
             "objects": log.index.objects,
-            "records": log.index.records,
+            "records": log.index.rows.records,
             "segments": {each.value: segments.count(each) for each in SegmentState},
             "retired_segments": segments.count(SegmentState.RETIRED),
             "queued_bytes": self._writer.queued_bytes,

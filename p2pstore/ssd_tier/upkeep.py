@@ -59,7 +59,7 @@ class Keeper:
 
     async def _candidates(self, segment: Segment) -> list[Candidate[ColdRecord]]:
         found = []
-        above_reserve = self._log.index.of_namespaces.above_reserve(self._log.shares())
+        above_reserve = self._log.index.rows.of_namespaces.above_reserve(self._log.shares())
         for number, record in enumerate(self._log.index.records_of(segment.number)):
             if number % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:
                 await trio.lowlevel.checkpoint()
@@ -106,7 +106,7 @@ class Keeper:
             except OSError as error:
                 log.write_failed(place.segment, error)
                 return False
-            log.commit.wrote(place.segment)
+            log.commit.unsynced.add(place.segment)
             log.measures.written.add(record.disk_bytes, log.unix())
             log.admission.spend(record.disk_bytes, log.unix())
             if self._is_there(record) and log.is_trusted(place) and not job.discarded:
@@ -152,7 +152,7 @@ class DeadMarkWriter:
                 raise TierOff(f"discards cannot be written: {log.health.why}")
             self._hurry.send()
             log.marked.send()
-            await log.marks_moved.wait()
+            await log.marks_moved.park()
 
     async def run(self) -> None:
         """Until the tier is off."""
@@ -165,7 +165,7 @@ class DeadMarkWriter:
                 if log.is_off:
                     break
                 await trio.sleep(RETRY_SECONDS)
-            log.marks_moved.changed()
+            log.marks_moved.unpark_all()
 
     async def _round(self) -> bool:
         """Whether all marks made before are durable."""
@@ -305,11 +305,11 @@ class Upkeep:
                 if segment.number not in under_way:
                     return segment, self.start
         index = self._log.index
-        above = index.of_namespaces.above_reserve(self._log.shares())
+        above = index.rows.of_namespaces.above_reserve(self._log.shares())
         victim = table.choose_reclaim(
             index.segment_live_bytes,
             under_way,
-            lambda number: index.of_namespaces.reserved_in(number, above),
+            lambda number: index.rows.of_namespaces.reserved_in(number, above),
         )
         return (victim, self._reclaim) if victim is not None else None
 
@@ -332,14 +332,14 @@ class Upkeep:
         if await self._synced() and segment.state is SegmentState.EMPTY:
             log.marks[segment.number] = DeadMarks(log.store_id, segment.number, generation)
             log.table.started(segment, generation)
-            log.room.changed()
+            log.room.unpark_all()
 
     async def _seal(self, segment: Segment) -> None:
         """Sync the records, write the footer behind them, sync that."""
         log = self._log
         if not await self._synced() or segment.state is not SegmentState.SEALING:
             return
-        rows = log.index.footer_of(segment.number)
+        rows = log.index.rows.footer(segment.number)
         footer = encode_footer(log.store_id, segment.number, segment.generation, rows)
         end = log.segment_position(segment) + log.segment_bytes
         await self._write(segment, end - len(footer), footer)
@@ -354,7 +354,7 @@ class Upkeep:
             log.health.write_failed(error)
             log.retire(segment)
         else:
-            log.commit.wrote(segment.number)
+            log.commit.unsynced.add(segment.number)
             log.measures.written.add(len(content), log.unix())
 
     async def _synced(self) -> bool:
@@ -385,7 +385,7 @@ class Upkeep:
         log = self._log
         while segment.reads and segment.state is SegmentState.DRAINING:
             with trio.move_on_after(DRAIN_WARNING_SECONDS) as scope:
-                await log.drained.wait()
+                await log.drained.park()
             if scope.cancelled_caught:
                 logger.warning(
                     "a segment of the SSD tier waits for %d reads that take over %d s: is the disk hung?",

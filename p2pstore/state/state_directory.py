@@ -201,27 +201,20 @@ class StateDirectory:
 
     # --- checkpoints -------------------------------------------------------------------------
 
-    def load_publishers(self) -> list[tuple[str, str, PeerId]]:
-        """Namespace, name and trusted publisher of checkpoints."""
+    def load_publishers(
+        self,
+    ) -> tuple[list[tuple[str, str, PeerId]], list[tuple[str, str, PeerId, int]]]:
+        """Namespace, name and trusted publisher of checkpoints; and of those that are not shown, with the clock."""
         path = self.path / "publishers.json"
-        book = self._files.load_json(path.name, _Publishers)
-        if book is None:
-            return []
-        return [
-            (namespace, name, parse_peer_id(peer_id, str(path)))
-            for namespace, name, peer_id in book.publishers
-        ]
-
-    def load_forgotten(self) -> list[tuple[str, str, PeerId, int]]:
-        """Namespace, name, publisher and clock of checkpoints that are not shown."""
-        path = self.path / "publishers.json"
-        book = self._files.load_json(path.name, _Publishers)
-        if book is None:
-            return []
-        return [
-            (namespace, name, parse_peer_id(peer_id, str(path)), clock)
-            for namespace, name, peer_id, clock in book.forgotten
-        ]
+        book = self._files.load_json(path.name, _Publishers) or _Publishers(FORMAT, [])
+        source = str(path)
+        return (
+            [(space, name, parse_peer_id(each, source)) for space, name, each in book.publishers],
+            [
+                (space, name, parse_peer_id(each, source), clock)
+                for space, name, each, clock in book.forgotten
+            ],
+        )
 
     def save_publishers(
         self,

@@ -51,70 +51,65 @@ class StateRecord:
 
     def __init__(self, files: StateFiles) -> None:
         self._files = files
-        self._state = self._load_state()
+        self.state = self._load_state()
 
     @property
     def clock(self) -> int:
         """The hybrid clock's last saved reading."""
-        return self._state.clock
+        return self.state.clock
 
     def next_incarnation(self, now_unix_ms: int, segment_id: bytes = b"") -> int:
         """An incarnation above all earlier ones, saved before it is returned, with the id of its memory segment."""
-        incarnation = max(self._state.incarnation + 1, now_unix_ms)
+        incarnation = max(self.state.incarnation + 1, now_unix_ms)
         self._write_state(
-            msgspec.structs.replace(self._state, incarnation=incarnation, memory=segment_id.hex())
+            msgspec.structs.replace(self.state, incarnation=incarnation, memory=segment_id.hex())
         )
-        return self._state.incarnation
+        return self.state.incarnation
 
     @property
     def last_segment_id(self) -> bytes:
         """Segment id of the last incarnation; empty when unknown."""
         try:
-            return bytes.fromhex(self._state.memory)
+            return bytes.fromhex(self.state.memory)
         except ValueError:
             return b""
 
     def save_incarnation(self, incarnation: int) -> None:
         """Keep an incarnation that was raised while running, to refute a suspicion."""
-        if incarnation > self._state.incarnation:
-            self._write_state(msgspec.structs.replace(self._state, incarnation=incarnation))
+        if incarnation > self.state.incarnation:
+            self._write_state(msgspec.structs.replace(self.state, incarnation=incarnation))
 
     @property
     def floors_seen(self) -> Stamps:
         """Up to where floors had been seen when this was last saved."""
-        return stamps_from_text(self._state.floors_seen)
+        return stamps_from_text(self.state.floors_seen)
 
     @property
     def floors_horizon(self) -> Stamps:
         """Up to where floors were dropped when this was last saved."""
-        return stamps_from_text(self._state.floors_horizon)
-
-    @property
-    def promised_floors_bytes(self) -> int:
-        """Bytes of `floors.bin` that were on the disk when this was last saved; -1 when unknown."""
-        return self._state.floors_bytes
+        return stamps_from_text(self.state.floors_horizon)
 
     def save_clock(
         self, clock: int, floors_seen: Stamps | None, floors_horizon: Stamps | None, floors_bytes: int
     ) -> None:
         """Save clock, stamps of floors seen and dropped (None: as before), and `floors_bytes` on the disk."""
-        changed = msgspec.structs.replace(self._state, clock=min(clock, _MAX_CLOCK))
+        changed = msgspec.structs.replace(self.state, clock=min(clock, _MAX_CLOCK))
         if floors_seen is not None:
             changed.floors_seen = stamps_as_text(floors_seen)
         if floors_horizon is not None:
             changed.floors_horizon = stamps_as_text(floors_horizon)
         changed.floors_bytes = floors_bytes
-        if changed != self._state:
+        if changed != self.state:
             self._write_state(changed)
 
     def floors_lost(self) -> None:
         """Save that this peer has seen no floors: some of its own are gone."""
-        self._write_state(msgspec.structs.replace(self._state, floors_seen={}, floors_bytes=0))
+        self._write_state(msgspec.structs.replace(self.state, floors_seen={}, floors_bytes=0))
 
     def floors_shrink(self, floors_bytes: int) -> None:
         """Promise nothing of `floors.bin` before it shrinks to `floors_bytes`: a crash would look like damage."""
-        if self._state.floors_bytes > floors_bytes:
-            self._write_state(msgspec.structs.replace(self._state, floors_bytes=0))
+        if self.state.floors_bytes > floors_bytes:
+            self._write_state(msgspec.structs.replace(self.state, floors_bytes=0))
 
     def _load_state(self) -> _State:
         path = self._files.path / "state.json"
@@ -183,7 +178,7 @@ class StateRecord:
     def _write_state(self, state: _State) -> None:
         state.sum = _sum_of(msgspec.to_builtins(state))
         self._files.replace("state.json", msgspec.json.encode(state) + b"\n")
-        self._state = state
+        self.state = state
 
 
 def _is_stamp(value: object, limit: int) -> bool:
@@ -332,7 +327,7 @@ class FloorsFile:
     def __init__(self, files: StateFiles, record: StateRecord) -> None:
         self._files = files
         self._record = record
-        self.bytes_on_disk = max(0, record.promised_floors_bytes)
+        self.bytes_on_disk = max(0, record.state.floors_bytes)
         self.record_count = 0
         """Records in the file, superseded ones among them."""
 
@@ -347,7 +342,7 @@ class FloorsFile:
         except OSError as error:
             fail(path, "read", error)
         try:
-            found = read_floors(data, self._record.promised_floors_bytes)
+            found = read_floors(data, self._record.state.floors_bytes)
         except NewerFormat as error:
             check_format(path, error.version)
             raise ConfigError(f"{path}: {error}") from None

@@ -235,7 +235,7 @@ DATA_HEADERS: Final = (("Cross-Origin-Resource-Policy", "same-origin"),)
 
 def metrics_pages(peer: ObservedPeer, source: StatusSource) -> Pages:
     """The pages of one peer, by their paths."""
-    # What most peers do without is not imported for them.
+    # Parts that most peers do without are not imported for them.
     from prometheus_client.exposition import generate_latest
     from prometheus_client.process_collector import ProcessCollector
     from prometheus_client.registry import CollectorRegistry

@@ -215,7 +215,7 @@ class BlockCache:
         entry = _entry(block, self._placed, now, soft, on_ssd, version)
         self._placed += GRANULE_BYTES
         self._entries[block] = entry
-        entry.follows = None if before is None else self._entries.get(before)
+        self.order.follow(entry, None if before is None else self._entries.get(before))
         self.order.admit([entry], now)
         return gone
 

@@ -409,12 +409,12 @@ READ_KINDS: Final = frozenset(
         DataKind.PING,
     }
 )
-"""What a ticket of scope READ allows."""
+"""Requests that a ticket of scope READ allows."""
 READER_KINDS: Final = READ_KINDS | {DataKind.SNAPSHOT, DataKind.RDMA_CONNECT, DataKind.MEASURE}
-"""What a ticket made with a reader's key allows at most, whatever its scope: nothing that changes anything."""
+"""The most that a ticket made with a reader's key allows, whatever its scope: no request that changes anything."""
 WRITE_KINDS: Final = frozenset({DataKind.STORE, DataKind.STORE_PART, DataKind.REMOVE, DataKind.FLUSH})
-"""What a ticket of scope WRITE allows; the rest needs scope PEER. One made with a writer's key allows no more than
-these and `READER_KINDS`."""
+"""Requests that a ticket of scope WRITE allows; the rest needs scope PEER. One made with a writer's key allows no more
+than these and `READER_KINDS`."""
 
 TLS_SCHEME: Final = "tls://"
 

@@ -76,9 +76,10 @@ class HolderReport:
     """The failure of one holder, for the peer that believed in its copy."""
 
     member: int
-    code: Code
-    text: str
-    transport: str
+    code: int
+    """As in `Code`."""
+    text: str = ""
+    transport: str = ""
     incarnation: int = 0
     sequence: int = 0
     hurried: bool = False
@@ -90,7 +91,7 @@ class HolderReport:
 
 def is_silence(failure: object) -> bool:
     """Whether a holder failed by not answering in time."""
-    return isinstance(failure, PullFailed | HolderReport) and (failure.code is Code.DEADLINE_EXCEEDED)
+    return isinstance(failure, PullFailed | HolderReport) and failure.code == Code.DEADLINE_EXCEEDED
 
 
 class _Held(Protocol):
@@ -209,7 +210,7 @@ class PullAttempts:
 
     def _offered(self, copy: RemoteCopy) -> list[int]:
         """The transports that reach a copy, cheapest first."""
-        offered = [number for number, each in enumerate(self._transports) if each.offers(copy)]
+        offered = [number for number, each in enumerate(self._transports) if not each.why_not(copy)]
         return sorted(offered, key=lambda number: self._transports[number].cost(copy))
 
     def failed(self, failure: PullFailed) -> None:

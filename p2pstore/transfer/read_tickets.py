@@ -21,7 +21,6 @@ from typing import Final
 
 from p2pstore.access.keyring import KeyRing, Role, key_id_of
 from p2pstore.errors import AuthenticationFailed, ProtocolError
-from p2pstore.objects import Signer, Verifier
 from p2pstore.transfer.data_messages import (
     READ_KINDS,
     READER_KINDS,
@@ -31,7 +30,7 @@ from p2pstore.transfer.data_messages import (
     Ticket,
 )
 from p2pstore.transfer.peer_messages import Flush, Remove
-from p2pstore.wire import Message, decode_body, encode_body
+from p2pstore.wire import Message, Signer, Verifier, decode_body, encode_body
 
 TICKET_FORMAT: Final = 1
 TICKET_SECONDS: Final = 120.0
@@ -102,7 +101,7 @@ def issue_ticket(
 
 
 def ticket_secret(key: bytes, claims: bytes) -> bytes:
-    """What only holders of the cluster key, and whom they tell, can know."""
+    """A secret that only holders of the cluster key can make, for those whom they tell."""
     return hmac.digest(key, _SECRET_CONTEXT + claims, "sha256")
 
 
@@ -166,7 +165,7 @@ class Rights:
         return of_role and bool(self.claims.scope & _scope_for(kind))
 
     def why_not(self, kind: int) -> str:
-        """What to say to one of another kind."""
+        """The error text for a request of another kind."""
         if self.role is Role.MEMBER:
             issued_for = "other peers" if self.claims.scope & Scope.PEER else "reading"
         else:
@@ -189,7 +188,7 @@ class Rights:
 
 
 def _scope_for(kind: int) -> Scope:
-    """What a ticket must allow for requests of this kind."""
+    """The scope that requests of this kind need."""
     if kind in READ_KINDS:
         return Scope.READ
     return Scope.WRITE if kind in WRITE_KINDS else Scope.PEER

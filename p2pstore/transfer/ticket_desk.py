@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from p2pstore.access.keyring import KeyRing
-from p2pstore.objects import Signer
 from p2pstore.transfer.read_tickets import TICKET_SECONDS, GrantedTicket, Scope, issue_ticket
 from p2pstore.transfer.transport import RemotePeer
+from p2pstore.wire import Signer
 
 
 class TicketOffice:

@@ -34,12 +34,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from p2pstore.errors import AuthenticationFailed, DeadlineExceeded, ProtocolError
-from p2pstore.objects import KIB, Signer
+from p2pstore.objects import KIB
 from p2pstore.runtime.streams import AcceptedStream, BytesLike, ByteStream, flatten_parts, stalled
 from p2pstore.transfer.data_frames import receive_some
 from p2pstore.transfer.data_messages import DataKind, Refused
 from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.wire import PREFACE_DATA, Code
+from p2pstore.wire import PREFACE_DATA, Code, Signer
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ LEAST_RECEIVE_BYTES: Final = 32 * KIB
 MOST_RECEIVE_BYTES: Final = 128 * KIB
 """Room to receive into, for who reads little and for who reads much at once."""
 MAX_HANDSHAKE_BYTES: Final = 64 * KIB
-"""What the other side may say in it; usual are one or two KiB."""
+"""Most bytes from the other side in it; usual are one or two KiB."""
 
 
 class TlsStream:
@@ -460,7 +460,7 @@ def bound_secret(secret: bytes, certificate_der: bytes) -> bytes:
 
 
 def _signed_text(key: object, begins_unix: int, ends_unix: int) -> bytes:
-    """What a peer signs. Raises `ValueError` for a key of another kind than peers make."""
+    """The text that a peer signs. Raises `ValueError` for a key of another kind than peers make."""
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise ValueError("its key is not of an elliptic curve")
     public = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

@@ -91,12 +91,8 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def offers(self, copy: RemoteCopy) -> bool:
-        """Whether it makes sense to try this transport for that copy."""
-        ...
-
     def why_not(self, copy: RemoteCopy) -> str:
-        """For people: the reason when it does not make sense, else nothing."""
+        """For people: the reason when it makes no sense to try this transport for that copy, else nothing."""
         ...
 
     def cost(self, copy: RemoteCopy) -> float:

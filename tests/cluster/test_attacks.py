@@ -83,7 +83,7 @@ def request(
 
 
 async def reserve(client: Client, length: int, count: int = 1) -> list[older.Reservation]:
-    items = [older.ReserveItem(length, 4096)] * count
+    items = [(length, 4096)] * count
     reply: older.ReservedRows = await request(
         client, LocalKind.RESERVE_ROWS, older.ReserveRows(items), older.ReservedRows
     )
@@ -96,7 +96,6 @@ def commit_item(reservation: int, key: str, value: bytes, **fields: Any) -> PutF
 
 
 # --- broken clients --------------------------------------------------------------------------
-
 
 NONSENSE_IN_A_COMMIT: list[dict[str, Any]] = [
     {"reservation": 2**40},
@@ -122,7 +121,7 @@ async def test_a_commit_of_nonsense_leaves_no_operation(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a")) as peer:
         for number, change in enumerate(NONSENSE_IN_A_COMMIT):
             [room] = await reserve(peer, 5)
-            item = commit_item(room.reservation, f"k{number}", b"value")
+            item = commit_item(room[0], f"k{number}", b"value")
             wrong = msgspec.structs.replace(item, **change)
             commit = older.CommitRows("default", [wrong, wrong])
             try:
@@ -163,19 +162,14 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
             gone = trio.Event()
             async with open_second_client(b) as client:
                 rooms = await reserve(client, 5, 8)
-                items = [
-                    commit_item(room.reservation, f"k{n}", b"value") for n, room in enumerate(rooms)
-                ]
+                items = [commit_item(room[0], f"k{n}", b"value") for n, room in enumerate(rooms)]
                 async with trio.open_nursery() as nursery:
                     commit = older.CommitRows("default", items)
                     nursery.start_soon(put, client, commit)
                     await until(lambda: b.node.core.operations_under_way > 0, 2)
                     if way == "abort":
                         await request(
-                            client,
-                            LocalKind.ABORT,
-                            local.Abort([room.reservation for room in rooms]),
-                            Empty,
+                            client, LocalKind.ABORT, local.Abort([room[0] for room in rooms]), Empty
                         )
                         gone.set()
                     else:
@@ -462,7 +456,7 @@ async def test_leaving_while_others_talk_is_quiet(
     loud = [
         record.getMessage()
         for record in caplog.records
-        # What libp2p says reaches an operator at DEBUG only; the fixture listens before that.
+        # Words of libp2p reach an operator at DEBUG only; the fixture listens before that.
         if record.levelno >= logging.ERROR and record.name.startswith("p2pstore.")
     ]
     assert loud == []

@@ -372,7 +372,7 @@ async def test_streams_beyond_four_are_reset(victim: Victim) -> None:
         for stream in streams[10:]:
             await Attacker(connection, stream).expect_closed()
         [connection] = host.connections[peer_id(3)]
-        assert len(connection.muxed._session.streams) <= 4
+        assert len(connection.muxed.session.streams) <= 4
 
 
 @pytest.mark.parametrize("admitted", [False, True])

@@ -174,7 +174,7 @@ def data_of(peer: Peer) -> RemotePeer:
 
 async def ended(pool: DataPool, seconds: float) -> None:
     """Wait until the other side has closed the pool's one connection."""
-    [[place]] = pool._places._peers.values()
+    [[place]] = pool._peers.values()
     assert place.connection is not None
     with trio.fail_after(seconds):
         assert await place.connection.stream.receive_into(memoryview(bytearray(1))) == 0

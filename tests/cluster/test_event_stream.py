@@ -12,7 +12,7 @@ import zmq
 
 from p2pstore import blocking
 from p2pstore.objects import MIB
-from p2pstore.peer.zeromq import COMMAND, GREETING, MORE, READY, frame
+from p2pstore.peer.event_stream import COMMAND, GREETING, MORE, READY, frame
 from tests.cluster.processes import ProcessCluster, new_cluster, until
 from tests.cluster.test_roles import keys
 from tests.event_consumer import Consumers

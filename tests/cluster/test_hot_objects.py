@@ -33,7 +33,7 @@ def served(peer: PeerProcess) -> int:
 
 
 def at_once(peers: list[PeerProcess], read: Callable[[BlockingClient], bytes]) -> list[bytes]:
-    """What a fresh client of each peer reads, all in the same moment."""
+    """The result of a fresh client of each peer, all in the same moment."""
     together, values = threading.Barrier(len(peers)), [b""] * len(peers)
     with ExitStack() as stack:
         clients = [stack.enter_context(blocking.connect(socket=each.socket)) for each in peers]

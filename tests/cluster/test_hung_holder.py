@@ -110,7 +110,7 @@ def test_another_holder_is_asked_soon(
             assert rooms == [bytes(length)] * len(rooms)
             for room in rooms:
                 room[:] = b"\xee" * length
-        # Now it answers what it was asked, to nobody.
+        # Now it answers, to no reader any more.
         eventually(lambda: first.client.get(keys[0]) and reader.alive() == 3)
         assert rooms == [b"\xee" * length] * len(rooms)
 

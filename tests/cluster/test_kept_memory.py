@@ -84,7 +84,7 @@ def test_memory_outlives_its_peer_however_that_ends(file: Path) -> None:
                 with pytest.raises(NoSuchKey):
                     reader.client.get(key)
 
-        # What a client of the earlier life looks at stays, whatever becomes of the object and its neighbours.
+        # Views of a client of the earlier life stay, whatever becomes of the object and its neighbours.
         keeper.client.remove("k0")
         for number in range(40):
             keeper.client.put(f"new {number}", value_of(f"new {number}"))

@@ -31,7 +31,6 @@ from p2pstore.errors import (
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import key_digest
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.small_reads import Part, Parts
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.peers import config
 from tests.cluster.processes import PeerProcess, new_cluster, until
@@ -199,81 +198,6 @@ def test_the_only_holder_on_another_host_is_read_without_a_plan(
         gone, there = reader.get_many_into([(keys[4], bytearray(99)), (keys[5], bytearray(99))])
         assert isinstance(gone.error, NoSuchKey)
         assert there.value == len(values[keys[5]])
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
-    """How many small objects each request of clients of this process asks for, and when they look up many."""
-    taken: list[str | int] = []
-    pull_small_parts, only_many = DataPool.pull_small_parts, KnownHolders.only_many
-
-    def counted_parts(pool: DataPool, copy: RemotePeer, parts: Parts) -> Any:
-        def counted() -> Iterator[Sequence[Part]]:
-            for step in parts():
-                taken.extend(len(part.digests) for part in step)
-                yield step
-
-        return pull_small_parts(pool, copy, counted)
-
-    def counted_look_up(known: KnownHolders, digests: Sequence[bytes], *rest: Any) -> Any:
-        taken.extend(["looked up"] * (len(digests) > 4))
-        return only_many(known, digests, *rest)
-
-    monkeypatch.setattr(DataPool, "pull_small_parts", counted_parts)
-    monkeypatch.setattr(KnownHolders, "only_many", counted_look_up)
-    return taken
-
-
-def test_a_batch_asks_the_first_ones_holder_before_it_looks_up_the_others(
-    far_pair: list[PeerProcess], questions: list[str], steps: list[str | int]
-) -> None:
-    holder, mine = far_pair[0].client, far_pair[1].client
-    keys = keys_of("far ahead")[:80]
-    values = {key: key.encode() * 30 for key in keys}
-    values[keys[3]], values[keys[30]] = (os.urandom(70_000), os.urandom(1_100_000))  # too long for that
-    here = keys[5], keys[6], keys[35]
-    newer = {key: b"newer " + values[key] for key in here[:2]}
-    assert all(each.ok for each in holder.put_many(list(values.items())))
-    until(lambda: answers_alone(mine, keys, questions), SECONDS)
-    for key, value in newer.items():
-        mine.put(key, value, overwrite=True)
-    mine.put(here[2], values[here[2]])  # the same bytes: here as well
-    mine.remove(keys[7])
-    values |= newer
-
-    def read(client: BlockingClient, some: list[str]) -> None:
-        into = [(key, bytearray(len(values[key]))) for key in some]
-        into += [("nowhere", bytearray(9)), (keys[8], bytearray(5))]
-        wrong: list[tuple[str, Any]] = [("", bytearray(9)), (keys[9], b"read-only")]
-        *results, nowhere, short = client.get_many_into(
-            [*into[:10], wrong[0], *into[10:60], wrong[1], *into[60:]]
-        )
-        assert isinstance(results.pop(61).error, ValueError)
-        assert isinstance(results.pop(10).error, ValueError)
-        assert isinstance(nowhere.error, NoSuchKey)
-        assert isinstance(short.error, BufferTooSmall)
-        for result, (key, buffer) in zip(results, into, strict=False):
-            if key == keys[7]:
-                assert isinstance(result.error, NoSuchKey)
-            else:
-                assert result.unwrap() == len(buffer)
-                assert buffer == values[key]
-
-    with blocking.connect(far_pair[1].ready["socket"]) as reader:
-        reader.get(keys[0])  # from here on it knows how to get there
-
-        def as_meant() -> bool:
-            """Perhaps not at once: objects that were removed or replaced here may still be in the table."""
-            steps.clear()
-            read(reader, keys)
-            # Of the first 32 not what is asked for wrongly, or longer than one chunk; of the others not what is here
-            # or nowhere, either.
-            return steps[:2] == [30, "looked up"] and sum(map(int, steps[2:])) == 49
-
-        until(as_meant, SECONDS)
-        steps.clear()
-        read(reader, [here[0], *keys])
-        assert steps[0] == "looked up", "the first one is here"
 
 
 async def test_small_objects_on_another_host_are_read_together_by_many_tasks(

@@ -19,7 +19,7 @@ from p2pstore.memory.policies.prefix_aware import PrefixAware
 from p2pstore.memory.segment_layout import SLOT_BYTES, trailer_offset
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer
-from p2pstore.peer.lifetime import saving
+from p2pstore.peer.lifetime import leaving
 from p2pstore.routing import Costs, Router
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer.data_messages import DataKind
@@ -303,7 +303,7 @@ async def test_a_cancelled_peer_says_goodbye(tmp_path: Path) -> None:
 async def test_floors_that_are_gone_do_not_fill_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "FLOORS_SLACK", 3)
+    monkeypatch.setattr(leaving, "FLOORS_SLACK", 3)
     state = str(tmp_path / "state")
     async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
         saver = present(peer.node.saver)
@@ -341,7 +341,7 @@ async def test_addresses_are_kept_as_soon_as_peers_have_met(tmp_path: Path) -> N
             book = Path(state, "addresses.json")
             return book.exists() and other.control in book.read_text()
 
-        seconds = saving.SAVE_INTERVAL_SECONDS / 2
+        seconds = leaving.SAVE_INTERVAL_SECONDS / 2
         await until(lambda: kept(states[0], b) and kept(states[1], a), seconds)
 
 

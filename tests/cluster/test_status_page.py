@@ -103,7 +103,7 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
         browser.call("Page.navigate", url=address)
         browser.wait_for("document.querySelector('main')?.hidden === false")
 
-        # What it must have.
+        # The parts that it must have.
         browser.wait_for("document.querySelectorAll('#members tbody tr').length === 3")
         browser.wait_for("document.querySelector('#state').innerText === 'All is well'")
         browser.wait_for(

@@ -723,7 +723,7 @@ async def test_abuse_of_the_multiplexer(
             for start in range(0, 20_000, 500):
                 await attacker.connection.muxed.send(b"".join(map(frame, range(start, start + 500))))
                 muxed = connection.muxed
-                piled = max(piled, len(muxed._session.streams), len(muxed._streams))
+                piled = max(piled, len(muxed.session.streams), len(muxed._streams))
                 if start % 5000 == 0:
                     with trio.fail_after(5):
                         await victim.put(f"k{start}", b"value")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
+from p2pstore.runtime import flow
 from tests.contract.sides import DRIVERS, Side
 from tests.contract.small_peer import SmallPeer, small_peer
 from tests.contract.worlds import WORLDS, Cluster, Store, open_cluster
@@ -14,6 +15,12 @@ from tests.contract.worlds import WORLDS, Cluster, Store, open_cluster
 @pytest.fixture(params=DRIVERS)
 def side(request: pytest.FixtureRequest) -> Side:
     return Side(request.param, DRIVERS[request.param]())
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holders on a busy machine may take their time to begin with an answer."""
+    monkeypatch.setattr(flow, "LEAST_SOON_SECONDS", 60.0)
 
 
 @pytest.fixture

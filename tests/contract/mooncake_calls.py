@@ -55,7 +55,7 @@ def case(function: Case) -> Case:
 
 
 class Calls:
-    """What a case works with: a store that is set up, and the module that it comes from."""
+    """The means of a case: a store that is set up, and the module that it comes from."""
 
     def __init__(self, module: Any, store: Any, setup: Callable[[Any], int]) -> None:
         self.module = module
@@ -83,7 +83,7 @@ class Calls:
 
 
 def outcome(action: Callable[[], Any]) -> Any:
-    """What the action returned, as JSON has it; or the kind of error."""
+    """The action's result, as JSON has it; or the kind of error."""
     try:
         return plain(action())
     except Exception as error:
@@ -904,7 +904,7 @@ def target(c: Calls, mode: str, parallelism: Any = None) -> Any:
 
 
 class Partition:
-    """What Mooncake takes for a writer's partition: anything with these."""
+    """A writer's partition, to Mooncake: anything with these."""
 
     def __init__(self, rank: int, size: int, split_dim: int) -> None:
         self.rank, self.size, self.split_dim = rank, size, split_dim

@@ -15,6 +15,7 @@ import numpy as np
 import trio
 
 from p2pstore.access.keyring import KeyRing
+from p2pstore.addresses import join_address
 from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import SignedManifest, read_manifest, sign_manifest, version_of
 from p2pstore.checkpoint.content.sources import SourceDirectory
@@ -39,7 +40,7 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.serving.data_server import DataServer, listener_address, open_data_listeners
+from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.serving.read_answers import LentObject
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
@@ -116,7 +117,7 @@ class MemberHere:
 
     async def serve(self, *, tls: bool, task_status: trio.TaskStatus[None]) -> None:
         (listener,) = await open_data_listeners(["127.0.0.1:0"])
-        address = listener_address(listener)
+        address = join_address(*listener.getsockname()[:2])
         self.address = over_tls(address) if tls else address
         self.server = server = DataServer(
             _Backend(self.swarms),

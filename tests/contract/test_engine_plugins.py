@@ -1012,7 +1012,7 @@ def test_lmcache_chunks_come_back(save_chunk_meta: bool, peer: PeerProcess, lmca
         assert await connector.batched_get(keys) == [None] * 4
 
     async def use_wrongly(connector: Any, keys: list[Any]) -> None:
-        """What an engine may get wrong, or fail at itself, is a miss."""
+        """Errors of an engine, or of its own memory, are misses."""
         nonsense = [SimpleNamespace()] * 2
         assert not await connector.exists(nonsense[0])
         assert not connector.exists_sync(nonsense[0])

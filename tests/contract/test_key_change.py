@@ -124,7 +124,7 @@ async def test_new_tickets_and_connections_are_made_with_the_new_key(tcp: TcpHar
     pool = tcp.pool(TrioDriver())
     remote = RemotePeer(OWNER.peer_id, (tcp.address,), grant())
     await pool.request(remote, DataKind.PING, Ping(), DEFAULT_PROGRESS_SECONDS)
-    [[place]] = pool._places._peers.values()
+    [[place]] = pool._peers.values()
     kept = place.connection
     await pool.request(remote, DataKind.PING, Ping())
     assert place.connection is kept
@@ -133,5 +133,5 @@ async def test_new_tickets_and_connections_are_made_with_the_new_key(tcp: TcpHar
         await trio.lowlevel.checkpoint()
     pool.renew()
     await pool.request(remote, DataKind.PING, Ping())
-    [[place]] = pool._places._peers.values()
+    [[place]] = pool._peers.values()
     assert place.connection is not kept

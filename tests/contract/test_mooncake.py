@@ -27,7 +27,7 @@ from tests.ports import free_port
 from tests.waiting import eventually
 
 RECORDED = json.loads(Path(__file__).with_name("mooncake_outcomes.json").read_text())
-"""What Mooncake 0.3.13.post1 answered: `scripts/compare_with_mooncake --record`."""
+"""Answers of Mooncake 0.3.13.post1: `scripts/compare_with_mooncake --record`."""
 
 DIFFERENT = mooncake_calls.DIFFERENT
 TORCH = ("tensors", "tensor_headers", "safetensors")

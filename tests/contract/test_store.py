@@ -1204,7 +1204,7 @@ def test_a_forked_child_can_do_nothing_and_does_no_harm(
     cluster.distant.put(key + "far", b"far")
     store.put(key, b"value")
     assert store.get(key + "far") == b"far"  # so that there are connections to other peers
-    ((place,),) = fetcher.holders._pool._places._peers.values()
+    ((place,),) = fetcher.holders._pool._peers.values()
     connection = place.connection
     view = store.take_lease(key)
     child = os.fork()

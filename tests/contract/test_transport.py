@@ -29,6 +29,7 @@ import pytest
 import trio
 
 from p2pstore.access.keyring import KeyRing
+from p2pstore.addresses import join_address
 from p2pstore.errors import (
     AuthenticationFailed,
     BufferTooSmall,
@@ -105,7 +106,7 @@ from p2pstore.transfer.reading.arriving import Destination
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.span_reads import ItemOutcome
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.serving.data_server import DataServer, listener_address, open_data_listeners
+from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.serving.read_answers import LentObject
 from p2pstore.transfer.serving.serving_backends import StoreBackend
 from p2pstore.transfer.serving.serving_limits import ServerLimits
@@ -288,7 +289,7 @@ class TcpHarness:
     ) -> AsyncIterator[TcpHarness]:
         harness = cls(segment)
         (listener,) = await open_data_listeners(["127.0.0.1:0"])
-        address = listener_address(listener)
+        address = join_address(*listener.getsockname()[:2])
         harness.address = over_tls(address) if tls else address
         harness.server = DataServer(
             harness.backend,
@@ -1109,7 +1110,7 @@ async def raw_server(script: Callable[[TrioStream], Awaitable[None]]) -> AsyncIt
     with listener:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve)
-            yield listener_address(listener)
+            yield join_address(*listener.getsockname()[:2])
             nursery.cancel_scope.cancel()
 
 
@@ -1288,7 +1289,7 @@ async def test_a_hurried_read_hurries_no_other_one(tcp: TcpHarness, side: Side) 
             )
         )
         assert buffer == VALUE
-        (places,) = pool._places._peers.values()
+        (places,) = pool._peers.values()
         assert places[0].connection is not None
         assert places[0].connection.stream.receive_seconds == seconds
 
@@ -1450,7 +1451,7 @@ async def test_closing_the_pool_fails_what_is_under_way(tcp: TcpHarness) -> None
 
 async def test_listeners_name_the_address_they_cannot_have() -> None:
     (listener,) = await open_data_listeners(["[::1]:0"])
-    address = listener_address(listener)
+    address = join_address(*listener.getsockname()[:2])
     assert address.startswith("[::1]:")
     with pytest.raises(ConfigError, match=r"\[::1\]:\d+: is already in use"):
         await open_data_listeners(["127.0.0.1:0", address])

@@ -98,7 +98,7 @@ async def test_both_ways_between_the_two_implementations(ours_dials: bool, lengt
 
             await mine.close()
             await theirs.reset()
-            await until(lambda: ours._session.streams[theirs.stream_id].ended is not None)
+            await until(lambda: ours.session.streams[theirs.stream_id].ended is not None)
             nursery.cancel_scope.cancel()
 
 
@@ -117,7 +117,7 @@ async def test_a_farewell_is_understood(ours_says_it: bool) -> None:
                 await library.event_closed.wait()
             else:
                 nursery.start_soon(library.close)
-                await until(lambda: ours.said_goodbye)
+                await until(lambda: ours.session.said_goodbye)
             nursery.cancel_scope.cancel()
 
 

@@ -43,7 +43,6 @@ from p2pstore.gossip.records import (
     PeerRecord,
     SignedRecord,
     format_peer_id,
-    iterate_locations,
     open_cluster_record,
     open_peer_record,
     sign_cluster_record,
@@ -69,6 +68,7 @@ from tests.fuzz.victim import Problem
 from tests.mapped_copies import copy_one
 from tests.stored import stored
 from tests.unit.digest_rows import digest_from
+from tests.unit.location_set import iterate_locations
 
 UNIX: Final = 1_800_000_000.0
 IDENTITY: Final = Identity(bytes(range(32)))

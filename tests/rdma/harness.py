@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import trio
 
+from p2pstore.addresses import join_address
 from p2pstore.memory.segment import Segment
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.rdma.rdma_reads import ReadEngine
@@ -14,7 +15,7 @@ from p2pstore.transfer.rdma.rdma_serving import RdmaServer
 from p2pstore.transfer.rdma.rdma_staging import Registered, Staging
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.rdma.rdma_verbs import Completion, CompletionQueue, Device, device_names
-from p2pstore.transfer.serving.data_server import DataServer, listener_address, open_data_listeners
+from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import RemoteCopy
 from tests.contract.test_transport import OWNER, RING, Backend, TcpHarness, Verifier, _buffers, grant
@@ -72,7 +73,7 @@ class RdmaHarness(TcpHarness):
         harness = cls(segment)
         used = cables()[:cables_used]
         (listener,) = await open_data_listeners(["127.0.0.1:0"])
-        harness.address = listener_address(listener)
+        harness.address = join_address(*listener.getsockname()[:2])
         with contextlib.ExitStack() as stack:
             harness.devices = [stack.enter_context(Device(name)) for name, _ in used]
             harness.reading_devices = [stack.enter_context(Device(name)) for _, name in used]

@@ -503,8 +503,8 @@ async def test_too_many_connections_of_one_peer(
     with pytest.raises(PullFailed, match="too many") as caught:
         await second.pull(rdma.copy(digest), digest, Unprepared())
     assert caught.value.retriable
-    assert not second.offers(rdma.copy(digest))
-    assert first.offers(rdma.copy(digest))
+    assert second.why_not(rdma.copy(digest))
+    assert not first.why_not(rdma.copy(digest))
 
 
 async def test_a_queue_pair_that_cannot_be_leaves_nothing(rdma: RdmaHarness) -> None:
@@ -540,7 +540,7 @@ async def test_a_holder_without_rdma_is_left_to_tcp(rdma: RdmaHarness) -> None:
         with pytest.raises(PullFailed, match="does not let others read") as caught:
             await transport.pull(tcp.copy(digest), digest, Unprepared())
     assert caught.value.retriable
-    assert not transport.offers(tcp.copy(digest))
+    assert transport.why_not(tcp.copy(digest))
 
 
 OWNED_BYTES = 24 * MIB

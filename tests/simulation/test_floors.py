@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from p2pstore.core.operation import PutEnd
-from p2pstore.gossip.machine import GossipConfig
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.objects import key_digest
 from simulation.absences import AbsenceScenario, run_absences
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer

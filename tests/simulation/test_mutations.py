@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.gossip_messages import FetchSnapshot, SnapshotHead
 from p2pstore.gossip.locations.log import SignedRun
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import Applied
-from p2pstore.gossip.machine import FetchSnapshot, Gossip, SnapshotHead
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members import membership as membership_module
 from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId
 from simulation.gossip_cluster import GossipCluster, packed_hash

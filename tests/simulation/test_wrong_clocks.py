@@ -127,6 +127,10 @@ def stored(cluster: SimulatedCluster, peer: SimulatedPeer, key: str) -> None:
     assert isinstance(put(cluster, peer, key, key.encode(), replicas=2, overwrite=True), PutEnd)
 
 
+def notes_of(peer: SimulatedPeer) -> list[str]:
+    return [note.text for note in core_of(peer).notes.take() if note.event == "clock"]
+
+
 def test_a_saved_clock_that_is_far_ahead_of_everything_stamped_is_dropped() -> None:
     cluster = make_cluster(2)
     cluster.boot_all()
@@ -136,7 +140,7 @@ def test_a_saved_clock_that_is_far_ahead_of_everything_stamped_is_dropped() -> N
     for clock in ((1 << 63) - 1, clock_from_unix_seconds(UNIX_START + YEAR), 0):
         edited.disk.state.clock = clock
         edited.boot([first.address])
-        notes = core_of(edited).timekeeping.take_notes()
+        notes = notes_of(edited)
         assert [("is dropped" in note) for note in notes] == [True] * (clock > 0)
         run(cluster, 5.0)
         stored(cluster, edited, "key")
@@ -225,19 +229,19 @@ def test_it_is_said_once_that_a_clock_is_wrong_and_once_that_it_is_right() -> No
     cluster.boot_all()
     run(cluster, 5.0)
     right, _, wrong = cluster.peers
-    assert not [note for peer in cluster.peers for note in core_of(peer).timekeeping.take_notes()]
+    assert not [note for peer in cluster.peers for note in notes_of(peer)]
     wrong.set_clock(HOUR)
     run(cluster, 60.0)
-    notes = core_of(wrong).timekeeping.take_notes()
+    notes = notes_of(wrong)
     assert len(notes) == 1
     assert "nothing can be written through this peer" in notes[0]
-    notes = core_of(right).timekeeping.take_notes()
+    notes = notes_of(right)
     assert len(notes) == 1
     assert "the clock of sim:2 is 60 min ahead of this machine's" in notes[0]
     wrong.set_clock(0.0)
     run(cluster, 20.0)
-    assert "it writes" in core_of(wrong).timekeeping.take_notes()[-1]
-    assert not core_of(right).timekeeping.take_notes()
+    assert "it writes" in notes_of(wrong)[-1]
+    assert not notes_of(right)
 
 
 def test_a_flush_below_what_others_have_is_refused_where_nobody_can_tell_whose_clock_is_wrong() -> None:

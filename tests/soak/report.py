@@ -150,7 +150,7 @@ def _lines(outcome: Outcome, picture: str | None) -> Iterator[str]:
         + "."
     )
     yield ""
-    yield "## What grows"
+    yield "## Growth"
     yield ""
     yield (
         "The second half of each life of at least two minutes: what is usual there, and a line through it, by the "

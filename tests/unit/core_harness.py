@@ -9,21 +9,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from p2pstore.core.gets.lookup import split_digests
-from p2pstore.core.operation import (
-    AskPeer,
-    Operation,
-    OperationFinished,
-    PullFailure,
-    PullObject,
-    PullOutcome,
-)
+from p2pstore.core.operation import AskPeer, Operation, OperationFinished, PullObject, PullOutcome
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import hash_stamps
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Ping
 from p2pstore.gossip.homes.partition_homes import DirectorySetting
-from p2pstore.gossip.machine import Gossip, GossipConfig
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     PEER_RECORD_FORMAT,
@@ -35,7 +29,6 @@ from p2pstore.gossip.records import (
     PeerId,
     PeerRecord,
     SignedRecord,
-    iterate_locations,
     member_of,
     sign_cluster_record,
     sign_peer_record,
@@ -65,11 +58,13 @@ from p2pstore.objects import (
 )
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.data_messages import REQUESTS, DataKind, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs
 from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.segment_checks import check_segment
 from simulation.signer import SimulatedSigner, SimulatedVerifier
 from tests.unit.gossip_network import inform_of_death
+from tests.unit.location_set import iterate_locations
 
 NAMESPACE = "unit"
 UNIX = 1_800_000_000.0
@@ -191,6 +186,10 @@ class Harness:
         self._offers = 0
         self.gossip.record(self.now)
         self.others = [self.join(number) for number in range(1, others + 1)]
+
+    def notes(self, event: str) -> list[str]:
+        """The texts about an event that are for the log."""
+        return [note.text for note in self.core.notes.take() if note.event == event]
 
     def _describe(self) -> PeerRecord:
         checkpoints = self.core.participations.told if hasattr(self, "core") else []
@@ -400,7 +399,7 @@ class Harness:
         return pull
 
     def deliver(
-        self, pull: PullObject, thing: RemoteObject, *failures: PullFailure
+        self, pull: PullObject, thing: RemoteObject, *failures: HolderReport
     ) -> ObjectEntry | None:
         """Carry out a pull: the object arrives, after these failures of others."""
         destination = self.core.operations.copy_destination(pull.operation, self.now)
@@ -414,7 +413,7 @@ class Harness:
     def fail(self, pull: PullObject, *codes: Code, error: Exception | None = None) -> None:
         """Every copy of a pull failed, with these codes in turn."""
         failures = tuple(
-            PullFailure(copy.member, int(code), "", OTHER_INCARNATION, 1000)
+            HolderReport(copy.member, int(code), "", "", OTHER_INCARNATION, 1000)
             for copy, code in zip(pull.copies, codes, strict=True)
         )
         self.core.operations.pulled(pull.operation, PullOutcome(False, failures, error), self.now)

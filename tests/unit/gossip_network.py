@@ -9,20 +9,25 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, Claim, ControlKind, HomePush, Status
-from p2pstore.gossip.locations.log import SIGNATURE_BYTES, OwnLog, SignedRun
-from p2pstore.gossip.locations.views import Location
-from p2pstore.gossip.machine import (
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_messages import (
+    REPLIES,
+    REQUESTS,
     Answer,
     Ask,
+    Claim,
     Contact,
+    ControlKind,
     Duplicate,
     Effect,
     FetchSnapshot,
-    Gossip,
-    GossipConfig,
+    HomePush,
     Later,
+    Status,
 )
+from p2pstore.gossip.locations.log import SIGNATURE_BYTES, OwnLog, SignedRun
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (
     ED25519_PREFIX,
@@ -377,7 +382,7 @@ class Network:
         self.later(self._delay(), arrive)
 
     def _push(self, node: Node) -> None:
-        for push in node.gossip.pushes(self.now):
+        for push in node.gossip.partitions.take_pushes(self.now):
             self._push_one(node, push)
 
     def _push_one(self, node: Node, push: HomePush) -> None:
@@ -386,7 +391,7 @@ class Network:
         def finish(behind: list[int] | None, rivals: Sequence[Location]) -> None:
             if not answered[0] and node.running:
                 answered[0] = True
-                node.gossip.push_answered(push.token, behind, rivals, self.now)
+                node.gossip.partitions.pushed(push.token, behind, rivals, self.now)
                 self.rest(node)
 
         def arrive() -> None:

@@ -1,9 +1,11 @@
 """The sum of a log's operations, in the simplest form: the oracle for the index of locations."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from p2pstore.errors import ProtocolError
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, in_steps
-from p2pstore.gossip.records import LOCATION_BYTES, location_hash
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, decode_location, location_hash
 from p2pstore.home_messages import Push
 from p2pstore.objects import DIGEST_BYTES
 
@@ -47,3 +49,13 @@ def check_update(update: Push) -> CheckedUpdate:
         operations=[each for part in parts for each in part.operations],
         sets=[each for part in parts for each in part.sets],
     )
+
+
+def iterate_locations(packed: bytes | memoryview) -> Iterator[LocationRecord]:
+    """All records of a packed run. Raises `ProtocolError` when it is not a whole number of them."""
+    if len(packed) % LOCATION_BYTES:
+        raise ProtocolError(
+            f"a run of location records has {len(packed)} bytes, not a multiple of {LOCATION_BYTES}"
+        )
+    for offset in range(0, len(packed), LOCATION_BYTES):
+        yield decode_location(packed, offset)

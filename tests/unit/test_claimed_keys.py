@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from p2pstore.core.copies.proofs import DOUBT_SECONDS
+from p2pstore.core.copies.proofs import DOUBT_SECONDS, sign_versions
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation
 from p2pstore.core.operation import AskPeer, PullObject
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.records import LocationRecord, writer_of
-from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.home_messages import Push
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations, Proofs
@@ -51,7 +50,7 @@ class Claimed:
         self.questions = 0
 
     def answer(self, claimant: Other, *replies: Any) -> None:
-        """What it answers to the first questions, and the last reply to all later ones."""
+        """Give these replies to the first questions, and the last one to all later ones."""
         self.answers[claimant.peer_id] = list(replies)
 
     def fetch(self) -> FetchOperation | PullObject:

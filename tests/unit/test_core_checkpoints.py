@@ -176,17 +176,17 @@ def test_the_first_publisher_that_was_seen_stays_the_only_one(world: Harness) ->
     assert checkpoints.find(NAMESPACE, "model").publisher == one.peer_id
     version = publishers.version
     hear(world, two, head(V2), clock=2)
-    (note,) = publishers.take_notes()
+    (note,) = world.notes("publisher")
     assert "is ignored" in note
     assert checkpoints.find(NAMESPACE, "model").version == V1
     assert publishers.version == version
     checkpoints.find(NAMESPACE, "model")
-    assert publishers.take_notes() == [], "said once"
+    assert world.notes("publisher") == [], "said once"
     hear(world, one, head(gone=True), clock=3)
     with pytest.raises(NoSuchKey, match="the one that this peer trusts for that name; to trust"):
         checkpoints.find(NAMESPACE, "model")
     assert checkpoints.find(NAMESPACE, "model", two.peer_id).version == V2
-    (note,) = publishers.take_notes()
+    (note,) = world.notes("publisher")
     assert "is trusted from now on" in note
 
 
@@ -220,7 +220,7 @@ def test_a_publisher_that_is_gone_for_good_may_be_forgotten_here(world: Harness)
         checkpoints.forget(NAMESPACE, "model", world.core.peer_id)
 
     again = Harness().core.publishers
-    again.load_forgotten(publishers.forgotten)
+    again.load([], publishers.forgotten)
     assert again.forgotten == publishers.forgotten
 
 
@@ -230,7 +230,7 @@ def test_pins_are_bounded_and_survive(world: Harness) -> None:
     for number in range(MAX_PINS + 1):
         publishers.pin(NAMESPACE, f"name-{number}", peer_id)
         publishers.pin(NAMESPACE, "name-0", peer_id)
-    again.load_pins(publishers.pins)
+    again.load(publishers.pins, [])
     assert len(again.pins) == MAX_PINS
     assert again.pinned(NAMESPACE, "name-0") == peer_id, "used all the time"
     assert again.pinned(NAMESPACE, "name-1") is None

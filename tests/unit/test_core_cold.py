@@ -14,7 +14,6 @@ from p2pstore.core.operation import (
     ColdObject,
     ColdSorted,
     LoadObject,
-    PullFailure,
     PullObject,
     PullOutcome,
     WriteObject,
@@ -25,6 +24,7 @@ from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import KIB, Version, namespace_digest
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import (
     ExpiryItem,
     ExpirySet,
@@ -232,7 +232,7 @@ def test_an_ssd_that_hangs_is_said_and_its_peer_is_not_doubted() -> None:
     world.cool("k", VALUE)
     operation = world.core.operations.fetch(digest_of("k"), world.now)
     (effect,) = world.effects(LoadObject)
-    own = PullFailure(world.core.member, int(Code.DEADLINE_EXCEEDED), "the SSD did not answer")
+    own = HolderReport(world.core.member, int(Code.DEADLINE_EXCEEDED), "the SSD did not answer")
     world.core.operations.pulled(effect.operation, PullOutcome(False, (own,)), world.now)
     assert isinstance(operation.result, Unavailable)
     assert "the SSD did not answer" in str(operation.result)

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.operation import AskPeer, KnownCopy, Operation, PullFailure, PullObject, PullOutcome
+from p2pstore.core.operation import AskPeer, KnownCopy, Operation, PullObject, PullOutcome
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, NoSuchKey, Unavailable
-from p2pstore.gossip.machine import Ask
+from p2pstore.gossip.gossip_messages import Ask
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.mapped.mapping import address_of
 from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from tests.present import present
@@ -184,7 +185,7 @@ def test_a_failed_holder_is_avoided_and_the_next_one_delivers() -> None:
     operation = fetch(world)
     pull = world.pull_wanted()
     failed = pull.copies[0]
-    world.deliver(pull, thing, PullFailure(failed.member, int(Code.UNAVAILABLE)))
+    world.deliver(pull, thing, HolderReport(failed.member, int(Code.UNAVAILABLE)))
     assert isinstance(operation.result, ObjectEntry)
     assert world.core.copies.known(digest_of("k"), world.now)[-1].member == failed.member
     assert [ask.peer_id for ask in world.effects(Ask)] == [failed.peer_id]
@@ -201,7 +202,7 @@ def test_who_is_too_slow_again_and_again_is_avoided_for_longer() -> None:
     avoided: list[float] = []
     for _ in range(7):
         for _ in range(8):  # reads side by side
-            failure = PullFailure(slow.member, int(Code.DEADLINE_EXCEEDED))
+            failure = HolderReport(slow.member, int(Code.DEADLINE_EXCEEDED))
             world.core.holders.failed(digest_of("k"), failure, world.now)
         began = world.now
         while world.core.holders.is_avoided(slow.member, world.now):
@@ -219,7 +220,7 @@ def test_a_holder_that_sent_wrong_bytes_is_not_taken_for_dead() -> None:
     world = Harness(others=2)
     thing = world.hold(world.others[0], "k", b"value")
     fetch(world)
-    world.deliver(world.pull_wanted(), thing, PullFailure(world.others[0].member, int(Code.STALE)))
+    world.deliver(world.pull_wanted(), thing, HolderReport(world.others[0].member, int(Code.STALE)))
     assert not world.effects(Ask)
 
 
@@ -277,7 +278,9 @@ def test_a_client_s_report_counts_like_a_failure_of_one_s_own() -> None:
 
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"value")
-    failure = PullFailure(world.others[0].member, int(Code.NO_SUCH_KEY), "", OTHER_INCARNATION, 1000)
+    failure = HolderReport(
+        world.others[0].member, int(Code.NO_SUCH_KEY), "", "", OTHER_INCARNATION, 1000
+    )
     world.core.holders.failed(digest_of("k"), failure, world.now)
     assert world.core.copies.known(digest_of("k"), world.now) == []
 
@@ -296,7 +299,7 @@ def test_a_holder_that_cannot_give_it_now_is_quoted() -> None:
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"value")
     operation = fetch(world)
-    failure = PullFailure(world.others[0].member, int(Code.BUSY), "its memory is full of pins")
+    failure = HolderReport(world.others[0].member, int(Code.BUSY), "its memory is full of pins")
     pull = world.pull_wanted()
     world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
     answer_lookups(world)

@@ -98,11 +98,9 @@ def test_a_flush_by_another_member_is_told_with_its_name() -> None:
     world.learn_floor(world.others[0], name, Version(clock_at(1.0), 1), SCOPE_NAMESPACE)
     assert world.find("k") is None
     who = world.core.name_of(world.others[0].peer_id)
-    assert world.core.floors.take_notes(world.now) == [
-        f"{who} has flushed the namespace {NAMESPACE!r}: its objects go"
-    ]
+    assert world.notes("floors") == [f"{who} has flushed the namespace {NAMESPACE!r}: its objects go"]
     flush(world)
-    assert not world.core.floors.take_notes(world.now), "of its own it needs no telling"
+    assert not world.notes("floors"), "of its own it needs no telling"
 
 
 def test_a_clock_from_the_future_moves_no_floor() -> None:
@@ -300,10 +298,11 @@ def test_copies_that_may_have_been_removed_are_withdrawn() -> None:
     assert world.announced("old") is None
     assert world.find("new") is not None
     assert world.core.counters["horizons_missed"] == 1
-    (note,) = world.core.floors.take_notes(world.now)
+    world.pass_time(0.1)
+    (note,) = world.notes("floors")
     assert "it discarded 1 copies of objects" in note
     assert f"by the signed records of {world.gossip.membership.name_of(world.others[0].peer_id)}" in note
-    assert world.core.floors.take_notes(world.now) == []
+    assert world.notes("floors") == []
     world.check_idle()
 
 

@@ -9,8 +9,7 @@ import pytest
 from p2pstore.core import peer_core
 from p2pstore.core.gets.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
 from p2pstore.core.operation import AskPeer
-from p2pstore.gossip.gossip_messages import Ack, ControlKind
-from p2pstore.gossip.machine import Ask
+from p2pstore.gossip.gossip_messages import Ack, Ask, ControlKind
 from p2pstore.home_messages import Holding
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import CopyChecked, Locations
@@ -424,7 +423,7 @@ def test_news_of_many_keys_is_taken_in_steps_and_first_where_somebody_waits(
     assert world.core.next_tick(world.now) == world.now
     world.pass_time(0.1)
     assert all(world.find(key) is None for key in keys), mine
-    assert not world.gossip.directory.any_touched
+    assert not world.gossip.directory.watched.any_touched
 
 
 def test_a_long_wait_keeps_nothing_of_what_was_answered() -> None:

@@ -7,17 +7,18 @@ from msgspec.structs import replace
 
 from p2pstore.core import floors as sweeping
 from p2pstore.core.gets.serving import reply_of
-from p2pstore.core.operation import AskPeer, CheckObject, PullFailure, PullOutcome, PutEnd
+from p2pstore.core.operation import AskPeer, CheckObject, PullOutcome, PutEnd
 from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.gossip.machine import Ask
+from p2pstore.gossip.gossip_messages import Ask
 from p2pstore.gossip.records import SCOPE_NAMESPACE, writer_of
 from p2pstore.home_messages import Holding
 from p2pstore.memory.segment_layout import Pin, decode_trailer
 from p2pstore.objects import Version, chunk_sums, namespace_digest
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind, Get, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import (
     CheckCopy,
     CopyChecked,
@@ -71,7 +72,7 @@ def test_an_unknown_key_is_created_and_announced() -> None:
 def test_what_nobody_else_is_known_to_have_is_looked_up_once() -> None:
     world = Harness(others=4)
     world.put("k", b"value")
-    assert not world.core.gossip.directory.any_touched
+    assert not world.core.gossip.directory.watched.any_touched
 
 
 def test_a_time_to_live_counts_from_the_put_in_wall_clock_time() -> None:
@@ -474,7 +475,7 @@ def test_what_its_holder_does_not_give_is_created_anew() -> None:
     operation, ask = compare(world, "k", b"12345678")
     world.answer(ask, remote.reply)
     pull = world.pull_wanted()
-    failure = PullFailure(world.others[0].member, int(Code.UNAVAILABLE), "")
+    failure = HolderReport(world.others[0].member, int(Code.UNAVAILABLE), "")
     world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,), None, 0, ""), world.now)
     assert end_of(operation).status == PutStatus.CREATED
     world.check_idle()
@@ -509,7 +510,8 @@ def test_an_object_that_was_put_with_false_sums_is_in_nobodys_way(length: int, s
         world.core.checks.ended(entry, chunk_sums(payload), world.now)
     assert end_of(put).status == PutStatus.CREATED
     assert world.value("k") == (false if same else b"z" * length)
-    assert world.core.checks.take_spoilt() == ["k"]
+    (note,) = world.notes("spoilt")
+    assert "the bytes of 'k'" in note
     world.check_idle()
 
 
@@ -561,7 +563,7 @@ def test_a_holder_whose_bytes_a_reader_found_spoilt_is_told_once_in_a_while() ->
     world = Harness(others=1)
     other = world.others[0]
     for _ in range(3):
-        failure = PullFailure(other.member, int(Code.STALE))
+        failure = HolderReport(other.member, int(Code.STALE))
         world.core.holders.failed(digest_of("k"), failure, world.now)
     (ask,) = world.asks(DataKind.CHECK_COPY)
     assert (ask.peer_id, ask.request) == (other.peer_id, CheckCopy(digest_of("k"), again=True))

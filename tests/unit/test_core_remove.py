@@ -523,7 +523,7 @@ def test_crowded_floors_slow_removals_down_and_then_end_them_with_an_error() -> 
     floors = world.gossip.cluster_records.floors
     assert 80 <= floors.count < 100, "what was made before, and some one by one"
     assert world.now < begun + 5.0, "clients wait for ten seconds, however many keys they name"
-    (note,) = world.core.floors.take_notes(world.now)
+    (note,) = world.notes("floors")
     assert "removals are slowed down" in note
     assert world.core.counters["removals_slowed"]
     assert isinstance(operation.result, CapacityExceeded)

@@ -14,9 +14,8 @@ from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
 from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
 from p2pstore.core.copies.repair import MOST_FAILURES, RepairTiming
 from p2pstore.core.operation import AskPeer, LoadObject
-from p2pstore.gossip.gossip_messages import Ack, ControlKind
+from p2pstore.gossip.gossip_messages import Ack, Ask, ControlKind
 from p2pstore.gossip.homes.partition_homes import weight
-from p2pstore.gossip.machine import Ask
 from p2pstore.home_messages import Push
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction import KNOWN_SECONDS

@@ -7,7 +7,7 @@ import pytest
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.operation import AskPeer, PutEnd
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded
-from p2pstore.gossip.machine import Ask
+from p2pstore.gossip.gossip_messages import Ask
 from p2pstore.gossip.records import SignedRecord, open_peer_record
 from p2pstore.objects import Version
 from p2pstore.put_facts import PutStatus

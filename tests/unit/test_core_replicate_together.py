@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.core.copies import replicate as replicate_together
+from p2pstore.core.copies.proofs import signed_proofs
 from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.operation import AskPeer, PutEnd
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.gossip.machine import Ask
+from p2pstore.gossip.gossip_messages import Ask
 from p2pstore.gossip.records import PeerId, SignedRecord, open_peer_record
-from p2pstore.gossip.version_proofs import signed_proofs
 from p2pstore.memory.segment_layout import Pin, SlotState, decode_slot, digests_in_slots
 from p2pstore.objects import KIB
 from p2pstore.put_facts import PutStatus

@@ -2,13 +2,13 @@
 
 import pytest
 
+from p2pstore.core.copies.proofs import sign_versions
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.serving import MAX_HOLDINGS, reply_of
 from p2pstore.core.operation import AskPeer
 from p2pstore.errors import NoSuchKey, ProtocolError
-from p2pstore.gossip.machine import Duplicate
+from p2pstore.gossip.gossip_messages import Duplicate
 from p2pstore.gossip.records import decode_location, writer_of
-from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.home_messages import Holding, Push, Pushed
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.transfer.data_messages import DataKind, Ping, Pong

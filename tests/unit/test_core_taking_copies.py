@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.core.copies.copy_destination import CopiesDestination, RoomDestination
+from p2pstore.core.copies.proofs import sign_versions, signature_of
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import PullOutcome, PullTogether
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import Tier, writer_of
-from p2pstore.gossip.version_proofs import sign_versions, signature_of
 from p2pstore.memory.segment_layout import TrailerBody, decode_trailer, encode_slot, encode_trailer
 from p2pstore.objects import KIB, Version, root_checksum
 from p2pstore.runtime.stepping import run_through

@@ -23,6 +23,7 @@ from p2pstore.gossip.exchange.digests import (
     unpack_digest,
     unpack_positions,
 )
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import LogChunk
 from p2pstore.gossip.locations.log import (
     LEAST_PACKED,
@@ -32,7 +33,6 @@ from p2pstore.gossip.locations.log import (
     pack_operations,
     unpack_operations,
 )
-from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.records import LOCATION_BYTES
 from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import Network, Node, location

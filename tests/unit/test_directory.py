@@ -339,7 +339,7 @@ def test_nothing_of_a_large_snapshot_is_seen_before_all_of_it_is() -> None:
     old.add(location(-1))
     directory = staging(log, old)
     everything = {digest_of(number) for number in range(LARGE)}
-    directory.watch(everything, frozenset())
+    directory.watched.watch(everything, frozenset())
     for _ in range(LARGE // STEP_RECORDS):
         assert not directory.work()
         assert not any(directory.holders(digest) for digest in everything)
@@ -347,13 +347,13 @@ def test_nothing_of_a_large_snapshot_is_seen_before_all_of_it_is() -> None:
         assert held(directory, -1) == [A]  # known records stay
         assert (directory.position(A), directory.record_count) == ((1, 1), 1)
         assert directory.snapshot(A) == (1, 1, old.head.set_hash, old.snapshot())
-        assert not directory.any_touched
+        assert not directory.watched.any_touched
     assert directory.work()
     assert directory.position(A) == (1, LARGE)
     assert directory.held(everything, lambda _: range(100)) == everything
     assert (held(directory, -1), directory.record_count) == ([], LARGE)
     finish(directory)
-    assert set(directory.take_touched(2 * LARGE)) == everything
+    assert set(directory.watched.take(2 * LARGE)) == everything
 
 
 def test_a_view_goes_on_by_operations_while_its_snapshot_is_put_in() -> None:
@@ -452,9 +452,9 @@ def test_a_member_that_is_back_touches_all_that_is_watched_in_steps() -> None:
     finish(directory)
     directory.hide(A)
     watched = {digest_of(number) for number in range(0, LARGE + 100, 3)}
-    directory.watch(watched, {digest_of(LARGE - 1)})
+    directory.watched.watch(watched, {digest_of(LARGE - 1)})
     directory.show(A)
-    assert not directory.any_touched  # nothing is done at once
+    assert not directory.watched.any_touched  # nothing is done at once
     while directory.work_pending:  # records change their places meanwhile
         directory.work()
         before = log.sequence
@@ -463,7 +463,7 @@ def test_a_member_that_is_back_touches_all_that_is_watched_in_steps() -> None:
         assert feed(directory, log, before + 1).outcome is Outcome.APPLIED
     expected = {d for d in watched | {digest_of(LARGE - 1)} if directory.holders(d)}
     assert len(expected) > LARGE // 4
-    assert expected <= set(directory.take_touched(2 * LARGE))
+    assert expected <= set(directory.watched.take(2 * LARGE))
 
 
 def test_no_more_is_touched_than_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,18 +473,18 @@ def test_no_more_is_touched_than_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     directory.observe_head(A, 1, log.head)
     install(directory, log)
     finish(directory)
-    directory.watch(everything, frozenset())
+    directory.watched.watch(everything, frozenset())
     directory.show(A)
     taken: list[bytes] = []
     while directory.work_pending:
         for _ in range(3):
             directory.work(100)
-        found = directory.take_touched(200)
+        found = directory.watched.take(200)
         assert found
         taken += found
         assert len(taken) < LARGE + 1
-    assert set(taken + directory.take_touched(1_000)) == everything
-    assert not directory.any_touched
+    assert set(taken + directory.watched.take(1_000)) == everything
+    assert not directory.watched.any_touched
 
 
 def test_who_is_back_and_goes_again_touches_nothing_more() -> None:
@@ -497,9 +497,9 @@ def test_who_is_back_and_goes_again_touches_nothing_more() -> None:
     directory.drop(A)
     directory.observe_head(B, 1, log.head)  # its view may be where that of the other was
     feed(directory, log, member=B)
-    directory.watch({digest_of(number) for number in range(LARGE)}, frozenset())
+    directory.watched.watch({digest_of(number) for number in range(LARGE)}, frozenset())
     finish(directory)
-    assert not directory.any_touched
+    assert not directory.watched.any_touched
 
 
 # --- many keys at once ------------------------------------------------------------------------

@@ -292,7 +292,7 @@ def test_peers_on_this_machine() -> None:
     check_words(peers.silent_local_peer("/s", "no answer"))
     check_words(peers.absent_local_peer("/s", "nobody listens"))
 
-    # What a peer says is wrong is said as it says it, and stands for a reading of the same thing.
+    # A problem that a peer names is told in its words, and stands for a reading of the same thing.
     said = [problem("alone", "broken"), problem("clock", "warning"), problem("ssd", "broken")]
     ssd = network.SsdReading("off", "it is gone", 1 << 40, 1 << 39, 1000, 0, 2.5)
     assert judge(problems=said, clock_ahead_seconds=-2.0, ssd=ssd) == {

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from p2pstore.memory.entries import EntryList, ObjectEntry
+from p2pstore.memory.entries import EntryList, ObjectEntry, unlink
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.policies import PolicyName, make_policy
 from p2pstore.memory.policies.interface import LEAST_GHOSTS, MOST_FORGOTTEN, Ghosts
@@ -30,7 +30,7 @@ def admit(
     order: EvictionOrder, number: int, now: float, follows: ObjectEntry | None = None, bytes_: int = 4096
 ) -> ObjectEntry:
     made = entry(number, now=now, bytes_=bytes_)
-    made.follows = follows
+    order.follow(made, follows)
     order.admit([made], now)
     return made
 
@@ -130,7 +130,7 @@ def test_s3_takes_bounded_steps_where_everything_was_read() -> None:
     for number in range(2 * MOST_PROMOTED):
         order.read(admit(order, number, now=number), 2, number)
     assert evict(order) == MOST_PROMOTED, "those before it moved, this one would have been next"
-    order.gone(order.at(5 << 32), evicted=False)
+    order.gone(*order.at(5 << 32), evicted=False)
     assert len(numbers(order)) == 2 * MOST_PROMOTED - 2
 
 
@@ -256,17 +256,17 @@ def test_a_clock_that_steps_back_does_no_harm() -> None:
 def test_ghosts_are_bounded() -> None:
     ghosts = Ghosts(least=10)
     for number in range(100):
-        ghosts.add(entry(number), live=20)
+        ghosts.add([entry(number)], live=20)
     assert len(ghosts) == 20
     assert ghosts.take([entry(79)]) == []
     assert [row[1:] for row in ghosts.take([entry(80)])] == [(0, 0.0)]
     assert len(ghosts) == 19
     for number in range(200, 210):
-        ghosts.add(entry(number), live=0)
+        ghosts.add([entry(number)], live=0)
     assert len(ghosts) == 10
     for number in range(1000):
-        ghosts.add(entry(number), live=1000)
-    ghosts.add(entry(1000), live=0)
+        ghosts.add([entry(number)], live=1000)
+    ghosts.add([entry(1000)], live=0)
     assert len(ghosts) == 1001 - MOST_FORGOTTEN, "not all at once"
     assert LEAST_GHOSTS == 65_536
 
@@ -344,7 +344,7 @@ def test_it_holds_the_order_and_the_bytes_that_a_list_would() -> None:
         number = rng.randrange(len(entries))
         if number in model:
             model.remove(number)
-            linked.remove(entries[number])
+            unlink(entries[number])
             assert entries[number].within is None
         elif model and rng.random() < 0.5:
             place = rng.randrange(len(model))

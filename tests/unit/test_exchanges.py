@@ -11,9 +11,9 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.anti_entropy import SEND_MICROSECONDS
 from p2pstore.gossip.exchange.delta_checks import MAX_READ_RUNS, TAKE_MICROSECONDS, work_microseconds
 from p2pstore.gossip.exchange.digests import Run, pack_runs
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import Ask, ControlKind, Delta, Exchange, ExchangeReply, LogChunk
 from p2pstore.gossip.locations.log import SignedRun, sign_run
-from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     ClusterRecord,
@@ -250,32 +250,6 @@ def one_ask(node: Node, now: float) -> Ask:
     return asks[0]
 
 
-def test_a_peer_of_an_earlier_version_is_sent_digests_in_full() -> None:
-    """One that names no hash of its members: a digest left out would tell it that nothing is known here."""
-    net = formed(2)
-    net.run(5)
-    node, other, now = net.nodes[0], net.nodes[1], net.now
-    ask = one_ask(node, now := now + 5)
-    assert isinstance(ask.request, Exchange)
-    assert ask.request.positions  # the other one is of this version
-    old = ExchangeReply(Delta([], [], [], []), b"", node.gossip.cluster_records.hash, b"")
-    effects = node.gossip.answered(ask.token, old, now)
-    (sent,) = (e.request for e in effects if isinstance(e, Ask) and e.kind == ControlKind.DELTA)
-    assert isinstance(sent, Delta)
-    assert not sent.runs
-    request = one_ask(node, now + 5).request
-    assert isinstance(request, Exchange)
-    assert len(request.digest) == 2 * 28
-    assert not request.positions
-    question = Exchange(b"", node.gossip.cluster_records.hash, b"", [])
-    node.hold(location(1), now)
-    reply, _ = node.gossip.serve(other.peer_id, ControlKind.EXCHANGE, question, now)
-    assert isinstance(reply, ExchangeReply)
-    assert len(reply.digest) == 2 * 28
-    assert len(reply.delta.logs) == 1
-    assert not reply.delta.runs
-
-
 def test_operations_of_members_that_are_not_known_here_change_nothing() -> None:
     net = formed(2)
     node, other = net.nodes[0], net.nodes[1]
@@ -441,7 +415,7 @@ def test_nothing_is_kept_of_askers_that_are_no_members() -> None:
     for number in range(100, 200):
         gossip.serve(peer_id_of(number), ControlKind.EXCHANGE, question, net.now)
     exchanges = gossip.exchanges
-    kept = exchanges._readers | exchanges._invited.keys() | exchanges._unreliable
+    kept = exchanges._invited.keys() | exchanges._unreliable
     assert kept <= {peer_id_of(1)}
 
 

@@ -34,8 +34,8 @@ class FakeTransport:
         self._cost = cost
         self._same_host_only = same_host_only
 
-    def offers(self, copy: RemoteCopy) -> bool:
-        return copy.same_host or not self._same_host_only
+    def why_not(self, copy: RemoteCopy) -> str:
+        return "on another host" if self._same_host_only and not copy.same_host else ""
 
     def cost(self, copy: RemoteCopy) -> float:
         return self._cost
@@ -143,7 +143,7 @@ def test_busy_holders_are_asked_once_more_when_no_other_delivered() -> None:
     assert course == [(1, True), (2, True), (3, True), (1, False), (3, False)]
     attempts.failed(PullFailed(Code.NO_SUCH_KEY, "gone"))
     assert attempts.next() is None
-    # Who refused though it was not to is reported as every failure.
+    # A holder that refused against the rules is reported as every failure.
     assert [(each.member, each.code) for each in attempts.reports] == [
         (2, Code.NO_SUCH_KEY),
         (1, Code.BUSY),

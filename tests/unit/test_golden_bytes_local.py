@@ -90,19 +90,19 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "reserve in rows": (
         LocalKind.RESERVE_ROWS,
         0,
-        older.ReserveRows([older.ReserveItem(4096, 128)], "default"),
+        older.ReserveRows([(4096, 128)], "default"),
         ("10000000040302011000000000000000929192cd1000cc80a764656661756c74"),
     ),
     "reserved in rows": (
         LocalKind.RESERVE_ROWS,
         REPLY,
-        older.ReservedRows([older.Reservation(7, 0, 8192, 4096)]),
+        older.ReservedRows([(7, 0, 8192, 4096, local.OK)]),
         ("10000100040302010f000000000000009191950700cd2000cd10009300a000"),
     ),
     "commit in rows": (
         LocalKind.COMMIT_ROWS,
         0,
-        older.CommitRows("default", [ITEM], 4500, [older.ReserveItem(4096, 128)]),
+        older.CommitRows("default", [ITEM], 4500, [(4096, 128)]),
         (
             "1100000004030201480000000000000095a764656661756c74919d07a16b03c40801010101010101"
             "01090201cdea60c3c2a7666c6f617433329103c410000102030405060708090a0b0c0d0e0fcd1194"
@@ -112,7 +112,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "committed in rows": (
         LocalKind.COMMIT_ROWS,
         REPLY,
-        older.CommittedRows([local.PutOutcome(0, 1, 2, 3, 4)], [older.Reservation(8, 0, 4096, 4096)]),
+        older.CommittedRows([local.PutOutcome(0, 1, 2, 3, 4)], [(8, 0, 4096, 4096, local.OK)]),
         ("11000100040302011a0000000000000092919600010203049300a00091950800cd1000cd10009300a000"),
     ),
     "place": (
@@ -413,7 +413,7 @@ def test_an_older_answer_to_a_fetch_says_nothing_of_patterns() -> None:
 
 def test_older_requests_for_room_name_no_namespace() -> None:
     reserve = decode_body(older.ReserveRows, bytes.fromhex("919192cd1000cc80"))
-    assert reserve == older.ReserveRows([older.ReserveItem(4096, 128)])
+    assert reserve == older.ReserveRows([(4096, 128)])
     assert reserve.namespace == ""
     place = bytes.fromhex("92c410000102030405060708090a0b0c0d0e0fcd1000")
     assert decode_body(local.Place, place) == local.Place(DIGEST, 4096)

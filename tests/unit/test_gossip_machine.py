@@ -12,14 +12,20 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.digests import pack_digest
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import (
     Ack,
     Answer,
+    Ask,
     Claim,
+    Contact,
     ControlKind,
     Delta,
+    Duplicate,
     Exchange,
     ExchangeReply,
+    FetchSnapshot,
+    Later,
     Leave,
     LogChunk,
     Ping,
@@ -27,7 +33,6 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.locations.views import DirectoryConfig
-from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, GossipConfig, Later
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.probing import MAX_RELAYED
 from p2pstore.gossip.records import (
@@ -139,7 +144,7 @@ def test_home_peers_know_at_once() -> None:
     writer = nodes[3]
     for key in range(40):
         writer.hold(location(key), net.now)
-    pushes = writer.gossip.pushes(net.now)
+    pushes = writer.gossip.partitions.take_pushes(net.now)
     for key in range(40):
         expected = set(writer.gossip.homes(digest_of(key))) - {writer.peer_id}
         told = {p.peer_id for p in pushes if digest_of(key) in p.message.operations}
@@ -147,10 +152,10 @@ def test_home_peers_know_at_once() -> None:
     assert len(writer.gossip.homes(digest_of(1))) == 3
     assert all(len(p.message.operations) == 42 * len(p.message.sequences) for p in pushes)
     for push in pushes:
-        writer.gossip.push_answered(push.token, [], (), net.now)
+        writer.gossip.partitions.pushed(push.token, [], (), net.now)
     writer.hold(location(99), net.now)
-    assert writer.gossip.pushes(net.now + 0.019) == []
-    assert writer.gossip.pushes(net.now + 0.0201) != []
+    assert writer.gossip.partitions.take_pushes(net.now + 0.019) == []
+    assert writer.gossip.partitions.take_pushes(net.now + 0.0201) != []
 
 
 # --- faults ----------------------------------------------------------------------------------
@@ -446,8 +451,8 @@ def test_floors_reach_everybody_even_those_that_were_away() -> None:
     net.rest(nodes[0])
     wanted = nodes[0].gossip.cluster_records.hash
     assert net.run(5, lambda: all(n.gossip.cluster_records.hash == wanted for n in nodes[:5]))
-    assert len(nodes[4].gossip.take_cluster_records()) == 150
-    assert nodes[4].gossip.take_cluster_records() == []
+    assert len(nodes[4].gossip.incoming.take_cluster_records()) == 150
+    assert nodes[4].gossip.incoming.take_cluster_records() == []
     nodes[5].gossip.cluster_records.offer(*floor(nodes[5].signer, 999, 5))
     net.run(15)
     net.heal()

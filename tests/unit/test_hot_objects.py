@@ -24,12 +24,13 @@ from p2pstore.core.gets.reads import (
     HotObjects,
     SentOn,
 )
-from p2pstore.core.operation import PullFailure, PullObject, PullOutcome
+from p2pstore.core.operation import PullObject, PullOutcome
 from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.memory import segment_objects
 from p2pstore.memory.segment_objects import COUNTED, MostRead
 from p2pstore.objects import MIB
 from p2pstore.transfer.data_messages import DataKind, Keeps
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, Locations, ReadCount, Reads, ReadsTaken
 from p2pstore.wire import Code
 from tests.unit.core_harness import Harness, Other, RemoteObject, digest_of
@@ -227,7 +228,7 @@ def fetching(world: Harness) -> tuple[FetchOperation, RemoteObject]:
 
 def sent_on(world: Harness, pull: PullObject, *keepers: Other) -> None:
     """The holder that was asked names these."""
-    failure = PullFailure(
+    failure = HolderReport(
         pull.copies[0].member, int(Code.BUSY), keep=True, others=tuple(each.member for each in keepers)
     )
     world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
@@ -278,7 +279,7 @@ def test_strangers_and_this_peer_itself_are_no_keepers() -> None:
     world = Harness(others=1)
     fetching(world)
     pull = world.pull_wanted()
-    failure = PullFailure(
+    failure = HolderReport(
         pull.copies[0].member, int(Code.BUSY), keep=True, others=(world.core.member, 12345)
     )
     world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)

@@ -26,7 +26,7 @@ MOST_WIDE_FUNCTIONS: Final = 5
 """Public signatures with more parameters: the API's own, and Mooncake's."""
 MOST_NAMES_TWICE: Final = 4
 MOST_VAGUE_WORDS: Final = 3
-MOST_HEADLESS_SENTENCES: Final = 1
+MOST_HEADLESS_SENTENCES: Final = 0
 
 
 @cache
@@ -174,6 +174,7 @@ def test_sentences_have_nouns_as_subjects() -> None:
             and isinstance(node.value.value, str)
         ]
         prose, name = "\n".join(said), str(path.relative_to(ROOT))
+        headless[name] += sum(each.startswith(("What ", "Who ", "Whom ", "Whose ")) for each in said)
         vague[name] += len(VAGUE.findall(prose))
         headless[name] += len(HEADLESS.findall(prose))
     assert vague.total() <= MOST_VAGUE_WORDS, vague.most_common(10)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.locations.views import Location
-from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.contacts import (
     MAX_IN_FLIGHT_A_MEMBER,
     MAX_PINGED,

@@ -12,9 +12,10 @@ import pytest
 import trio
 import trio.testing
 
-from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Ping, Status
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Duplicate, Effect, Ping, Status
 from p2pstore.gossip.links.control_link import LinkError, OwnAddress, TwinAddress
-from p2pstore.gossip.machine import Duplicate, Effect, Gossip, GossipConfig
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.contacts import Contacts
 from p2pstore.gossip.records import PeerId
 from p2pstore.peer.lifetime import joining

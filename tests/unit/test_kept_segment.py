@@ -203,7 +203,7 @@ TestKeptSegmentAgainstDictionary.settings = settings(
 
 
 def images_during(lives: Lives, action: Callable[[], object]) -> list[bytes]:
-    """What the memory was like at every line of the peer's own code on memory: what a `kill -9` there leaves."""
+    """Copies of the memory at every line of the peer's own code on memory: a `kill -9` there leaves them."""
     images = [bytes(lives.buffer)]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

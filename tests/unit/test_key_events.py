@@ -20,7 +20,7 @@ from p2pstore.core.key_events import (
 from p2pstore.core.operation import AskPeer
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.records import LocationRecord, LogHead, Tier, iterate_locations
+from p2pstore.gossip.records import LocationRecord, LogHead, Tier
 from p2pstore.objects import Version, key_digest
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Named, Names
@@ -29,6 +29,7 @@ from tests.event_consumer import EventSet
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, OTHER_INCARNATION, Harness, digest_of
 from tests.unit.gossip_network import operations_after, run_at
+from tests.unit.location_set import iterate_locations
 
 UNIX_MS = 1_800_000_000_000
 

@@ -111,15 +111,15 @@ class Model:
             key: sorted((slot, m.records[key]) for slot, m in self.sets.items() if key in m.records)
             for key in keys
         }
-        assert {key: sorted(index.find(key)) for key in keys} == expected
+        assert {key: sorted(index.table.find(key)) for key in keys} == expected
         assert self.find_many(keys) == expected
         for slot, model in self.sets.items():
             assert [index.get(slot, key) for key in keys] == [model.records.get(k) for k in keys]
 
     def find_many(self, keys: list[bytes]) -> dict[bytes, list[tuple[int, bytes]]]:
-        matches = self.index.find_many(b"".join(keys))
+        matches = self.index.table.find_many(b"".join(keys))
         found: dict[bytes, list[tuple[int, bytes]]] = {key: [] for key in keys}
-        clocks = self.index.clocks(matches.rows).tolist()
+        clocks = self.index.table.clocks(matches.rows).tolist()
         for query, slot, clock in zip(
             matches.queries.tolist(), matches.slots.tolist(), clocks, strict=True
         ):
@@ -244,18 +244,18 @@ def test_a_discarded_slot_is_not_found_before_it_is_swept() -> None:
     for slot in slots:
         index.discard(slot)
     everything = digests_of(small + large)
-    assert [digest for digest in everything if index.find(digest)] == []
-    assert index.find_many(b"".join(everything)).rows.size == 0
+    assert [digest for digest in everything if index.table.find(digest)] == []
+    assert index.table.find_many(b"".join(everything)).rows.size == 0
     assert index.record_count == 0
     again = index.open()
     assert again in slots  # a number is used again, and nothing of the old set comes back with it
     index.apply(again, location(1).encode())
-    assert [digest for digest in everything if index.find(digest)] == []
+    assert [digest for digest in everything if index.table.find(digest)] == []
     steps = 1
     while index.sweep(500):
         steps += 1
     assert 5 <= steps <= 7
-    assert index.find(digest_of(1)) == [(again, location(1).encode())]
+    assert index.table.find(digest_of(1)) == [(again, location(1).encode())]
 
 
 def test_room_comes_back() -> None:
@@ -304,21 +304,21 @@ def test_a_long_chain_of_one_key_in_many_slots() -> None:
     run = b"".join(location(number).encode() for number in range(100))
     for slot in slots:
         index.apply(slot, run)
-    assert sorted(slot for slot, _ in index.find(digest_of(7))) == slots
+    assert sorted(slot for slot, _ in index.table.find(digest_of(7))) == slots
     for slot in slots[::2]:
         index.discard(slot)
     while index.sweep(300):
         pass
-    assert sorted(slot for slot, _ in index.find(digest_of(7))) == slots[1::2]
+    assert sorted(slot for slot, _ in index.table.find(digest_of(7))) == slots[1::2]
 
 
 def test_what_is_no_digest_is_nowhere() -> None:
     index = LocationIndex(100)
     slot = index.open()
     index.apply(slot, location(1).encode())
-    assert index.find(digest_of(1)[:15]) == []
+    assert index.table.find(digest_of(1)[:15]) == []
     assert index.get(slot, digest_of(1) + b"x") is None
-    assert index.find_many(b"").rows.size == 0
+    assert index.table.find_many(b"").rows.size == 0
 
 
 @pytest.mark.parametrize("others", [0, 500])

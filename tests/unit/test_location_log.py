@@ -11,16 +11,10 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations import log as log_copy
 from p2pstore.gossip.locations.log import OperationRing, OwnLog, SignedRun, newest_clock
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.records import (
-    LOCATION_BYTES,
-    LogHead,
-    decode_location,
-    iterate_locations,
-    location_hash,
-)
+from p2pstore.gossip.records import LOCATION_BYTES, LogHead, decode_location, location_hash
 from p2pstore.objects import Version
 from tests.unit.gossip_network import digest_of, location, operations_after
-from tests.unit.location_set import LocationSet
+from tests.unit.location_set import LocationSet, iterate_locations
 
 steps = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 3)), max_size=60)
 

@@ -15,6 +15,7 @@ import pytest
 
 from p2pstore.gossip import incoming
 from p2pstore.gossip.exchange.digests import DigestTable
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import (
     REQUESTS,
     Ask,
@@ -29,7 +30,6 @@ from p2pstore.gossip.homes import partition_homes
 from p2pstore.gossip.homes.partition_homes import HomeTable, choose_homes
 from p2pstore.gossip.homes.partitioned_directory import FOLLOWED_AT_ONCE
 from p2pstore.gossip.locations.views import DirectoryConfig
-from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.member_table import PARSED_RECORDS, MembershipConfig
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.members.suspicion import JUDGED_AT_ONCE
@@ -287,7 +287,7 @@ def test_homes_are_not_chosen_in_the_step_that_makes_digest_rows_anew(
         observer.now += 0.05
         steps.append(set())
         observer.answer(observer.gossip.tick(observer.now))
-        observer.gossip.pushes(observer.now)
+        observer.gossip.partitions.take_pushes(observer.now)
     done = Counter(name for step in steps for name in step)
     assert done["rows"] > 20
     assert done["homes"] > 20

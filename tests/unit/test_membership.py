@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
-from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.member_table import (
     MAX_HEARSAY,
     MAX_INCARNATION,

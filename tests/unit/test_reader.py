@@ -158,7 +158,7 @@ def test_damage_anywhere_is_a_miss(length: int) -> None:
     target = empty(length)
     for place in places:
         view[place] ^= 0x10
-        # What one chunk is made of, its slot says: the trailer has nothing to add.
+        # The slot has the sum of a single chunk: the trailer has nothing to add.
         needless = length <= CHUNK_BYTES and trailer <= place < trailer + entry.trailer_length
         copied = copy_one(reader, key_digest("k"), target)
         assert copied == (length if needless else None), place

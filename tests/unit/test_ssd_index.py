@@ -180,7 +180,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(segment=st.integers(0, 3))
     def footer(self, segment: int) -> None:
-        footer = self.index.footer_of(segment)
+        footer = self.index.rows.footer(segment)
         mine = {place: each for place, each in self.places().items() if place.segment == segment}
         assert footer.rows["number"].tolist() == sorted(place.number for place in mine)
         by_number = {place.number: (place, *each) for place, each in mine.items()}
@@ -212,11 +212,13 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def totals_are_right(self) -> None:
         alive = self.places()
-        assert self.index.records == len(alive)
+        assert self.index.rows.records == len(alive)
         assert self.index.objects == sum(
             len(parts) == part_count(facts.length) for facts, parts in self.alive.values()
         )
-        assert self.index.live_bytes == sum(self.size(facts, [part]) for facts, part in alive.values())
+        assert self.index.rows.live_bytes == sum(
+            self.size(facts, [part]) for facts, part in alive.values()
+        )
         for segment in range(SEGMENTS):
             mine = [each for place, each in alive.items() if place.segment == segment]
             assert len(list(self.index.records_of(segment))) == len(mine)
@@ -255,7 +257,7 @@ def test_all_parts_of_an_object_are_kept_as_firmly() -> None:
     entry = present(index.find(facts.digest))
     assert (entry.pin, entry.replicas, entry.soft, entry.length) == (2, 7, True, facts.length)
     assert entry.described
-    rows = index.footer_of(0).rows
+    rows = index.rows.footer(0).rows
     assert rows["replicas"].tolist() == [7] * 3
     assert rows["flags"].tolist() == [2 | 4 | 8] * 3
     assert rows["part"].tolist() == [0, 1, 2]
@@ -291,7 +293,7 @@ def test_a_segment_has_records_of_one_generation() -> None:
         index.add(place(0, generation=2), facts_of("b", 1), 0, 1)
     assert index.find(facts_of("b", 1).digest) is None
     index.drop(facts_of("a", 1).digest)
-    assert not index._rows._texts._texts
+    assert not index.rows._texts._texts
     index.add(place(0, generation=2), facts_of("b", 1), 0, 1)
     entry = present(index.find(facts_of("b", 1).digest))
     assert entry.places[0].generation == 2
@@ -321,12 +323,12 @@ def test_text_of_dropped_keys_is_cut_out() -> None:
             index.drop(facts.digest)
         else:
             kept[facts.digest] = facts.key
-    text = index._rows._texts._texts[0]
+    text = index.rows._texts._texts[0]
     assert len(text) < 2 * 1000 * len(kept) + 66_000
     for digest, key in kept.items():
         entry = present(index.find(digest))
         assert entry.key == key
-    assert len(index.footer_of(0).keys) == 1000 * len(kept)
+    assert len(index.rows.footer(0).keys) == 1000 * len(kept)
 
 
 def test_namespaces_without_records_are_forgotten() -> None:
@@ -338,7 +340,7 @@ def test_namespaces_without_records_are_forgotten() -> None:
         assert index.page(f"{number}", "", "", 5)[0] != []
         index.drop(facts.digest)
         assert not any(index.digests(namespace_digest(f"{number}")))
-    assert len(index._rows.names._names) == 1
+    assert len(index.rows.names._names) == 1
     assert not index._orders._orders
 
 

@@ -192,11 +192,11 @@ def test_nothing_of_an_earlier_generation_counts() -> None:
     log.seal(0)
     log.start(0, 2, opened=False)
     index, found, refilled = log.recover()
-    assert (found[0].state, found[0].generation, index.records) == (FoundState.FREE, 2, 0)
+    assert (found[0].state, found[0].generation, index.rows.records) == (FoundState.FREE, 2, 0)
     assert refilled.next_sequence == 1
     log.start(0, 2, opened=True)
     index, found, _ = log.recover()
-    assert (found[0].state, index.records) == (FoundState.UNSEALED, 0)
+    assert (found[0].state, index.rows.records) == (FoundState.UNSEALED, 0)
 
 
 def test_a_reclaim_that_is_torn_leaves_no_marks_of_the_generation_before() -> None:
@@ -224,7 +224,7 @@ def test_a_segment_without_its_header_counts_for_nothing_but_its_generation() ->
         log.write(MIB, bytes(100))
         index, found, _ = log.recover()
         assert (found[0].state, found[0].generation) == (FoundState.DAMAGED, 7)
-        assert (index.records, found[0].unreadable_bytes) == (0, 0)
+        assert (index.rows.records, found[0].unreadable_bytes) == (0, 0)
 
 
 def test_dead_marks_are_obeyed() -> None:
@@ -243,10 +243,10 @@ def test_a_damaged_sector_of_dead_marks_kills_its_records_for_good() -> None:
     three_records(log)
     log.disk[MIB + PAGE_BYTES + 100] ^= 1
     index, found, _ = log.recover()
-    assert index.records == 0
+    assert index.rows.records == 0
     assert found[0].marks.dirty
     log.write(MIB + PAGE_BYTES, found[0].marks.encode())
-    assert log.recover()[0].records == 0
+    assert log.recover()[0].rows.records == 0
 
 
 @pytest.mark.parametrize("newer_first", [False, True])
@@ -263,7 +263,7 @@ def test_the_highest_version_wins_and_the_other_is_dead_for_good(
     index, found, refilled = log.recover()
     entry = present(index.find(new.digest))
     assert (entry.version, entry.places) == (new.version, (places[new.version],))
-    assert (index.objects, index.records, refilled.superseded) == (1, 1, 1)
+    assert (index.objects, index.rows.records, refilled.superseded) == (1, 1, 1)
     dead = places[old.version]
     assert found[dead.segment].marks.is_dead(dead.number)
     assert [each.marks.dirty for each in found].count(True) == 1
@@ -291,7 +291,7 @@ def test_an_object_without_one_of_its_parts_is_dead_for_good() -> None:
     entry = present(index.find(facts.digest))
     assert entry.places == (places[1], places[2], places[0])
     assert index.find(other.digest) is None
-    assert (index.objects, index.records, refilled.incomplete) == (1, 3, 1)
+    assert (index.objects, index.rows.records, refilled.incomplete) == (1, 3, 1)
     assert found[2].marks.is_dead(missing.number)
 
 
@@ -400,10 +400,10 @@ def test_an_index_that_was_filled_goes_on_like_any_other() -> None:
         )
         listed = index.page(f"namespace {namespace}", "", "", 100)[0]
         assert [entry.key for entry in listed] == wanted
-    footer = index.footer_of(0)
+    footer = index.rows.footer(0)
     assert len(footer.rows) == 28
     assert len(footer.keys) == sum(len(facts[number].key) for number in range(30)) - 2 * 5
-    assert (index.objects, index.records) == (29, 29)
+    assert (index.objects, index.rows.records) == (29, 29)
     for record in index.records_of(0):
         index.drop(record.digest)
     assert (index.objects, index.segment_live_bytes(0), [*index.records_of(0)]) == (1, 0, [])
@@ -411,7 +411,7 @@ def test_an_index_that_was_filled_goes_on_like_any_other() -> None:
 
 def test_a_log_without_segments_worth_anything_gives_an_empty_index() -> None:
     index, found, refilled = Log().recover()
-    assert (index.objects, index.records, index.live_bytes, len(found)) == (0, 0, 0, 3)
+    assert (index.objects, index.rows.records, index.rows.live_bytes, len(found)) == (0, 0, 0, 3)
     assert (refilled.next_sequence, refilled.superseded) == (1, 0)
     assert refilled == type(refilled)(1, 0, 0, 0, 0)
 
@@ -445,7 +445,7 @@ def test_whatever_is_damaged_what_is_read_is_right_and_what_was_discarded_stays_
     _damage(log, rng, before)
 
     index, found, _ = log.recover()
-    assert index.records == sum(len([*index.records_of(segment)]) for segment in range(3))
+    assert index.rows.records == sum(len([*index.records_of(segment)]) for segment in range(3))
     for digest, versions in values.items():
         entry = index.find(digest)
         if entry is not None:
@@ -530,10 +530,10 @@ def test_whatever_was_written_recovery_agrees_with_a_plain_reading(data: st.Data
             assert (entry.version, entry.namespace) == (best.version, best.namespace)
             assert entry.places == tuple(parts[best][part] for part in sorted(parts[best]))
             kept |= set(entry.places)
-    assert index.records == len(kept)
+    assert index.rows.records == len(kept)
     for place in alive:
         assert found[place.segment].marks.is_dead(place.number) == (place not in kept)
-    sealed_anew = [index.footer_of(segment) for segment in range(4)]
+    sealed_anew = [index.rows.footer(segment) for segment in range(4)]
     assert sum(len(footer.rows) for footer in sealed_anew) == len(kept)
     for segment, footer in enumerate(sealed_anew):
         assert np.all(np.diff(footer.rows["number"].astype(int)) > 0)

@@ -341,7 +341,7 @@ class TierAgainstDict(RuleBasedStateMachine):
         assert facts.version.clock == known.newest
         assert value == self.values[key, facts.version.clock]
 
-    # What must hold.
+    # Invariants.
 
     @invariant()
     def nothing_is_left_over(self) -> None:
@@ -357,7 +357,7 @@ class TierAgainstDict(RuleBasedStateMachine):
         for entry in entries:
             assert entry.version.clock == self.of(entry.key).newest
         if log.health.state is not TierState.OFF:
-            assert log.index.live_bytes == sum(entry.disk_bytes for entry in entries)
+            assert log.index.rows.live_bytes == sum(entry.disk_bytes for entry in entries)
         assert self.harness.tier.statistics()["queued_bytes"] == 0
         for segment in log.table.segments:
             assert log.index.segment_live_bytes(segment.number) <= log.table.usable_bytes

@@ -29,7 +29,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import SignedRecord
 from p2pstore.integrations.mooncake.tensor_format import read_one, write_one
 from p2pstore.objects import Version, clock_from_unix_seconds
-from p2pstore.peer.lifetime.saving import StateSaver
+from p2pstore.peer.lifetime.leaving import StateSaver
 from p2pstore.state.folder import Folder, ephemeral, load_cluster_key_file, replace_file
 from p2pstore.state.state_directory import StateDirectory
 from tests.unit.core_harness import Harness, digest_of
@@ -52,11 +52,11 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         incarnation = state.record.next_incarnation(1000)
         state.save_clock(77)
         state.save_addresses(["10.0.0.1:17946", "[::1]:1"])
-        assert state.load_publishers() == []
-        assert state.load_forgotten() == []
+        assert state.load_publishers() == ([], [])
         state.save_publishers([("space", "name", peer_id), ("", "other", peer_id)])
-        assert state.load_forgotten() == []
-        state.save_publishers(state.load_publishers(), [("space", "old", peer_id, 7)])
+        pins, forgotten = state.load_publishers()
+        assert forgotten == []
+        state.save_publishers(pins, [("space", "old", peer_id, 7)])
         for record in records(3):
             state.floors.append([record])
     assert mode(path) == 0o700
@@ -68,8 +68,9 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert state.record.next_incarnation(5000) == 5000
         assert state.record.clock == 77
         assert state.load_addresses() == ["10.0.0.1:17946", "[::1]:1"]
-        assert state.load_publishers() == [("space", "name", peer_id), ("", "other", peer_id)]
-        assert state.load_forgotten() == [("space", "old", peer_id, 7)]
+        pins, forgotten = state.load_publishers()
+        assert pins == [("space", "name", peer_id), ("", "other", peer_id)]
+        assert forgotten == [("space", "old", peer_id, 7)]
         assert state.floors.load() == records(3)
         state.floors.replace(records(2))
         assert state.floors.load() == records(2)

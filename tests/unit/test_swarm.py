@@ -343,7 +343,7 @@ def test_a_piece_that_is_overdue_is_given_up_and_asked_for_elsewhere() -> None:
     # Its sender is left alone for a while.
     peer.on(Received(1, Grant(3)))
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.NOTHING))]
-    # What it brings after all is welcome.
+    # A piece that it brings after all is welcome.
     peer.on(PieceArrived(1, 2))
     assert peer.asked(Abandon) == [Abandon(2, 2)]
     assert peer.machine.have == map_of([0, 1, 2])

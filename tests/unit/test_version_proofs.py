@@ -5,11 +5,16 @@ from typing import Final
 
 import pytest
 
-from p2pstore.core.copies.proofs import DOUBT_SECONDS
+from p2pstore.core.copies.proofs import (
+    DOUBT_SECONDS,
+    MAX_LEAVES,
+    MAX_PROOF_BYTES,
+    read_proof,
+    sign_versions,
+)
 from p2pstore.core.operation import AskPeer
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import LocationRecord, writer_of
-from p2pstore.gossip.version_proofs import MAX_LEAVES, MAX_PROOF_BYTES, read_proof, sign_versions
 from p2pstore.home_messages import Push
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind

@@ -4,7 +4,7 @@ import pytest
 from trio.testing import memory_stream_pair
 
 from p2pstore.errors import ProtocolError
-from p2pstore.peer.zeromq import COMMAND, GREETING, LONG, MORE, READY, ZeroMQConnection, frame
+from p2pstore.peer.event_stream import COMMAND, GREETING, LONG, MORE, READY, ZeroMQConnection, frame
 
 HELLO = GREETING + frame(COMMAND, READY + b"\x0bSocket-Type\0\0\0\x06DEALER")
 

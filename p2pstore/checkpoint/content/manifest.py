@@ -38,8 +38,8 @@ from p2pstore.checkpoint.content.pieces import (
     pieces_in,
 )
 from p2pstore.errors import CheckpointRefused, ProtocolError
-from p2pstore.objects import Signer, Verifier, check_checkpoint_name, format_peer_id
-from p2pstore.wire import Message, decode_body, encode_body
+from p2pstore.objects import check_checkpoint_name, format_peer_id
+from p2pstore.wire import Message, Signer, Verifier, decode_body, encode_body
 
 MANIFEST_FORMAT: Final = 1
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024

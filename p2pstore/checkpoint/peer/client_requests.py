@@ -24,9 +24,9 @@ from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import Participation, TakesPart
 from p2pstore.local.local_protocol import LocalClient, LocalKind
-from p2pstore.objects import Signer, Verifier, check_checkpoint_name, unix_seconds_from_clock
+from p2pstore.objects import check_checkpoint_name, unix_seconds_from_clock
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.wire import Empty, Message
+from p2pstore.wire import Empty, Message, Signer, Verifier
 
 MAX_ENTRIES: Final = 4096
 """In one answer."""

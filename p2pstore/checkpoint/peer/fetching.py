@@ -36,10 +36,10 @@ from p2pstore.checkpoint.peer.stores import HeldDirectory, Holding, Memories, Me
 from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import PeerId, TakesPart, member_of
-from p2pstore.objects import Verifier
 from p2pstore.transfer.data_messages import DataKind, GetManifest, ManifestReply
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
+from p2pstore.wire import Verifier
 
 IN_USE_SECONDS: Final = 3.0
 """How long a directory may stay locked by a fetch that is just being given up."""

@@ -33,9 +33,9 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.checkpoint_records import checkpoint_digest
 from p2pstore.gossip.records import TakesPart
-from p2pstore.objects import Signer, check_checkpoint_name, format_peer_id
+from p2pstore.objects import check_checkpoint_name, format_peer_id
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.wire import Message, decode_body, encode_body
+from p2pstore.wire import Message, Signer, decode_body, encode_body
 
 logger = logging.getLogger("p2pstore.peer")
 

@@ -185,8 +185,12 @@ class ColdCopies:
         """This peer has these no longer. Count them by what that costs."""
         core = self._core
         core.gossip.release_many([(entry.digest, entry.version) for entry in entries], now)
-        mentioned = core.gossip.locations.mentioned({entry.digest for entry in entries})
-        reasons = Counter([self._why_gone(each, each.digest in mentioned, now) for each in entries])
+        gone = {entry.digest for entry in entries}
+        mentioned = core.gossip.locations.mentioned(gone)
+        known = mentioned | (gone & core.segment.digests())
+        doubtful = [each for each in entries if each.expires_unix_ms or each.digest in known]
+        reasons = Counter([self._why_gone(each, each.digest in mentioned, now) for each in doubtful])
+        reasons[Gone.LAST_COPY] += len(entries) - len(doubtful)
         for why, count in reasons.items():
             core.counters[f"gone_{why}"] += count
         core.counters["last_copies_dropped"] += reasons[Gone.LAST_COPY]

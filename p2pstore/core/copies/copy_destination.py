@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
+from p2pstore.core.copies.proofs import MAX_PROOF_BYTES, SIGNATURE_BYTES, read_proof, signed_proofs
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.operation import Operation, PullOutcome, PullTogether
 from p2pstore.core.puts.publishing import announce_new, reserve_many
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import PeerId, member_of, writer_of
-from p2pstore.gossip.version_proofs import MAX_PROOF_BYTES, SIGNATURE_BYTES, read_proof, signed_proofs
 from p2pstore.memory.entries import ObjectEntry, Reservation, Written
 from p2pstore.memory.segment_layout import (
     EXPIRY_BYTES,
@@ -140,7 +140,7 @@ class CopyDestination:
             core.segment.abort(number, holder=self._holder)
             return None
         trailer = replace(trailer, proof=self._good_proof(slot, trailer))
-        core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
+        core.gossip.directory.watched.touch(slot.digest)  # a newer version may be known by now
         try:
             entry = core.objects.publish(
                 Written(number, slot.digest, slot.version, trailer, slot.length),
@@ -341,7 +341,7 @@ class CopiesDestination:
         if existing is not None and existing.version.covers(row.version):
             self.codes[place] = HELD
             return
-        self._core.gossip.directory.touch(row.digest)
+        self._core.gossip.directory.watched.touch(row.digest)
         try:
             entry = self._core.objects.publish(row, holder=self._holder, soft=False, now=now)
         except (NoSuchKey, ValueError):
@@ -362,7 +362,7 @@ class CopiesDestination:
             self.codes[place] = HELD
             entry.verified = True
             if entry.digest in known:  # a newer version may be, by now
-                core.gossip.directory.touch(entry.digest)
+                core.gossip.directory.watched.touch(entry.digest)
         announce_new(core, [entry for entry in entries if entry is not None], now)
 
     def abort(self) -> None:

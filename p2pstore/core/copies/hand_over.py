@@ -33,7 +33,7 @@ MAX_TARGETS: Final = 4
 """Peers that are asked to take an object, one after the other."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HandedOver:
     """Counts of the objects handed over and of those that this peer alone still holds, with their bytes."""
 
@@ -59,20 +59,15 @@ class HandOverOperation(Operation):
         self._order: list[tuple[int, bool, float, bytes, int]] = []
         """A heap of the objects to hand over; digest and length are the last fields."""
         self._under_way: dict[bytes, int] = {}
-        self._objects = self._bytes = 0
-        self._left_objects = self._left_bytes = 0
+        self.handed_over = HandedOver()
+        """How far it is."""
         self._beginning = False
         self._spread_at = 0.0
 
-    @property
-    def handed_over(self) -> HandedOver:
-        """How far it is."""
-        return HandedOver(self._objects, self._bytes, self._left_objects, self._left_bytes)
-
     def start(self, now: float) -> None:
         if not self._rooms.all(now):
-            self._left_objects = self.core.gossip.log.count
-            self._left_bytes = self.core.segment.used_bytes
+            self.handed_over.left_objects = self.core.gossip.log.count
+            self.handed_over.left_bytes = self.core.segment.used_bytes
             self.finish(self.handed_over, now)
             return
         self._look_on(now)
@@ -104,8 +99,8 @@ class HandOverOperation(Operation):
             held = held_here(self.core, digest, now)
             if held is not None and self._is_last_copy(held, now):
                 heapq.heappush(self._order, self._place_of(held, now))
-                self._left_objects += 1
-                self._left_bytes += held.length
+                self.handed_over.left_objects += 1
+                self.handed_over.left_bytes += held.length
         if len(self._order) > 2 * MOST_ORDERED:
             self._order = heapq.nsmallest(MOST_ORDERED, self._order)  # sorted, and so a heap
         self.set_alarm(now)
@@ -181,8 +176,8 @@ class HandOverOperation(Operation):
         def replicated(result: Any, at: float) -> None:
             del self._under_way[entry.digest]
             if isinstance(result, int) and result > 1:
-                self._objects += 1
-                self._bytes += entry.length
+                self.handed_over.objects += 1
+                self.handed_over.bytes += entry.length
                 self._count_off(entry.length)
                 self._spread_at = at + SPREAD_SECONDS
             self._go_on(at)
@@ -190,8 +185,8 @@ class HandOverOperation(Operation):
         self.run(operation, replicated, now)
 
     def _count_off(self, length: int) -> None:
-        self._left_objects -= 1
-        self._left_bytes -= length
+        self.handed_over.left_objects -= 1
+        self.handed_over.left_bytes -= length
 
 
 class _Rooms(MemberRooms):

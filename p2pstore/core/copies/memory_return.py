@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import filterfalse, islice
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.operation import CheckReturned, ColdObject, ColdSorted
@@ -91,7 +91,9 @@ class MemoryReturn:
                 entry.verified = True
                 core.cold.came_to_memory(entry)
                 core.objects.announce(entry, now)
-                core.gossip.directory.touch(entry.digest)  # a newer version may have been put meanwhile
+                core.gossip.directory.watched.touch(
+                    entry.digest
+                )  # a newer version may have been put meanwhile
         core.objects.announce_withdrawn(now)
 
     def _drop(self, entry: ObjectEntry, fate: str) -> None:
@@ -103,24 +105,6 @@ class MemoryReturn:
         """`fate` is one of `FATES`."""
         self._core.counters[f"kept_objects_{fate}"] += 1
         self._core.counters[f"kept_bytes_{fate}"] += entry.length
-
-
-class ColdReturn:
-    """The objects that are held back, and how they are told apart, some at a time."""
-
-    def __init__(self, objects: Iterable[ColdObject], newest_clock: int) -> None:
-        self.newest_clock = newest_clock
-        self._objects = iter(objects)  # they may be many more than fit in memory at once
-
-    def sort(self, count: int, is_good: Callable[[ColdObject], bool]) -> ColdSorted:
-        """Up to `count` of those left."""
-        some = list(islice(self._objects, count))
-        good = {each for each in some if is_good(each)}
-        return ColdSorted(
-            tuple(each for each in some if each in good),
-            tuple(each for each in some if each not in good),
-            last=len(some) < count,
-        )
 
 
 class EarlierLife:
@@ -138,7 +122,8 @@ class EarlierLife:
         self._distrusted_before = 0
         self._trusted_operation = 0
         """Operations with lower numbers began before the last time that older copies were distrusted."""
-        self._cold: ColdReturn | None = None
+        self._cold: Iterator[ColdObject] | None = None
+        """Those that are held back: they may be many more than fit in memory at once."""
         self._memory: MemoryReturn | None = None
         self._unsettled = 0
         self._seen_before_cold: Stamps | None = None
@@ -181,7 +166,7 @@ class EarlierLife:
         and what floors that are gone may have forbidden. Objects that a floor forbade in the earlier
         life must have been discarded then, durably: that floor may be gone as well.
         """
-        self._cold = ColdReturn(objects, newest_clock)
+        self._cold = iter(objects)
         self._hold_back(newest_clock, now)
 
     def return_with_memory(self, now: float) -> None:
@@ -254,12 +239,15 @@ class EarlierLife:
 
     def _sort_cold(self, now: float) -> None:
         assert self._cold is not None
-        sorted_ones = self._cold.sort(COLD_PER_STEP, self._is_good)
+        some = list(islice(self._cold, COLD_PER_STEP))
+        good = tuple(filter(self._is_good, some))
+        discarded = tuple(filterfalse(self._is_good, some))
         self._core.counters["objects_distrusted"] += sum(
-            each.version.clock <= self._distrusted_before for each in sorted_ones.discarded
+            each.version.clock <= self._distrusted_before for each in discarded
         )
-        self._core.emit(sorted_ones)
-        if sorted_ones.last:
+        last = len(some) < COLD_PER_STEP
+        self._core.emit(ColdSorted(good, discarded, last))
+        if last:
             self._cold = None
             self._core.repair.look_later(now)  # holders of other copies may be gone for good
 

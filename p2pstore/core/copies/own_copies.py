@@ -122,8 +122,6 @@ def other_firm_copies(
 
 INLINE_BYTES: Final = 4 * KIB
 """Values up to this are compared at once, in about 3 us; longer ones by the shell, in a thread."""
-MAX_NOTED: Final = 16
-"""Spoilt objects that the log is told of at a time; a counter has all of them."""
 
 
 class CheckOperation(Operation):
@@ -157,7 +155,6 @@ class Checks:
         self._core = core
         self._waiting: dict[int, list[CheckOperation]] = {}
         """By slot number: the object in it is held until it is compared."""
-        self._spoilt: list[str] = []
 
     def begin(self, operation: CheckOperation, entry: ObjectEntry, now: float) -> None:
         """Compare; `operation.checked` is called at the end."""
@@ -190,11 +187,10 @@ class Checks:
         if good and (not live or self._core.segment.restoring.object(entry, sums)):
             entry.verified = True
         elif live:
-            if len(self._spoilt) < MAX_NOTED:
-                self._spoilt.append(entry.key)
+            self._core.notes.add(
+                "spoilt",
+                f"the bytes of {entry.key!r} are spoilt in this peer's memory, or were put with false checksums: this "
+                "copy is given up",
+                is_error=True,
+            )
             self._core.objects.drop_spoilt(entry, now)
-
-    def take_spoilt(self) -> list[str]:
-        """The keys of objects that were found spoilt since the last call, for the log."""
-        spoilt, self._spoilt = self._spoilt, []
-        return spoilt

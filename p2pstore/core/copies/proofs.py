@@ -1,39 +1,46 @@
-"""Proofs of who wrote a copy: made, kept and asked for.
+"""Proofs of who wrote a copy: made, kept and asked for. Pure.
 
 A copy counts when its version, root included, is its writer's own word: the holder is the writer, or the writer's log
-says the same, or the holder has a proof of the writer (`gossip.version_proofs`). A proof was asked for once, and is
-remembered here; it lies beside the copy, in its trailer and on the SSD, and goes with it.
+says the same, or the holder has a proof of the writer. A proof was asked for once, and is remembered here; it lies
+beside the copy, in its trailer and on the SSD, and goes with it.
+
+Each proof stands by itself. The writer signs the root of a Merkle tree whose leaves are up to 64 versions; a proof is
+
+    public key 32 | signature 64 | u8 place of the leaf | u8 leaves | hashes up to the root, 16 bytes each
+
+which is 98 bytes for a version alone, and at most 194. Of an odd number of nodes, the last one goes up as it is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-import logging
 import math
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from p2pstore.core.operation import KnownCopy, Operation, Reply
-from p2pstore.gossip.records import Member, PeerId, Tier, writer_of_member
-from p2pstore.gossip.version_proofs import (
-    MAX_LEAVES,
-    SignedTree,
-    read_proof,
-    sign_versions,
-    signature_of,
+from p2pstore.gossip.records import (
+    Member,
+    PeerId,
+    Tier,
+    peer_id_from_public_key,
+    public_key_from_peer_id,
+    writer_of,
+    writer_of_member,
 )
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.objects import Version
+from p2pstore.objects import Version, put_newest
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
+from p2pstore.wire import Signer
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-
-logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED: Final = 16_384
 """Versions that were proved: some 4 MB."""
@@ -68,7 +75,7 @@ class VersionProofs:
         self._core = core
         self._proved: OrderedDict[tuple[bytes, Version], None] = OrderedDict()
         self._trees: OrderedDict[SignedTree, None] = OrderedDict()
-        self._unsigned: OrderedDict[bytes, None] = OrderedDict()
+        self._unsigned: dict[bytes, None] = {}
         self._signed: OrderedDict[bytes, tuple[Version, bytes]] = OrderedDict()
         self._doubted_until: OrderedDict[tuple[Member, bytes], float] = OrderedDict()
         """By member and key; of all keys where that is empty."""
@@ -89,10 +96,11 @@ class VersionProofs:
         """This peer wrote versions of keys: each is signed when the first copy of it, or of one near it, leaves."""
         unsigned, written = self._unsigned, dict.fromkeys(digests)
         for digest in unsigned.keys() & written.keys():
-            unsigned.move_to_end(digest)
+            del unsigned[digest]
         unsigned.update(written)
-        for _ in range(len(unsigned) - MAX_UNSIGNED):
-            unsigned.popitem(last=False)
+        if len(unsigned) > 2 * MAX_UNSIGNED:
+            for digest in list(islice(unsigned, len(unsigned) - MAX_UNSIGNED)):
+                del unsigned[digest]
 
     def of(self, entry: ObjectEntry, now: float) -> bytes:
         """The proof of what is here in memory; empty where there is none."""
@@ -128,10 +136,7 @@ class VersionProofs:
         self._core.counters["version_signatures"] += 1
         proofs = sign_versions(versions, self._core.signer)
         for (digest, version), proof in zip(versions, proofs, strict=True):
-            self._signed[digest] = version, proof
-            self._signed.move_to_end(digest)
-        while len(self._signed) > MAX_SIGNED:
-            self._signed.popitem(last=False)
+            put_newest(self._signed, digest, (version, proof), MAX_SIGNED)
         return proofs
 
     # --- versions of others ------------------------------------------------------------------
@@ -150,26 +155,23 @@ class VersionProofs:
         if tree not in self._trees:
             if not self._core.verifier.verify(*tree):
                 return False
-            self._trees[tree] = None
-            if len(self._trees) > MAX_TREES:
-                self._trees.popitem(last=False)
+            put_newest(self._trees, tree, None, MAX_TREES)
         self.believe(digest, version)
         return True
 
     def believe(self, digest: bytes, version: Version) -> None:
         """Remember that this version was proved."""
-        self._proved[digest, version] = None
-        if len(self._proved) > MAX_REMEMBERED:
-            self._proved.popitem(last=False)
+        put_newest(self._proved, (digest, version), None, MAX_REMEMBERED)
 
     def contradicts(self, copy: KnownCopy) -> None:
         """A member announces other bytes under a version than its writer does."""
         self._core.counters["contradicting_copies"] += 1
         if copy.member not in self._told and len(self._told) < MAX_DOUBTED:
             self._told.add(copy.member)
-            logger.warning(
-                "peer %s announces other bytes than the writer of a version does: it is not read there",
-                self._core.name_of(copy.peer_id),
+            name = self._core.name_of(copy.peer_id)
+            self._core.notes.add(
+                "",
+                f"peer {name} announces other bytes than the writer of a version does: it is not read there",
             )
 
     # --- asking ------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ class VersionProofs:
         """Ask for some proofs of copies that are here, holders of many at once."""
         while next(iter(self._unanswered.values()), math.inf) <= now:
             digest, _ = self._unanswered.popitem(last=False)
-            self._core.gossip.directory.touch(digest)
+            self._core.gossip.directory.watched.touch(digest)
         wanted: list[KnownCopy] = []
         for _ in range(MAX_PROVED):
             if not self._due or self._due[0][0] > now:
@@ -247,10 +249,7 @@ class VersionProofs:
 
     def doubt(self, member: Member, digest: bytes, now: float) -> None:
         """The member did not prove what it has of a key, or, where that is empty, does not answer or lies."""
-        self._doubted_until[member, digest] = now + DOUBT_SECONDS
-        self._doubted_until.move_to_end((member, digest))
-        if len(self._doubted_until) > MAX_DOUBTED:
-            self._doubted_until.popitem(last=False)
+        put_newest(self._doubted_until, (member, digest), now + DOUBT_SECONDS, MAX_DOUBTED)
 
 
 class ProveOperation(Operation):
@@ -297,7 +296,7 @@ class ProveOperation(Operation):
             if proofs.accept(digest, version, proof):
                 self._proved.add(digest)
                 self._keep(digest, version, proof, now)
-                self.core.gossip.directory.touch(digest)
+                self.core.gossip.directory.watched.touch(digest)
             else:
                 proofs.doubt(copy.member, digest, now)
         unanswered = {copy.record.digest for copies in self.asked.values() for copy in copies}
@@ -314,3 +313,105 @@ class ProveOperation(Operation):
         entry = self.core.objects.find(digest, now)
         if entry is not None and entry.version == version and not self.core.is_own(version):
             self.core.segment.objects.set_proof(entry, proof)
+
+
+MAX_LEAVES: Final = 64
+_HASH_BYTES: Final = 16
+SIGNATURE_BYTES: Final = 64
+_SIGNATURE: Final = slice(32, 32 + SIGNATURE_BYTES)
+_FIXED_BYTES: Final = 32 + SIGNATURE_BYTES + 2
+MAX_PROOF_BYTES: Final = _FIXED_BYTES + 6 * _HASH_BYTES
+_LEAF: Final = struct.Struct("<16sQHQ")
+_LEAF_PERSON: Final = b"p2pstore.vleaf.1"
+_NODE_PERSON: Final = b"p2pstore.vnode.1"
+_CONTEXT: Final = b"p2pstore versions 1\0"
+
+
+class SignedTree(NamedTuple):
+    """What a proof says, once its signature was found good: `signer` signed `message`."""
+
+    signer: PeerId
+    message: bytes
+    signature: bytes
+
+
+def sign_versions(versions: Sequence[tuple[bytes, Version]], signer: Signer) -> list[bytes]:
+    """A proof for each of 1 to 64 versions, by the digests of their keys."""
+    levels = _levels(versions)
+    return _proofs(levels, signer.peer_id, signer.sign(_message(len(versions), levels[-1][0])))
+
+
+def signed_proofs(
+    versions: Sequence[tuple[bytes, Version]], signer: PeerId, signature: bytes
+) -> list[bytes]:
+    """What `sign_versions` of all these made, out of its signature. They are good if that is."""
+    return _proofs(_levels(versions), signer, signature)
+
+
+def signature_of(proof: bytes) -> bytes:
+    """The signature in a proof."""
+    return proof[_SIGNATURE]
+
+
+def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | None:
+    """What a proof says of this version, without a look at the signature; None when it is none of it."""
+    if not _FIXED_BYTES <= len(proof) <= MAX_PROOF_BYTES:
+        return None
+    key, signature, place, count = proof[:32], proof[_SIGNATURE], proof[96], proof[97]
+    hashes = [proof[at : at + _HASH_BYTES] for at in range(_FIXED_BYTES, len(proof), _HASH_BYTES)]
+    signer = peer_id_from_public_key(key)
+    if place >= count or count > MAX_LEAVES or writer_of(signer) != version.writer:
+        return None
+    node, width, hashes = _leaf(digest, version), count, hashes[::-1]
+    while width > 1:
+        if place ^ 1 < width:
+            if not hashes:
+                return None
+            other = hashes.pop()
+            node = _node(other, node) if place & 1 else _node(node, other)
+        place, width = place >> 1, (width + 1) >> 1
+    if hashes:
+        return None
+    return SignedTree(signer, _message(count, node), signature)
+
+
+def _levels(versions: Sequence[tuple[bytes, Version]]) -> list[list[bytes]]:
+    """The tree's hashes, from the leaves up to the root."""
+    levels = [[_leaf(digest, version) for digest, version in versions]]
+    while len(levels[-1]) > 1:
+        levels.append(_above(levels[-1]))
+    return levels
+
+
+def _proofs(levels: list[list[bytes]], signer: PeerId, signature: bytes) -> list[bytes]:
+    count = len(levels[0])
+    begin = public_key_from_peer_id(signer) + signature
+    return [begin + bytes((place, count)) + b"".join(_path(levels, place)) for place in range(count)]
+
+
+def _message(count: int, root: bytes) -> bytes:
+    return _CONTEXT + bytes((count,)) + root
+
+
+def _leaf(digest: bytes, version: Version) -> bytes:
+    return hashlib.blake2b(
+        _LEAF.pack(digest, *version), digest_size=_HASH_BYTES, person=_LEAF_PERSON
+    ).digest()
+
+
+def _node(left: bytes, right: bytes) -> bytes:
+    return hashlib.blake2b(left + right, digest_size=_HASH_BYTES, person=_NODE_PERSON).digest()
+
+
+def _above(nodes: list[bytes]) -> list[bytes]:
+    pairs = zip(nodes[::2], nodes[1::2], strict=False)
+    return [_node(left, right) for left, right in pairs] + nodes[len(nodes) & ~1 :]
+
+
+def _path(levels: list[list[bytes]], place: int) -> list[bytes]:
+    path = []
+    for nodes in levels[:-1]:
+        if place ^ 1 < len(nodes):
+            path.append(nodes[place ^ 1])
+        place >>= 1
+    return path

@@ -8,6 +8,7 @@ the variance of the observations and from the age of the last one.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from p2pstore.gossip.locations.location_lookups import Holding
 from p2pstore.gossip.records import Member, PeerId
-from p2pstore.objects import SIZE_UNIT_BYTES
+from p2pstore.objects import SIZE_UNIT_BYTES, put_newest
 from p2pstore.results import SOURCE_KINDS, SourceKind, total_time
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class ReadRates:
 
     def __init__(self, own: Member) -> None:
         self._own = own
-        self._ways: dict[tuple[Member, SourceKind], Way] = {}
+        self._ways: OrderedDict[tuple[Member, SourceKind], Way] = OrderedDict()
         self._usual = {
             kind: Way(math.log(latency), math.log(slowness))
             for kind, (latency, slowness) in PRIORS.items()
@@ -149,10 +150,8 @@ class ReadRates:
         """Requests to a source took that time together."""
         if requests <= 0 or length_bytes <= 0 or not 0 < seconds < math.inf:
             return
-        way = self._ways.pop((member, kind), None) or self._new_way(kind, round_trip_seconds)
-        self._ways[member, kind] = way
-        if len(self._ways) > MAX_WAYS:
-            del self._ways[next(iter(self._ways))]
+        way = self._ways.get((member, kind)) or self._new_way(kind, round_trip_seconds)
+        put_newest(self._ways, (member, kind), way, MAX_WAYS)
         way.observe(requests, length_bytes, seconds, now)
         if kind != "ssd" or member == self._own:  # of others it is a link as well
             self._usual[kind].observe(requests, length_bytes, seconds, now)

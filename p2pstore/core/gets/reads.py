@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from p2pstore.core.operation import AskPeer
 from p2pstore.gossip.records import Member
-from p2pstore.objects import MIB
+from p2pstore.objects import MIB, put_newest
 from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, ReadCount, Reads
 
@@ -68,7 +68,7 @@ class _Reads:
 
     sent_at: dict[Member, float] = field(default_factory=dict)
     """When the object last went to each recent reader; the latest is last."""
-    kept_at: dict[Member, float] = field(default_factory=dict)
+    kept_at: OrderedDict[Member, float] = field(default_factory=OrderedDict)
     """When it last went to those that were to keep it, and a while after; the last one last."""
     heat: float = 0.0
     heat_at: float = 0.0
@@ -83,10 +83,7 @@ class _Reads:
         self.sent_at.pop(reader, None)
         self.sent_at[reader] = now
         if keeps:
-            self.kept_at.pop(reader, None)
-            self.kept_at[reader] = now
-            if len(self.kept_at) > MOST_KEEPERS:
-                del self.kept_at[next(iter(self.kept_at))]
+            put_newest(self.kept_at, reader, now, MOST_KEEPERS)
 
     def forget(self, before: float) -> None:
         """Transfers that are over for long."""
@@ -109,7 +106,7 @@ class HotObjects:
 
     def __init__(self) -> None:
         self._objects: OrderedDict[bytes, _Reads] = OrderedDict()
-        self._pauses: dict[Member, _Pause] = {}
+        self._pauses: OrderedDict[Member, _Pause] = OrderedDict()
 
     def __len__(self) -> int:
         """Of how many objects it is known who read them."""
@@ -164,19 +161,11 @@ class HotObjects:
         seconds = FIRST_PAUSE_SECONDS
         if last is not None and now < last.until + last.seconds:
             seconds = min(2 * last.seconds, LAST_PAUSE_SECONDS)
-        self._pauses.pop(reader, None)
-        self._pauses[reader] = _Pause(now + seconds, seconds)
-        if len(self._pauses) > MAX_LOSERS:
-            del self._pauses[next(iter(self._pauses))]
+        put_newest(self._pauses, reader, _Pause(now + seconds, seconds), MAX_LOSERS)
 
     def _reads_of(self, digest: bytes) -> _Reads:
-        reads = self._objects.get(digest)
-        if reads is None:
-            reads = self._objects[digest] = _Reads()
-            if len(self._objects) > MAX_OBJECTS:
-                self._objects.popitem(last=False)
-        else:
-            self._objects.move_to_end(digest)
+        reads = self._objects.get(digest) or _Reads()
+        put_newest(self._objects, digest, reads, MAX_OBJECTS)
         return reads
 
 

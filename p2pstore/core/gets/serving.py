@@ -12,7 +12,7 @@ from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.floors import SweepOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import holding_record, split_digests
-from p2pstore.core.gets.naming import serve_names
+from p2pstore.core.key_events import serve_names
 from p2pstore.core.operation import KnownCopy, Operation
 from p2pstore.core.own_objects import key_info
 from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
@@ -72,48 +72,53 @@ def serve(
     core: PeerCore, sender: PeerId, kind: int, request: Message, now: float
 ) -> Message | Operation:
     """Answer another peer's request: a reply, or an operation for `reply_of`. Raises `ProtocolError` for nonsense."""
-    if isinstance(request, Lookup):
-        return _serve_lookup(core, request, now)
-    if isinstance(request, Push):
-        return _serve_push(core, sender, request, now)
-    if isinstance(request, Replicate):
-        return _serve_replicate(core, sender, request, now)
-    if isinstance(request, ReplicateMany):
-        return _serve_replicate_many(core, sender, request, now)
-    if isinstance(request, SetPins):
-        return serve_pins(core, request, now)
-    if isinstance(request, SetExpiry):
-        return serve_expiry(core, sender, request, now)
-    if isinstance(request, CheckCopy):
-        if len(request.digest) != DIGEST_BYTES:
-            raise ProtocolError("a request to check a copy that names no object")
-        return core.operations.start(CheckOperation(core, request.digest, again=request.again), now)
-    if isinstance(request, ClusterRecords):
-        if len(request.bodies) != len(request.signatures):
-            raise ProtocolError("cluster records have not one signature each")
-        records = [
-            SignedRecord(body, signature)
-            for body, signature in zip(request.bodies, request.signatures, strict=True)
-        ]
-        operation = core.operations.start(TakeRecordsOperation(core, records), now)
-        if not operation.done:
-            return operation
-        if isinstance(operation.result, Exception):
-            raise operation.result
-        taken: RecordsTaken = operation.result
-        return taken
-    if isinstance(request, ListKeys):
-        return core.operations.start(ListHereOperation(core, request), now)
-    if isinstance(request, Names):
-        return serve_names(core, request, now)
-    if isinstance(request, Reads):
-        core.read_reports.heard(request.items, now)
-        return ReadsTaken()
-    if isinstance(request, Prove):
-        return core.operations.start(ProofsHereOperation(core, split_digests(request.digests)), now)
-    if isinstance(request, Ping):
-        return Pong(core.incarnation, core.gossip.log.sequence)
-    return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
+    match request:
+        case Lookup():
+            return _serve_lookup(core, request, now)
+        case Push():
+            return _serve_push(core, sender, request, now)
+        case Replicate():
+            return _serve_replicate(core, sender, request, now)
+        case ReplicateMany():
+            return _serve_replicate_many(core, sender, request, now)
+        case SetPins():
+            return serve_pins(core, request, now)
+        case SetExpiry():
+            return serve_expiry(core, sender, request, now)
+        case CheckCopy():
+            if len(request.digest) != DIGEST_BYTES:
+                raise ProtocolError("a request to check a copy that names no object")
+            return core.operations.start(CheckOperation(core, request.digest, again=request.again), now)
+        case ClusterRecords():
+            if len(request.bodies) != len(request.signatures):
+                raise ProtocolError("cluster records have not one signature each")
+            records = list(map(SignedRecord, request.bodies, request.signatures))
+            return _at_once(core.operations.start(TakeRecordsOperation(core, records), now))
+        case ListKeys():
+            return core.operations.start(ListHereOperation(core, request), now)
+        case Names():
+            return serve_names(core, request, now)
+        case Reads():
+            core.read_reports.heard(request.items, now)
+            return ReadsTaken()
+        case Prove():
+            digests = split_digests(request.digests)
+            return core.operations.start(ProofsHereOperation(core, digests), now)
+        case Ping():
+            return Pong(core.incarnation, core.gossip.log.sequence)
+        case _:
+            text = f"this peer does not answer requests of kind {kind}"
+            return Failure(int(Code.UNSUPPORTED), text)
+
+
+def _at_once(operation: Operation) -> Message | Operation:
+    """Its result where it has one already. Raises the error that it ended with."""
+    if not operation.done:
+        return operation
+    if isinstance(operation.result, Exception):
+        raise operation.result
+    result: Message = operation.result
+    return result
 
 
 def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pushed | Operation:
@@ -147,13 +152,11 @@ class TakeRecordsOperation(Operation):
         self.run(SweepOperation(self.core), lambda _, at: self.finish(self._taken, at), now)
 
 
-def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations | Operation:
+def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Message | Operation:
     digests = split_digests(request.digests)
     if len(digests) > MAX_LOOKUP_DIGESTS:
         raise ProtocolError(f"a lookup of {len(digests):,} keys; at most {MAX_LOOKUP_DIGESTS:,}")
-    operation = LookupHereOperation(core, digests)
-    core.operations.start(operation, now)
-    return operation.result if operation.done else operation
+    return _at_once(core.operations.start(LookupHereOperation(core, digests), now))
 
 
 class LookupHereOperation(Operation):

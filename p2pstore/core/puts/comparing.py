@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.operation import KnownCopy, Operation, PullFailure, Reply
+from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import Slot, TrailerBody, decode_slot, decode_trailer
 from p2pstore.objects import Version
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.data_messages import DataKind, Get, GetItem, Objects, ObjectStatus
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import CheckCopy, CopyChecked
 from p2pstore.wire import Code
 
@@ -207,7 +208,7 @@ class CompareCopies(Operation):
         assert rival is not None
         if isinstance(reply, CopyChecked) and not reply.good:
             code = int(Code.NO_SUCH_KEY)
-            gone = PullFailure(rival.copy.member, code, "", reply.incarnation, reply.sequence)
+            gone = HolderReport(rival.copy.member, code, "", "", reply.incarnation, reply.sequence)
             self.core.holders.failed(self._digest, gone, now)
             self.start(now)
         else:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 PUBLISHED_PER_STEP: Final = 256
-"""Values, at some 15 us each."""
+"""Values, at some 4 us each."""
 
 
 def publish_new(
@@ -58,11 +58,13 @@ def publish_new(
     alone = PutEnd(PutStatus.CREATED, 1, 1, version)
     row = 0
     for place, entry in zip(compress(count(), wanted), entries, strict=True):
-        if entry is not None and copying is not None and entry.replicas > 1:
+        if entry is None:
+            continue
+        if copying is None or entry.replicas == 1:
+            ends[place] = alone
+        else:
             ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
             row += 1
-        elif entry is not None:
-            ends[place] = alone
     if copying is not None:
         core.operations.start(copying, now)
     return ends
@@ -128,7 +130,7 @@ def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> 
 
 
 RESERVED_PER_STEP: Final = 256
-"""Where there is room, at 2 us each."""
+"""Where there is room, at half a microsecond each."""
 
 Reserved = Reservation | P2PStoreError | ValueError
 

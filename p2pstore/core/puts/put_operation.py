@@ -291,7 +291,7 @@ class PutOperation(Operation):
             below = Version(version.clock - 1, 0xFFFF)
             self.core.floors.write(self.digest, below, now, namespace=self._namespace)
         if not self._nobody_known:  # a newer version may be known by now
-            self.core.gossip.directory.touch(self.digest)
+            self.core.gossip.directory.watched.touch(self.digest)
         entry.verified |= self._verified and entry.version == version
         if status is PutStatus.UNCHANGED:
             self._end = self._found(status, version, now)

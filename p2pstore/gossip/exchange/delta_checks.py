@@ -49,7 +49,8 @@ from p2pstore.gossip.records import (
     read_cluster_record,
     read_peer_record,
 )
-from p2pstore.objects import Verifier
+from p2pstore.objects import put_newest
+from p2pstore.wire import Verifier
 
 MAX_CHECKS: Final = 40
 """Signatures of one delta that are checked: 4 ms."""
@@ -362,10 +363,7 @@ class WrongRuns:
     def note(self, sender: Life, owner: PeerId) -> None:
         """The sender passed on what the owner did not sign."""
         peer_id, incarnation = sender
-        self._senders[peer_id] = incarnation
-        self._senders.move_to_end(peer_id)
-        if len(self._senders) > MAX_SENDERS:
-            self._senders.popitem(last=False)
+        put_newest(self._senders, peer_id, incarnation, MAX_SENDERS)
         if len(self._news) < MAX_SENDERS:
             self._news[peer_id] = owner
 

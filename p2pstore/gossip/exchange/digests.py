@@ -33,6 +33,7 @@ from p2pstore.gossip.locations.log import (
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, Member
+from p2pstore.objects import put_newest
 
 Column = NDArray[np.uint64]
 
@@ -345,7 +346,4 @@ class DigestTable:
         self._records = np.array([state.record_sequence for state in self.states], np.uint64)
         self._logs = np.array([self.position(state) for state in self.states], np.uint64)
         self._rows_made += len(live)
-        self._sets[self._of.hash] = self._of
-        self._sets.move_to_end(self._of.hash)
-        if len(self._sets) > REMEMBERED_SETS:
-            self._sets.popitem(last=False)
+        put_newest(self._sets, self._of.hash, self._of, REMEMBERED_SETS)

@@ -89,16 +89,12 @@ def read_reply(reply: ExchangeReply, table: DigestTable) -> Theirs:
 
 def _read(message: Exchange | ExchangeReply, table: DigestTable, floors: FloorAnswer) -> Theirs:
     digest: Digest | None = None
-    if message.digest or not message.members_hash:
+    if message.digest:
         digest = unpack_digest(message.digest)
     elif message.positions:
         of = table.known_set(message.members_hash)
         digest = None if of is None else unpack_positions(message.positions, of)
-    records = TheirRecords(
-        read_buckets(message.cluster_buckets),
-        read_cells(message.cluster_cells),
-        knows_cells=message.members_hash != 0,
-    )
+    records = TheirRecords(read_buckets(message.cluster_buckets), read_cells(message.cluster_cells))
     return Theirs(digest, message.members_hash, records, floors)
 
 
@@ -133,9 +129,8 @@ class Exchanges:
         """Shortest time between two exchanges that the size of the last digest leaves."""
         self._last_at = -math.inf
         self._wanted: dict[PeerId, None] = {}
-        self._readers: set[PeerId] = set()
-        """Peers that have named a hash of their members."""
-        self._agreed = False
+        self.agreed = False
+        """Whether the last peer that was heard of knew the same members."""
         """Whether the last peer that was heard of knew the same members."""
         self._differing: dict[PeerId, list[int]] = {}
         """Peers whose cluster records differ from this peer's, with the buckets where they are known."""
@@ -159,18 +154,12 @@ class Exchanges:
     def forget(self, peer_id: PeerId) -> None:
         """The peer is gone."""
         self._differing.pop(peer_id, None)
-        self._readers.discard(peer_id)
         self._unreliable.discard(peer_id)
 
     def delta_came(self, peer_id: PeerId) -> None:
         """Unasked, or as an answer told the peer to."""
         self._invited.pop(peer_id, None)
         self._unreliable.discard(peer_id)
-
-    @property
-    def agreed(self) -> bool:
-        """Whether the last peer that was heard of knew the same members."""
-        return self._agreed
 
     def due(self) -> float:
         """When `start` has something to do; minus infinity for at once."""
@@ -226,13 +215,12 @@ class Exchanges:
         if peer_id in self._differing:
             buckets = pack_buckets(self._records.bucket_hashes)
             differing = self._differing[peer_id]
-            if peer_id in self._readers:
-                some = self._rng.sample(differing, min(COMPARED_BUCKETS, len(differing)))
-                cells = pack_cells(self._records, some)
+            some = self._rng.sample(differing, min(COMPARED_BUCKETS, len(differing)))
+            cells = pack_cells(self._records, some)
         epoch, epoch_hash = self._floors.question(
             member_of(peer_id), now, at_once=wanted, soon=self._shows_other_horizon(peer_id)
         )
-        in_full = not (self._agreed and self._reads_positions(peer_id)) or wanted
+        in_full = wanted or not self.agreed
         digest, positions, members_hash = self._digest(in_full=in_full)
         request = Exchange(
             digest,
@@ -248,12 +236,6 @@ class Exchanges:
             self.unix_ms(now),
         )
         return self._questions.ask(peer_id, ControlKind.EXCHANGE, request, now, floors_epoch=epoch)
-
-    def _reads_positions(self, peer_id: PeerId) -> bool:
-        """Whether a peer is known to be of a version that does."""
-        state = self._membership.get(peer_id)
-        partitioned = state is not None and state.directory
-        return peer_id in self._readers or bool(partitioned)
 
     def _digest(self, *, in_full: bool) -> tuple[bytes, bytes, int]:
         """(digest, positions, hash of the members)."""
@@ -274,12 +256,12 @@ class Exchanges:
         """The delta for the asker, and this peer's digest."""
         floors = self._floors.answer(request.floors_epoch, request.floors_hash, now, member_of(sender))
         differs = request.cluster_hash != self._records.hash
-        agrees = self._note_members(sender, theirs)
+        agrees = self._note_members(theirs)
         delta = self._delta_for(sender, theirs, differs)
         if has_news(delta):
             self.hurry()
         digest, positions, members_hash = self._digest(in_full=not agrees)
-        if theirs.members_hash and self._rate.is_high and self._is_expecting(now):
+        if self._rate.is_high and self._is_expecting(now):
             digest = positions = b""
         elif theirs.digest is not None and self._knowledge.lacks(theirs.digest):
             self._invite(sender, now)
@@ -329,7 +311,7 @@ class Exchanges:
     ) -> None:
         """Compare members and cluster records with a reply whose delta brought `new_records` new cluster records."""
         peer_id = asked.peer_id
-        self._note_members(peer_id, theirs)
+        self._note_members(theirs)
         differs = reply.cluster_hash != self._records.hash
         self._floors.learn(
             theirs.floors, asked.floors_epoch, now, sender=member_of(peer_id), same_now=not differs
@@ -344,7 +326,7 @@ class Exchanges:
         self._differing[peer_id] = [] if buckets is None else differing_buckets(self._records, buckets)
         # A member whose horizon is behind offers what was dropped here, and would be asked all the time.
         dozens = new_records >= SEND_RECORDS // 2
-        if theirs.records.knows_cells and (news or dozens):
+        if news or dozens:
             self._continue_with, self._hastens = peer_id, dozens
 
     def follow_up(self, peer_id: PeerId, theirs: Theirs, now: float, *, news: bool) -> list[Ask]:
@@ -373,15 +355,10 @@ class Exchanges:
             rumors=rumors,
         )
 
-    def _note_members(self, peer_id: PeerId, theirs: Theirs) -> bool:
-        """Whether the other side of an exchange knows the same members, and says so."""
-        if not theirs.members_hash:
-            self._readers.discard(peer_id)
-            return False
-        if self._is_member(peer_id):
-            self._readers.add(peer_id)
-        self._agreed = theirs.members_hash == self._knowledge.table.current().of.hash
-        return self._agreed
+    def _note_members(self, theirs: Theirs) -> bool:
+        """Whether the other side of an exchange knows the same members."""
+        self.agreed = theirs.members_hash == self._knowledge.table.current().of.hash
+        return self.agreed
 
     def _is_member(self, peer_id: PeerId) -> bool:
         state = self._membership.get(peer_id)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from random import Random
 from typing import Final
 
@@ -306,11 +306,10 @@ Cells = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TheirRecords:
-    """Hashes of another peer's cluster records; `buckets`: None when unsaid. `knows_cells`: it reads cells."""
+    """Hashes of another peer's cluster records; `buckets`: None when unsaid."""
 
     buckets: list[int] | None = None
     cells: Cells = field(default_factory=dict)
-    knows_cells: bool = False
 
 
 def pack_buckets(hashes: Iterable[int]) -> bytes:
@@ -352,18 +351,16 @@ def differing_buckets(records: ClusterRecords, theirs: list[int]) -> list[int]:
 def records_for(
     records: ClusterRecords, theirs: TheirRecords, limit_count: int, limit_bytes: int, rng: Random
 ) -> list[SignedRecord]:
-    """Records that the other side may lack: of the cells that differ, else of buckets that hold few; for a peer that
-    does not know of cells some of the differing buckets at random."""
+    """Records that the other side may lack: of the cells that differ, else of buckets that hold few."""
+    candidates: list[SignedRecord] = []
     if theirs.cells:
         candidates = _of_cells(records, theirs.cells, limit_count, rng)
     elif theirs.buckets is not None:
         differing = differing_buckets(records, theirs.buckets)
-        few = sum(records.bucket_size(bucket) for bucket in differing) <= limit_count
-        if theirs.knows_cells and not few:
-            return []
-        candidates = _of_buckets(records, differing, limit_count, rng)
-    else:
-        return []
+        if sum(map(records.bucket_size, differing)) <= limit_count:  # else cells are compared first
+            places = product(differing, range(CLUSTER_CELLS))
+            candidates = [signed for place in places for signed in records.cell(*place)]
+            rng.shuffle(candidates)
     chosen = []
     for signed in candidates:
         limit_bytes -= len(signed.body) + len(signed.signature)
@@ -387,16 +384,3 @@ def _of_cells(
     # Shuffled, so that in the end all of a cell go that holds more than may.
     found = (signed for cell in cells for signed in rng.sample(cell, len(cell)))
     return list(islice(found, limit_count))
-
-
-def _of_buckets(
-    records: ClusterRecords, differing: list[int], limit_count: int, rng: Random
-) -> list[SignedRecord]:
-    rng.shuffle(differing)
-    candidates: list[SignedRecord] = []
-    for number in differing:
-        for cell in range(CLUSTER_CELLS):
-            candidates += records.cell(number, cell)
-        if len(candidates) >= 16 * limit_count:
-            break
-    return rng.sample(candidates, min(limit_count, len(candidates)))

@@ -165,7 +165,7 @@ class HomePushes:
         self._peer_of = peer_of
         self._keeps = keeps_partitions
         self._homes: dict[Member, _Home] = {}
-        self._tokens: dict[int, Member] = {}
+        self.tokens: dict[int, Member] = {}
         self._last_token = 0
         self._answer_seconds = 0.0
         """In what time homes answer, lately."""
@@ -181,7 +181,8 @@ class HomePushes:
 
     def note(self, operations: Sequence[bytes]) -> None:
         """This peer's log has new operations, its last ones."""
-        partitions = list(map(partition_of, operations))
+        # `partition_of`, without its call
+        partitions = [operation[0] << 2 | operation[1] >> 6 for operation in operations]
         numbers = self.sets.note(partitions, operations)
         if not self.table.members - {self._own} and not self._confirmed.former:
             return
@@ -224,7 +225,7 @@ class HomePushes:
         self.table = table
         for member in [m for m in self._homes if m not in table.members]:
             for token in self._homes.pop(member).tokens:
-                self._tokens.pop(token, None)
+                self.tokens.pop(token, None)
         self._new = {member: None for member in self._new if member in table.members}
         self._bring_up(lacking, now)
 
@@ -240,12 +241,12 @@ class HomePushes:
         """This peer's log goes on under another incarnation: no home has anything of it."""
         self._confirmed.clear()
         self._homes.clear()
-        self._tokens.clear()
+        self.tokens.clear()
         self._bring_up(self.table.by_home, now)
 
     def answered(self, token: int, behind: list[int] | None, now: float) -> None:
         """The outcome of a `Push`: partitions that the home wants whole, or None when nothing came."""
-        member = self._tokens.pop(token, None)
+        member = self.tokens.pop(token, None)
         home = self._homes.get(member) if member is not None else None
         if member is None or home is None or token not in home.tokens:
             return
@@ -256,7 +257,7 @@ class HomePushes:
         if behind is not None and token == min(home.tokens):
             self._answer_seconds += ANSWER_WEIGHT * (now - home.sent_at - self._answer_seconds)
         for other in rest:
-            del self._tokens[other]
+            del self.tokens[other]
         home.push, home.tokens = None, ()
         home.expires_at = home.resend_at = math.inf
         refused = set(home.sent_runs if behind is None else behind)
@@ -280,12 +281,8 @@ class HomePushes:
 
     def home_of(self, token: int) -> PeerId | None:
         """To whom a push that is not answered yet went."""
-        member = self.member_of_token(token)
+        member = self.tokens.get(token)
         return None if member is None else self._peer_of(member)
-
-    def member_of_token(self, token: int) -> Member | None:
-        """As `home_of`."""
-        return self._tokens.get(token)
 
     # --- what to send ------------------------------------------------------------------------
 
@@ -341,7 +338,7 @@ class HomePushes:
 
     def _new_token(self, member: Member, home: _Home) -> int:
         self._last_token += 1
-        self._tokens[self._last_token] = member
+        self.tokens[self._last_token] = member
         home.tokens += (self._last_token,)
         return self._last_token
 
@@ -470,7 +467,7 @@ class HomePushes:
             )
 
     def _expire(self, now: float) -> None:
-        for token, member in list(self._tokens.items()):
+        for token, member in list(self.tokens.items()):
             home = self._homes.get(member)
             if home is None or home.expires_at <= now:
                 self.answered(token, None, now)  # the shell lost it

@@ -215,7 +215,7 @@ class HomeViews:
         found: list[Location] = []
         if self._index is None:
             return found
-        for slot, packed in self._index.find(digest):
+        for slot, packed in self._index.table.find(digest):
             owner, partition = self._of_slot[slot]
             known, view = self._owners[owner], self._views[partition][owner]
             found.append(
@@ -228,7 +228,7 @@ class HomeViews:
         if self._index is None:
             return set()
         keys = [digest for digest in digests if len(digest) == DIGEST_BYTES]
-        queries = self._index.find_many(b"".join(keys)).queries
+        queries = self._index.table.find_many(b"".join(keys)).queries
         return {keys[place] for place in numpy.unique(queries).tolist()}
 
     def contested(self, sets: Iterable[PartitionSet]) -> list[bytes]:
@@ -241,7 +241,9 @@ class HomeViews:
                 whole.records[start : start + DIGEST_BYTES]
                 for start in range(0, len(whole.records), LOCATION_BYTES)
             ]
-            counts = numpy.bincount(self._index.find_many(b"".join(rows)).queries, minlength=len(rows))
+            counts = numpy.bincount(
+                self._index.table.find_many(b"".join(rows)).queries, minlength=len(rows)
+            )
             found += [rows[place] for place in numpy.flatnonzero(counts > 1).tolist()]
         return found
 

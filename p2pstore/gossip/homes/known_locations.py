@@ -82,7 +82,7 @@ class KnownLocations:
     def watch(self, held: Set[bytes], awaited: Set[bytes]) -> None:
         """As `Directory.watch`, of everything that is heard."""
         self._held, self._awaited = held, awaited
-        self._directory.watch(held, awaited)
+        self._directory.watched.watch(held, awaited)
 
     def forget_parts(self) -> None:
         """Forget everything but the views of whole logs: this peer has all of them."""
@@ -220,7 +220,7 @@ class KnownLocations:
 
     def _touch(self, digest: bytes) -> None:
         if digest in self._held or digest in self._awaited:
-            self._directory.touch(digest)
+            self._directory.watched.touch(digest)
 
 
 def _position(location: Location) -> Position:

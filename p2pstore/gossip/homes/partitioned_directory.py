@@ -119,7 +119,7 @@ class PartitionedDirectory:
         Their holders are told of this peer's own version: a holder of an older one gives it up, and a holder of a newer
         one answers with that. Only its own word gives up a copy here.
         """
-        home = self.pushes.member_of_token(token)
+        home = self.pushes.tokens.get(token)
         self.pushes.answered(token, behind, now)
         for rival in rivals:
             held = self._log.held(rival.record.digest)

@@ -54,25 +54,6 @@ class AdmissionRefused(P2PStoreError):
         self.told = told or text
 
 
-def admission_proof(
-    key: bytes,
-    role: bytes,
-    *,
-    opener: PeerId,
-    listener: PeerId,
-    opener_nonce: bytes,
-    listener_nonce: bytes,
-    cluster: str,
-) -> bytes:
-    """HMAC-SHA256 over role, both peer ids, both nonces and the cluster's name, each with its length."""
-    fields = (role, opener, listener, opener_nonce, listener_nonce, cluster.encode())
-    return hmac.digest(key, _message(*fields), "sha256")
-
-
-def _message(*fields: bytes) -> bytes:
-    return _CONTEXT + b"".join(struct.pack("<H", len(field)) + field for field in fields)
-
-
 class _Side:
     """The common part of both ends."""
 
@@ -133,18 +114,15 @@ class _Side:
         """The role of the other side, once it is admitted."""
         return self.ring.role_of(self.key_id)
 
-    def _proof(self, key: bytes, role: bytes, *, opening: bool) -> bytes:
+    def _text(self, role: bytes, *, opening: bool) -> bytes:
+        """What is proved, or signed: role, both peer ids, both nonces and the cluster's name, each with its length."""
         own, theirs = (self.own_id, self.nonce), (self.peer_id, self._their_nonce)
         (opener, opener_nonce), (listener, listener_nonce) = (own, theirs) if opening else (theirs, own)
-        return admission_proof(
-            key,
-            role,
-            opener=opener,
-            listener=listener,
-            opener_nonce=opener_nonce,
-            listener_nonce=listener_nonce,
-            cluster=self.cluster,
-        )
+        fields = (role, opener, listener, opener_nonce, listener_nonce, self.cluster.encode())
+        return _CONTEXT + b"".join(struct.pack("<H", len(field)) + field for field in fields)
+
+    def _proof(self, key: bytes, role: bytes, *, opening: bool) -> bytes:
+        return hmac.digest(key, self._text(role, opening=opening), "sha256")
 
     def _check(self, key: bytes, role: bytes, proof: bytes, *, opening: bool) -> None:
         """The other side holds the key, and is one of those that may come in."""
@@ -210,9 +188,7 @@ class Opener(_Side):
         return AdmissionRefused(refusal.code, f"{refusal}{hint}")
 
     def _is_member(self, signature: bytes) -> bool:
-        message = _message(
-            _MEMBER, self.own_id, self.peer_id, self.nonce, self._their_nonce, self.cluster.encode()
-        )
+        message = self._text(_MEMBER, opening=True)
         verifier = Ed25519Verifier()
         return any(verifier.verify(signer, message, signature) for signer in self.ring.signers)
 
@@ -255,10 +231,7 @@ class Listener(_Side):
         member_key = self.ring.member_key_for(key_id)
         if member_key is None:
             return b""
-        message = _message(
-            _MEMBER, self.peer_id, self.own_id, self._their_nonce, self.nonce, self.cluster.encode()
-        )
-        return Identity(signer_seed_of(member_key)).sign(message)
+        return Identity(signer_seed_of(member_key)).sign(self._text(_MEMBER, opening=False))
 
     def _common_key(self, their_ids: list[bytes]) -> bytes:
         """The first of this side's keys that the opener holds too."""

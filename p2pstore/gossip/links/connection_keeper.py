@@ -309,7 +309,7 @@ class Connection:
     @property
     def parted(self) -> bool:
         """Whether either side closes it, or closed it, on purpose: its end is no loss."""
-        return self.parting or self.muxed.said_goodbye
+        return self.parting or self.muxed.session.said_goodbye
 
     def use(self, *, kept: bool) -> Use:
         """The facts that decide whether it stays open."""

@@ -234,7 +234,7 @@ class ControlHost:
         """Raise `_Farewell` if that is why a request failed. A write may fail before the farewell was read."""
         with trio.move_on_after(FAREWELL_SECONDS):
             await connection.ended.wait()
-        if connection.muxed.said_goodbye or connection.unused:
+        if connection.muxed.session.said_goodbye or connection.unused:
             raise _Farewell("the connection was closed just when it was used")
 
     async def _asking(self, peer_id: PeerId, addresses: Sequence[str]) -> Connection:
@@ -345,7 +345,7 @@ class ControlHost:
 
     def _forget(self, connection: Connection) -> None:
         connections = self.connections.remove(connection)
-        if connection.muxed.said_goodbye and not connection.parting:
+        if connection.muxed.session.said_goodbye and not connection.parting:
             self.keeper.counts.closed_by_others += 1
         others = any(each.ever_admitted for each in connections)
         lost = connection.ever_admitted and not connection.parted

@@ -27,7 +27,7 @@ MAX_CACHED_KEYS: Final = 4096
 
 
 class Identity:
-    """This peer's key. Satisfies the `Signer` protocols of records and tickets."""
+    """This peer's key. Satisfies `p2pstore.wire.Signer`."""
 
     def __init__(self, seed: bytes) -> None:
         """`seed`: 32 secret bytes; the same seed gives the same peer. Raises `ValueError`."""

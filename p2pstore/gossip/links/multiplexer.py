@@ -102,18 +102,13 @@ class Multiplexer:
         self._account = account if account is not None else nobodys_account()
         self._unread_bytes = 0
         self._secured = secured
-        self._session = Session(initiator=initiator, max_incoming=max_incoming)
+        self.session = Session(initiator=initiator, max_incoming=max_incoming)
         self._accept = accept
         self._streams: dict[int, MuxedStream] = {}
         self._sending = trio.Lock()
         self._replies = bytearray()
         self._replying = False
         self._over = False
-
-    @property
-    def said_goodbye(self) -> bool:
-        """Whether the other side announced that it closes the connection."""
-        return self._session.said_goodbye
 
     async def run(self) -> None:
         """Take in what comes until the other side says goodbye. Raises `OSError` and `ProtocolError`."""
@@ -128,7 +123,7 @@ class Multiplexer:
                 stream.happened()
 
     async def _take_in(self) -> None:
-        session = self._session
+        session = self.session
         async with trio.open_nursery() as nursery:
             while not session.said_goodbye:
                 try:
@@ -144,16 +139,16 @@ class Multiplexer:
 
     def was_read(self, count: int) -> None:
         """`count` bytes were taken off a stream; the account holds what is unread."""
-        self._session.unread_bytes -= count
+        self.session.unread_bytes -= count
         self._count_unread()
 
     def _count_unread(self) -> None:
-        before, self._unread_bytes = self._unread_bytes, self._session.unread_bytes
+        before, self._unread_bytes = self._unread_bytes, self.session.unread_bytes
         if self._unread_bytes != before:
             self._account.hold(self._unread_bytes - before)
 
     def _dispatch(self, nursery: trio.Nursery) -> None:
-        session = self._session
+        session = self.session
         for state in session.opened:
             stream = self._streams[state.number] = MuxedStream(self, state)
             self._accept(stream)
@@ -183,7 +178,7 @@ class Multiplexer:
 
     async def open_stream(self) -> MuxedStream:
         """A new stream. Raises `OSError`."""
-        state, frame = self._session.open()
+        state, frame = self.session.open()
         stream = self._streams[state.number] = MuxedStream(self, state)
         try:
             await self.send(frame)
@@ -228,7 +223,7 @@ class Multiplexer:
     def _forget(self, stream: MuxedStream) -> bytes:
         if self._streams.get(stream.state.number) is stream:
             del self._streams[stream.state.number]
-        farewell = self._session.close(stream.state)
+        farewell = self.session.close(stream.state)
         self._count_unread()
         return farewell
 

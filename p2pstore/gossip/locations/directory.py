@@ -160,7 +160,7 @@ class Directory(LocationLookups):
         if view is not None:
             view.hidden = False
             self._publish(view)
-            self._watched.heard_of_all(view.slot)
+            self.watched.heard_of_all(view.slot)
 
     @changing
     def forget(self, member: Member) -> None:
@@ -217,14 +217,14 @@ class Directory(LocationLookups):
     @property
     def work_pending(self) -> bool:
         """Whether `work` has something to do."""
-        return bool(self._staging or self._watched.work_pending or self._index.any_discarded)
+        return bool(self._staging or self.watched.work_pending or self._index.any_discarded)
 
     @changing
     def work(self, limit_records: int | None = None) -> bool:
         """Go on with what takes long, a few milliseconds of it (`STEP_RECORDS`). Whether a view was replaced."""
         limit_records = STEP_RECORDS if limit_records is None else limit_records
         self._index.sweep(limit_records)
-        self._watched.work(limit_records)
+        self.watched.work(limit_records)
         staged = self._staging.first
         return staged is not None and self._stage(self._views[staged.member], staged, limit_records)
 
@@ -243,7 +243,7 @@ class Directory(LocationLookups):
         view.sequence = staged.sequence
         view.diverged = False
         if self._agrees(view):  # the head may have come to stand there
-            self._watched.heard_of_all(view.slot)
+            self.watched.heard_of_all(view.slot)
         self._note_moved(view)
         return True
 

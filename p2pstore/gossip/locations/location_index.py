@@ -30,7 +30,6 @@ from p2pstore.location_table import (
     RECORD,
     WHOLE,
     LocationTable,
-    Matches,
     Rows,
     Words,
     block_count,
@@ -64,7 +63,7 @@ class LocationRows:
         if table is None:
             blocks = block_count(max_records)
             table = format_table(reserve(table_bytes(blocks)), blocks, salt)
-        self._table = table
+        self.table = table
         self._slots = RowSlots(table, self._move)
         self._chains = RowChains(table)
         self._fields, self._whole = table.fields, table.whole
@@ -74,7 +73,7 @@ class LocationRows:
 
     def close(self) -> None:
         """Let go of memory that others have mapped, not by the garbage collector. Nothing may be called after it."""
-        del self._table, self._slots, self._chains, self._fields, self._whole
+        del self.table, self._slots, self._chains, self._fields, self._whole
 
     # --- slots ---------------------------------------------------------------------------------
 
@@ -129,39 +128,15 @@ class LocationRows:
     def get(self, slot: int, digest: bytes) -> bytes | None:
         """The slot's packed record of a digest."""
         row, _ = self._locate(slot, digest)
-        return self._table.record(row) if row else None
-
-    def find(self, digest: bytes) -> list[tuple[int, bytes]]:
-        """Which slots hold a record of the digest, and the packed records."""
-        return self._table.find(digest)
-
-    def find_many(self, digests: bytes) -> Matches:
-        """`find` of many digests, packed one after the other."""
-        return self._table.find_many(digests)
+        return self.table.record(row) if row else None
 
     def known(self, digests: bytes) -> set[int]:
         """The numbers of those packed digests that any slot has a record of."""
         if not self.record_count:
             return set()
         if len(digests) <= FEW_DIGESTS * DIGEST_BYTES:
-            return {number for number, _, _ in self._table.find_few(digests)}
-        return set(self._table.find_many(digests).queries.tolist())
-
-    def clocks(self, rows: Rows) -> Words:
-        """The clocks of the versions in these rows."""
-        return self._table.clocks(rows)
-
-    def versions(self, rows: Rows) -> npt.NDArray[np.void]:
-        """The packed versions in these rows."""
-        return self._table.versions(rows)
-
-    def tiers(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        """The tiers of the copies in these rows."""
-        return self._table.tiers(rows)
-
-    def size_units(self, rows: Rows) -> npt.NDArray[np.uint32]:
-        """The sizes of the copies in these rows, in units of 4 KiB."""
-        return self._table.size_units(rows)
+            return {number for number, _, _ in self.table.find_few(digests)}
+        return set(self.table.find_many(digests).queries.tolist())
 
     @property
     def any_discarded(self) -> bool:
@@ -174,7 +149,7 @@ class LocationRows:
         """(row, link to it) of a slot's record; (0, 0) when there is none."""
         if len(digest) != DIGEST_BYTES:
             return 0, 0
-        table, wanted = self._table, digest[0] | digest[1] << 8
+        table, wanted = self.table, digest[0] | digest[1] << 8
         link, begins, at = table.link, table.begins, table.head_of(digest)
         while row := link[at]:
             if (
@@ -190,7 +165,7 @@ class LocationRows:
         """The slot's row of each record's digest (0 where there is none), and the links to the rows."""
         first, second = fields["first"], fields["second"]
         found, links = np.zeros(fields.size, np.intp), np.zeros(fields.size, np.intp)
-        table, queries = self._table, np.arange(fields.size)
+        table, queries = self.table, np.arange(fields.size)
         at = table.heads_of(mixed)
         rows = table.following(at)
         while live := np.count_nonzero(rows):
@@ -211,9 +186,9 @@ class LocationRows:
         return found, links
 
     def _move(self, row: int, to: int) -> None:
-        record = self._table.record(row)
+        record = self.table.record(row)
         self._chains.replace(row, to, record[:DIGEST_BYTES])
-        self._table.write(to, record)
+        self.table.write(to, record)
 
 
 class LocationIndex(LocationRows):
@@ -223,7 +198,7 @@ class LocationIndex(LocationRows):
         """Have a packed record, which is no withdrawal, be the slot's record of its digest. Whether it was not already.
         Raises `MemoryError` when the table is full: see `has_room`."""
         row, _ = self._locate(slot, record[:DIGEST_BYTES])
-        if row and self._table.record(row) == record:
+        if row and self.table.record(row) == record:
             return False
         self._put(slot, row, record)
         return True
@@ -237,7 +212,7 @@ class LocationIndex(LocationRows):
             return
         self._slots.use_blocks(slot)
         whole, fields = np.frombuffer(operations, WHOLE), np.frombuffer(operations, RECORD)
-        mixed = self._table.mix(fields["first"], fields["second"])
+        mixed = self.table.mix(fields["first"], fields["second"])
         ordered = np.sort(mixed)
         if (ordered[1:] != ordered[:-1]).all():
             self._apply_unique(slot, whole, fields, mixed)
@@ -328,7 +303,7 @@ class LocationIndex(LocationRows):
         if len(stamped) < _FEW_NEW:
             return [held for each in stamped if (held := self._take_one_out(slot, each))]
         fields = np.frombuffer(b"".join(stamped), _STAMPED)
-        mixed = self._table.mix(fields["first"], fields["second"])
+        mixed = self.table.mix(fields["first"], fields["second"])
         self._slots.use_blocks(slot)
         rows, links = self._locate_many(slot, fields, mixed)
         old = self._fields[rows]
@@ -344,7 +319,7 @@ class LocationIndex(LocationRows):
 
     def _take_one_out(self, slot: int, stamped: bytes) -> bytes:
         row, at = self._locate(slot, stamped[:DIGEST_BYTES])
-        held = self._table.record(row)
+        held = self.table.record(row)
         if not row or not held.startswith(stamped):
             return b""
         self._withdraw(slot, row, at, held)
@@ -374,17 +349,17 @@ class LocationIndex(LocationRows):
     def _put(self, slot: int, row: int, record: bytes) -> None:
         """Write a record into the slot's row of its digest; `row` is 0 when it has none."""
         if row:
-            self._hashes[slot] ^= xxh3_64_intdigest(self._table.record(row))
+            self._hashes[slot] ^= xxh3_64_intdigest(self.table.record(row))
         else:
             row, digest = self._slots.take(slot), record[:DIGEST_BYTES]
-            self._table.write(row, digest)
+            self.table.write(row, digest)
             self._chains.add(row, digest)
             self.record_count += 1
         self._hashes[slot] ^= xxh3_64_intdigest(record)
-        self._table.write(row, record)
+        self.table.write(row, record)
 
     def _withdraw(self, slot: int, row: int, at: int, operation: bytes) -> None:
-        held = self._table.record(row)
+        held = self.table.record(row)
         version = slice(_VERSION_START, _VERSION_END)
         if held[version] != operation[version]:
             return

@@ -95,7 +95,7 @@ class LocationLookups(ViewTable):
             ):
                 news.add(operation[:DIGEST_BYTES])
                 count += 1
-        self._watched.heard_of(news)
+        self.watched.heard_of(news)
         return count
 
     @exclusive
@@ -131,7 +131,7 @@ class LocationLookups(ViewTable):
         """Which of the keys have a holder that is not hidden, in a version whose clock is in the range that
         is believed of that member. A fraction of a microsecond a key, however many members there are."""
         keys = [digest for digest in digests if len(digest) == DIGEST_BYTES]
-        matches = self._index.find_many(b"".join(keys))
+        matches = self._index.table.find_many(b"".join(keys))
         is_held = np.zeros(len(keys), np.bool_)
         is_held[matches.queries[self._believed(matches, believed)]] = True
         found = set(compress(keys, is_held.tolist()))
@@ -149,12 +149,15 @@ class LocationLookups(ViewTable):
     ) -> dict[Member, Holding]:
         """By member, which of the keys it holds, in versions as `held` counts them."""
         found: dict[Member, Holding] = {}
-        matches = self._index.find_many(b"".join(digests))
+        matches = self._index.table.find_many(b"".join(digests))
         some = self._believed(matches, believed).nonzero()[0]
         some = some[np.argsort(matches.slots[some], kind="stable")]
         slots, queries = matches.slots[some], matches.queries[some]
         rows = matches.rows[some]
-        in_memory, size_units = self._index.tiers(rows) != Tier.SSD, self._index.size_units(rows)
+        in_memory, size_units = (
+            self._index.table.tiers(rows) != Tier.SSD,
+            self._index.table.size_units(rows),
+        )
         borders = np.flatnonzero(np.diff(slots, prepend=0, append=0)).tolist()
         for begin, end in pairwise(borders):
             holding = Holding.of_none(len(digests))
@@ -171,10 +174,10 @@ class LocationLookups(ViewTable):
         """By the logs of members that are not hidden alone: for each key 1 when one has it in memory, plus 2 when one
         has it on its SSD."""
         found = np.zeros(len(digests), np.uint8)
-        matches = self._index.find_many(b"".join(digests))
+        matches = self._index.table.find_many(b"".join(digests))
         shown = [slot for slot, view in self._of_slot.items() if not view.hidden]
         some = np.isin(matches.slots, shown)
-        tiers = self._index.tiers(matches.rows[some])
+        tiers = self._index.table.tiers(matches.rows[some])
         np.bitwise_or.at(found, matches.queries[some], (tiers + 1) & 3)  # DRAM, SSD, both
         return found
 
@@ -207,9 +210,9 @@ class LocationLookups(ViewTable):
     def of_other_versions(self, versions: Mapping[bytes, Version]) -> set[bytes]:
         """Those of the keys of which a log, or what was pushed ahead of it, names another version than this."""
         keys = list(versions)
-        matches = self._index.find_many(b"".join(keys))
+        matches = self._index.table.find_many(b"".join(keys))
         mine = np.frombuffer(b"".join(starmap(_VERSION.pack, versions.values())), f"V{VERSION_BYTES}")
-        differ = matches.queries[self._index.versions(matches.rows) != mine[matches.queries]]
+        differ = matches.queries[self._index.table.versions(matches.rows) != mine[matches.queries]]
         found = {keys[place] for place in differ.tolist()}
         for digest in self._early.digests & versions.keys():
             packed = _VERSION.pack(*versions[digest])
@@ -231,7 +234,7 @@ class LocationLookups(ViewTable):
             if clocks:
                 first[place] = max(clocks.start, 0)
                 last[place] = min(clocks.stop - 1, _MAX_CLOCK)
-        clocks_held = self._index.clocks(matches.rows)
+        clocks_held = self._index.table.clocks(matches.rows)
         return (clocks_held >= first[of_slot]) & (clocks_held <= last[of_slot])
 
     @property
@@ -247,7 +250,7 @@ class LocationLookups(ViewTable):
     def _standing(self, digest: bytes) -> Iterator[tuple[Member, Position, bytes, bool]]:
         """The records of a key that count: (owner, place in its log, packed record, whether it is hidden)."""
         early = self._early.of(digest)
-        for slot, packed in self._index.find(digest):
+        for slot, packed in self._index.table.find(digest):
             view = self._of_slot.get(slot)
             entry = None if view is None else early.get(view.member)
             if view is None or (entry is not None and not entry.hearsay):
@@ -281,26 +284,8 @@ class LocationLookups(ViewTable):
         self._index.apply(view.slot, operations)
         view.sequence += len(operations) // LOCATION_BYTES
         digests = set(digests_of(operations))
-        self._watched.heard_of(digests)
+        self.watched.heard_of(digests)
         self._early.overtaken(view.member, view.position, digests)
-
-    def watch(self, held: Set[bytes], awaited: Set[bytes]) -> None:
-        """Note every change that concerns a digest in one of these live views of sets, for `take_touched`."""
-        self._watched.watch(held, awaited)
-
-    @property
-    def any_touched(self) -> bool:
-        """Whether `take_touched` would give some."""
-        return self._watched.any_touched
-
-    def take_touched(self, limit: int) -> list[bytes]:
-        """Some of the watched digests that operations, pushes or snapshots of others were about, each once.
-        Awaited ones come first: a member that is back touches all that is held in common."""
-        return self._watched.take(limit)
-
-    def touch(self, digest: bytes) -> None:
-        """Have a digest looked at, though nothing new was heard of it."""
-        self._watched.touch(digest)
 
 
 EXPIRED_AT_ONCE: Final = 1_024

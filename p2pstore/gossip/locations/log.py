@@ -31,7 +31,8 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import LocationIndex
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, PeerId
 from p2pstore.location_table import RECORD, WHOLE
-from p2pstore.objects import DIGEST_BYTES, MIB, Signer, Verifier, Version
+from p2pstore.objects import DIGEST_BYTES, MIB, Version
+from p2pstore.wire import Signer, Verifier
 
 DEFAULT_RING_LIMIT: Final = 65_536
 Position = tuple[int, int]
@@ -43,6 +44,8 @@ MAX_OWN_RECORDS: Final = 1 << 22
 REMOVED: Final = 0x80
 """In the flags of a withdrawal, which are the record's last byte."""
 _FLAGS: Final = LOCATION_BYTES - 1
+_WITHDRAWN: Final = [bytes((flags | REMOVED,)) for flags in range(256)]
+"""The last byte of the operation that withdraws a record, by that of the record."""
 _FEW: Final = 64
 _STAMPED: Final = struct.Struct("<QH")
 """Clock and writer of a record's version."""
@@ -230,7 +233,7 @@ class OwnLog:
                 taken += self._records.take_out(self._slot, [each])
         else:
             taken = self._records.take_out(self._slot, stamped)
-        operations = [held[:_FLAGS] + bytes((held[_FLAGS] | REMOVED,)) for held in taken]
+        operations = [held[:_FLAGS] + _WITHDRAWN[held[_FLAGS]] for held in taken]
         self._ring.extend(b"".join(operations))
         return operations
 

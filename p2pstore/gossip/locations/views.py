@@ -154,7 +154,7 @@ class ViewTable:
         self._views: dict[Member, View] = {}
         self._of_slot: dict[int, View] = {}
         """The slots that count. A snapshot's does not before it is whole."""
-        self._watched = WatchedKeys(self._index)
+        self.watched = WatchedKeys(self._index)
         self.shares = LocationShares()
         self._relay_limit = self.config.relay_limit
         self._unsettled: set[Member] = set()
@@ -298,7 +298,7 @@ class ViewTable:
         if self._published is not None:
             self._published.count(slot, 0, False)
         del self._of_slot[slot]
-        self._watched.forget(slot)
+        self.watched.forget(slot)
         self._index.discard(slot)
 
     def _share_relay(self) -> None:

@@ -20,8 +20,8 @@ from typing import Final, NamedTuple, TypeVar
 
 from p2pstore.gossip.exchange.asking import MessageBudget
 from p2pstore.gossip.members.member_table import MemberTable
-from p2pstore.gossip.members.suspicion import put_newest
 from p2pstore.gossip.records import PeerId
+from p2pstore.objects import put_newest
 
 FIRST_DELAY_SECONDS: Final = 0.5
 LAST_DELAY_SECONDS: Final = 30.0
@@ -228,7 +228,6 @@ AGAIN_SECONDS: Final = 1.0
 """Shortest time between two pings of the same peer."""
 MAX_REMEMBERED: Final = 1024
 """Peers that were pinged, and members that told of some; those that were heard of last are kept."""
-
 
 Value = TypeVar("Value")
 

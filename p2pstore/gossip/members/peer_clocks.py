@@ -7,6 +7,7 @@ that is set here shows at once, in all comparisons, and no member has to be aske
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
@@ -14,7 +15,12 @@ from typing import Final
 
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.records import PeerId
-from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS, newest_accepted_clock, unix_seconds_from_clock
+from p2pstore.objects import (
+    MAX_CLOCK_SKEW_SECONDS,
+    newest_accepted_clock,
+    put_newest,
+    unix_seconds_from_clock,
+)
 
 MAX_READINGS: Final = 64
 """Members whose readings are kept, those heard last: with one probe a second, those of the last minute."""
@@ -58,7 +64,7 @@ class PeerClocks:
     def __init__(self) -> None:
         self.version = 0
         """Grows with every reading."""
-        self._readings: dict[PeerId, Reading] = {}
+        self._readings: OrderedDict[PeerId, Reading] = OrderedDict()
 
     def answered(self, peer_id: PeerId, unix_ms: int, asked_at: float, now: float) -> None:
         """A member's answer says what time it was between `asked_at` and `now`."""
@@ -76,10 +82,7 @@ class PeerClocks:
 
     def _keep(self, peer_id: PeerId, reading: Reading) -> None:
         self.version += 1
-        self._readings.pop(peer_id, None)
-        self._readings[peer_id] = reading
-        if len(self._readings) > MAX_READINGS:
-            del self._readings[next(iter(self._readings))]
+        put_newest(self._readings, peer_id, reading, MAX_READINGS)
 
     def ahead_of(self, peer_id: PeerId, offset: float) -> float | None:
         """How far this peer's wall clock is ahead of a member's at least; None without a reading."""

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 from p2pstore.gossip.exchange.asking import MessageBudget
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.records import Member, PeerId
+from p2pstore.objects import put_newest
 
 PROOF_PROBES: Final = 3
 """A probe of a suspect is wanted again when it has not ended within this number of probe intervals."""
@@ -116,25 +117,20 @@ class LocalHealth:
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._score = 0
-
-    @property
-    def score(self) -> int:
-        """0 when all goes well."""
-        return self._score
+        self.score = 0
 
     @property
     def multiplier(self) -> int:
         """By what probe intervals and timeouts are multiplied: 1 when all goes well."""
-        return self._score + 1
+        return self.score + 1
 
     def better(self) -> None:
         """A probe succeeded."""
-        self._score = max(0, self._score - 1)
+        self.score = max(0, self.score - 1)
 
     def worse(self, by: int = 1) -> None:
         """A probe failed, a helper did not even refuse, or an accusation of this peer had to be refuted."""
-        self._score = min(self._most, self._score + by)
+        self.score = min(self._most, self.score + by)
 
 
 ACCUSATIONS_A_SECOND: Final = 2.0
@@ -145,10 +141,6 @@ DISBELIEVED_SECONDS: Final = 180.0
 MAX_ACCUSERS: Final = 512
 MAX_PAIRS: Final = 4096
 """Those that were heard of last are kept."""
-
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 class Accusers:
@@ -196,14 +188,6 @@ class Accusers:
     def died(self, accused: Member) -> None:
         """This peer believes it, too."""
         self._unrefuted.pop(accused, None)
-
-
-def put_newest(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
-    """Keep an entry as the newest of at most `most`."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > most:
-        table.popitem(last=False)
 
 
 class Suspects:

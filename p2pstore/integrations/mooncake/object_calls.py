@@ -198,7 +198,7 @@ class ObjectCalls(StoreBase):
     def _sorted_out(
         self, items: Iterable[Any], make: Callable[[Any], T], failures: Failures = ITEM_FAILURES
     ) -> tuple[list[int], dict[int, T]]:
-        """What `make` makes of the items of a batch, by their numbers; and a code for each item, that of its error."""
+        """Results of `make` for the items of a batch, by their numbers; and a code for each item, that of its error."""
         codes: list[int] = []
         made: dict[int, T] = {}
         for number, item in enumerate(items):

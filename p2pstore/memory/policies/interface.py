@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from p2pstore.memory.entries import EntryList, ObjectEntry
+from p2pstore.memory.entries import EntryList, ObjectEntry, unlink
 
 LOST_FOR_GOOD: Final = 4.0
 """Factor on the cost of losing an object that neither the SSD nor another peer has."""
@@ -22,15 +22,11 @@ NEW_SHARE: Final = 0.1
 
 
 class EvictionQueue(ABC):
-    """The objects of one rank."""
+    """The objects of one rank, in one or more `EntryList`s: `unlink` takes them out."""
 
     @abstractmethod
     def add(self, *entries: ObjectEntry) -> None:
         """Queue entries that are in no queue, as ones that were used at their `last_access`."""
-
-    @abstractmethod
-    def remove(self, entry: ObjectEntry) -> None:
-        """Take out an entry of this queue."""
 
     @abstractmethod
     def used(self, entry: ObjectEntry) -> None:
@@ -43,6 +39,9 @@ class EvictionQueue(ABC):
 
 class EvictionPolicy(ABC):
     """Ranks the worth of one segment's objects. All times are Unix seconds."""
+
+    queued = 0
+    """How many entries are in queues: the order of eviction counts them."""
 
     @abstractmethod
     def new_queue(self) -> EvictionQueue:
@@ -65,8 +64,8 @@ class EvictionPolicy(ABC):
         """An entry is read `count` times, queued or not; its `last_access` is still that of the use before."""
 
     @abstractmethod
-    def evicted(self, entry: ObjectEntry) -> None:
-        """An entry had to go for others."""
+    def evicted(self, entries: Sequence[ObjectEntry]) -> None:
+        """Entries had to go for others."""
 
 
 def worth(entry: ObjectEntry) -> float:
@@ -90,8 +89,8 @@ class LeastRecentlyUsed(EvictionPolicy):
     def read(self, entry: ObjectEntry, count: int, now: float) -> None:
         """How often does not matter."""
 
-    def evicted(self, entry: ObjectEntry) -> None:
-        """Nothing is remembered of it."""
+    def evicted(self, entries: Sequence[ObjectEntry]) -> None:
+        """Nothing is remembered of them."""
 
 
 class _RecencyQueue(EvictionQueue):
@@ -101,11 +100,8 @@ class _RecencyQueue(EvictionQueue):
     def add(self, *entries: ObjectEntry) -> None:
         self._entries.append(*entries)
 
-    def remove(self, entry: ObjectEntry) -> None:
-        self._entries.remove(entry)
-
     def used(self, entry: ObjectEntry) -> None:
-        self._entries.remove(entry)
+        unlink(entry)
         self._entries.append(entry)
 
     def coldest(self) -> Iterator[ObjectEntry]:
@@ -129,14 +125,16 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, entry: ObjectEntry, live: int) -> None:
-        """Remember an entry; as many as there are live objects, or the least, but some more for a while when there are
+    def add(self, entries: Sequence[ObjectEntry], live: int) -> None:
+        """Remember entries; as many as there are live objects, or the least, but some more for a while when there are
         far fewer live objects all of a sudden."""
-        self._kept.pop(entry.digest, None)
-        self._kept[entry.digest] = (entry.standing, entry.last_access)
-        too_many = len(self._kept) - max(self._least, live)
-        for _ in range(min(too_many, MOST_FORGOTTEN)):
-            self._kept.popitem(last=False)
+        kept = self._kept
+        for entry in entries:
+            kept[entry.digest] = (entry.standing, entry.last_access)
+            kept.move_to_end(entry.digest)
+        too_many = len(kept) - max(self._least, live)
+        for _ in range(min(too_many, MOST_FORGOTTEN * len(entries))):
+            kept.popitem(last=False)
 
     def take(self, entries: Iterable[ObjectEntry]) -> list[tuple[ObjectEntry, int, float]]:
         """Those of the entries that are remembered, with standing and last access when they were evicted, once."""

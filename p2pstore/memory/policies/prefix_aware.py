@@ -7,7 +7,7 @@ from heapq import merge
 from itertools import chain
 from typing import Final
 
-from p2pstore.memory.entries import EntryList, ObjectEntry
+from p2pstore.memory.entries import EntryList, ObjectEntry, unlink
 from p2pstore.memory.policies.interface import NEW_SHARE, EvictionPolicy, EvictionQueue, Ghosts, worth
 from p2pstore.memory.segment_layout import SlotState
 
@@ -43,7 +43,6 @@ class PrefixAware(EvictionPolicy):
         self.gap_seconds = 0.0
         """The typical time between two uses of an object."""
         self._ghosts = Ghosts()
-        self._queued = 0
 
     def new_queue(self) -> EvictionQueue:
         return _CreditQueue(self)
@@ -52,8 +51,9 @@ class PrefixAware(EvictionPolicy):
         return entry.last_access + entry.standing * self.gap_seconds
 
     def cost(self, entry: ObjectEntry, now: float) -> float:
-        age = max(0.0, now - entry.last_access)
-        idle = age + (MOST_CREDITS - entry.standing) * self.gap_seconds
+        idle = (MOST_CREDITS - entry.standing) * self.gap_seconds
+        if now > entry.last_access:
+            idle += now - entry.last_access
         return worth(entry) * (FOLLOWED if entry.followers else 1.0) / (1.0 + idle)
 
     def admitted(self, entries: Sequence[ObjectEntry], now: float) -> None:
@@ -64,12 +64,8 @@ class PrefixAware(EvictionPolicy):
         if count:
             entry.standing = self._earned(entry.standing, now - entry.last_access)
 
-    def evicted(self, entry: ObjectEntry) -> None:
-        self._ghosts.add(entry, self._queued)
-
-    def queued(self, by: int) -> None:
-        """Count `by` more entries in queues: as many ghosts are kept."""
-        self._queued += by
+    def evicted(self, entries: Sequence[ObjectEntry]) -> None:
+        self._ghosts.add(entries, self.queued)
 
     def _earned(self, credits: int, gap: float) -> int:
         """Credits after one more use, `gap` seconds after the one before."""
@@ -89,21 +85,14 @@ class _CreditQueue(EvictionQueue):
         self._lists = tuple(EntryList() for _ in range(MOST_CREDITS + 1))
 
     def add(self, *entries: ObjectEntry) -> None:
-        self._policy.queued(len(entries))
         if any(entry.standing or entry.follows is not None for entry in entries):
             for entry in entries:
                 self._place(entry)
         else:
             self._lists[0].append(*entries)
 
-    def remove(self, entry: ObjectEntry) -> None:
-        self._policy.queued(-1)
-        assert entry.within is not None
-        entry.within.remove(entry)
-
     def used(self, entry: ObjectEntry) -> None:
-        assert entry.within is not None
-        entry.within.remove(entry)
+        unlink(entry)
         self._place(entry)
 
     def coldest(self) -> Iterator[ObjectEntry]:
@@ -151,7 +140,7 @@ class _CreditQueue(EvictionQueue):
             ancestor.standing = max(ancestor.standing, entry.standing)
             ancestor.last_access = max(ancestor.last_access, entry.last_access)
             if ancestor.within in self._lists:
-                ancestor.within.remove(ancestor)
+                unlink(ancestor)
                 self._lists[ancestor.standing].append(ancestor)
             block = ancestor
 

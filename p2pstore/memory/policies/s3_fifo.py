@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from p2pstore.memory.entries import EntryList, ObjectEntry
+from p2pstore.memory.entries import EntryList, ObjectEntry, unlink
 from p2pstore.memory.policies.interface import NEW_SHARE, EvictionPolicy, EvictionQueue, Ghosts, worth
 
 MOST_READS_COUNTED: Final = 3
@@ -26,10 +26,9 @@ class S3Fifo(EvictionPolicy):
 
     def __init__(self) -> None:
         self._ghosts = Ghosts(least=0)
-        self._queued = 0
 
     def new_queue(self) -> EvictionQueue:
-        return _SmallAndMain(self)
+        return _SmallAndMain()
 
     def cost(self, entry: ObjectEntry, now: float) -> float:
         reads = (entry.standing & MOST_READS_COUNTED) + (entry.standing & _MAIN)
@@ -43,28 +42,18 @@ class S3Fifo(EvictionPolicy):
         reads = min(MOST_READS_COUNTED, (entry.standing & MOST_READS_COUNTED) + count)
         entry.standing = (entry.standing & _MAIN) | reads
 
-    def evicted(self, entry: ObjectEntry) -> None:
-        if not entry.standing & _MAIN:
-            self._ghosts.add(entry, int(self._queued * (1 - NEW_SHARE)))
-
-    def queued(self, by: int) -> None:
-        """Count `by` more entries in queues: as many ghosts are kept as main queues have room for."""
-        self._queued += by
+    def evicted(self, entries: Sequence[ObjectEntry]) -> None:
+        small = [entry for entry in entries if not entry.standing & _MAIN]
+        self._ghosts.add(small, int(self.queued * (1 - NEW_SHARE)))
 
 
 class _SmallAndMain(EvictionQueue):
-    def __init__(self, policy: S3Fifo) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self._small, self._main = EntryList(), EntryList()
 
     def add(self, *entries: ObjectEntry) -> None:
-        self._policy.queued(len(entries))
         self._small.append(*[entry for entry in entries if not entry.standing & _MAIN])
         self._main.append(*[entry for entry in entries if entry.standing & _MAIN])
-
-    def remove(self, entry: ObjectEntry) -> None:
-        self._policy.queued(-1)
-        (self._main if entry.within is self._main else self._small).remove(entry)
 
     def used(self, entry: ObjectEntry) -> None:
         """Reads were counted; nothing moves before room is needed."""
@@ -88,12 +77,12 @@ class _SmallAndMain(EvictionQueue):
             if entry.within is self._small:
                 if entry.standing < READS_TO_STAY:
                     return
-                self._small.remove(entry)
+                unlink(entry)
                 entry.standing = _MAIN
                 self._main.append(entry)
             else:
                 if entry.standing == _MAIN:
                     return
-                self._main.remove(entry)
+                unlink(entry)
                 entry.standing -= 1
                 self._main.append(entry)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from types import GeneratorType
 from typing import Any, Final
 
 import p2pstore
@@ -46,6 +47,7 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
 from p2pstore.put_facts import PutStatus
 from p2pstore.runtime import linux
+from p2pstore.runtime.trio_tasks import in_turns
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS, Flush, Flushed, Remove, Removed
 from p2pstore.transfer.ticket_desk import TicketOffice
@@ -201,7 +203,8 @@ class PeerLocalBackend:
             self._node.check_open()
         if kind in _FOR_MEMBERS:
             check_rights(self._node.credentials.ring, kind, message)
-        answer: Answer = self._handlers[kind](client, message)
+        made = self._handlers[kind](client, message)
+        answer: Answer = in_turns(made) if type(made) is GeneratorType else made
         if kind in _WITH_EFFECTS:  # not LEASE: its round trip should cost nothing else
             self._has_effects = True
             if isinstance(answer, Awaitable):

@@ -12,7 +12,7 @@ import trio
 
 from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable
 from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation, split_digests
-from p2pstore.core.operation import KnownCopy, PullFailure
+from p2pstore.core.operation import KnownCopy
 from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local
@@ -32,6 +32,7 @@ from p2pstore.peer.for_clients.local_queries import (
 from p2pstore.peer.node import Node
 from p2pstore.runtime.stepping import Steps
 from p2pstore.runtime.trio_tasks import in_turns, take_turns
+from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Code
 
@@ -154,18 +155,17 @@ class LocalGets:
                 break
         return local.LeaseGrant(0, 0, 0, 0, 0, error=item_error(error))
 
-    def release(self, client: LocalClient, message: local.Release) -> Answer:
+    def release(self, client: LocalClient, message: local.Release) -> Steps[None]:
         """End leases; one that has ended already is passed over."""
-        return in_turns(self._release_all(client, message))
-
-    def _release_all(self, client: LocalClient, message: local.Release) -> Steps[None]:
         for place, lease in enumerate(message.leases):
             if place:
                 yield
             with suppress(ValueError):
                 self._segment.views.release(lease, holder=client.holder)
 
-    def plan(self, client: LocalClient, message: local.Plan) -> Answer:
+    def plan(
+        self, client: LocalClient, message: local.Plan
+    ) -> Steps[local.Planned] | Awaitable[local.Planned]:
         """Where objects can be read, asking the keys' home peers where this one does not know."""
         digests = check_batch(split_digests(message.digests))
         operation = LookupOperation(
@@ -180,7 +180,7 @@ class LocalGets:
         )
         self._core.operations.start(operation, self._node.now)
         if operation.done:
-            return in_turns(self._planned(operation))
+            return self._planned(operation)
         return self._plan_later(operation)
 
     async def _plan_later(self, operation: LookupOperation) -> local.Planned:
@@ -259,11 +259,8 @@ class LocalGets:
             copy.announced.root,
         )
 
-    def report(self, client: LocalClient, message: local.Report) -> Answer:
+    def report(self, client: LocalClient, message: local.Report) -> Steps[None]:
         """Take in reads that this peer did not see, and holders that failed."""
-        return in_turns(self._take_in(message))
-
-    def _take_in(self, message: local.Report) -> Steps[None]:
         for access in message.accesses[:MAX_BATCH]:
             count = max(0, access.count)
             views = max(0, min(access.views, count))
@@ -279,7 +276,9 @@ class LocalGets:
             if failure.member == local.OWN_COPY:
                 self._node.guard.doubt_own_copy(failure.digest)
             else:
-                self._core.holders.failed(failure.digest, _pull_failure(failure), self._node.now)
+                position = failure.incarnation, failure.sequence
+                report = HolderReport(failure.member, failure.code, "", "", *position)
+                self._core.holders.failed(failure.digest, report, self._node.now)
             yield
         for timing in message.timings[:MAX_BATCH]:
             self._node.estimator.observe(
@@ -291,7 +290,3 @@ class LocalGets:
                 now=self._node.now,
             )
             yield
-
-
-def _pull_failure(failure: local.HolderFailure) -> PullFailure:
-    return PullFailure(failure.member, failure.code, "", failure.incarnation, failure.sequence)

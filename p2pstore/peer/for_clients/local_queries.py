@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from p2pstore.core.gets.key_pages import (
@@ -25,20 +25,18 @@ from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import LocalClient
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.objects import DIGEST_BYTES, namespace_digest
+from p2pstore.objects import DIGEST_BYTES, SIZE_UNIT_BYTES, namespace_digest
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import MEMBERS_PER_STEP, cluster_document, json_in_steps
 from p2pstore.results import SOURCE_KINDS
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.trio_tasks import in_turns, take_turns
+from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.status.measures import Traffic
 from p2pstore.transfer.peer_messages import ListKeys
 from p2pstore.wire import Code, Message, code_of
 
 MAX_WAIT_SECONDS: Final = 24 * 3600.0
 """Upper bound of a client's wait."""
-SIZE_UNIT_BYTES: Final = 4096
-"""Unit of lengths in location records."""
 
 Answer = Message | None | Awaitable[Message | None]
 """At once, or something to await."""
@@ -160,25 +158,15 @@ class LocalQueries:
 
     def contains(self, client: LocalClient, message: local.Contains) -> Answer:
         """A byte per digest: 1 when a live peer is known to hold it."""
-        packed, space = message.digests, namespace_digest(client.namespace)
-        if not self._core.gossip.partitions.knows_all:
-            return self._ask_contains(packed, space)
-        if len(packed) == DIGEST_BYTES:  # its round trip should cost nothing else
+        packed, knows_all = message.digests, self._core.gossip.partitions.knows_all
+        if knows_all and len(packed) == DIGEST_BYTES:  # its round trip should cost nothing else
+            space = namespace_digest(client.namespace)
             return _KNOWN if is_known(self._core, packed, self._now, space) else _UNKNOWN
-        return local.ContainsReply(self._presence(packed, space))
-
-    async def _ask_contains(self, packed: bytes, space: bytes) -> local.ContainsReply:
-        return local.ContainsReply(await self._ask_presence(packed, space))
+        return self._presence(client, packed, local.ContainsReply)
 
     def match_prefix(self, client: LocalClient, message: local.MatchPrefix) -> Answer:
         """How many keys from the first on are held."""
-        packed, space = message.digests, namespace_digest(client.namespace)
-        if not self._core.gossip.partitions.knows_all:
-            return self._ask_match_prefix(packed, space)
-        return _matched(self._presence(packed, space))
-
-    async def _ask_match_prefix(self, packed: bytes, space: bytes) -> local.MatchedPrefix:
-        return _matched(await self._ask_presence(packed, space))
+        return self._presence(client, message.digests, _matched)
 
     def estimate(self, client: LocalClient, message: local.Locate) -> Answer:
         """How long it takes to bring objects here."""
@@ -194,23 +182,29 @@ class LocalQueries:
         copies = await self._node.complete(operation)
         return estimated(self._node, digests, holdings_of(copies))
 
-    async def _ask_presence(self, packed_digests: bytes, namespace: bytes) -> bytes:
-        """As `_presence`, asking homes of keys that are not known here: it need not know all."""
-        digests = check_batch(split_digests(packed_digests))
+    def _presence(self, client: LocalClient, packed: bytes, reply: Callable[[bytes], Message]) -> Answer:
+        """The reply to a byte per digest: 1 when some live peer is known to hold it. A peer that need not know all asks
+        homes of keys that are not known here."""
+        digests, namespace = check_batch(split_digests(packed)), namespace_digest(client.namespace)
         known = known_keys(self._core, digests, self._now, namespace)
+        if not self._core.gossip.partitions.knows_all:
+            return self._ask_presence(digests, namespace, known, reply)
+        return reply(bytes([digest in known for digest in digests]))
+
+    async def _ask_presence(
+        self,
+        digests: Sequence[bytes],
+        namespace: bytes,
+        known: set[bytes],
+        reply: Callable[[bytes], Message],
+    ) -> Message:
         missing = [digest for digest in digests if digest not in known]
         operation = LookupOperation(self._core, missing, namespace=namespace)
         found = await self._node.complete(operation)
         for digest, copies in zip(missing, found, strict=True):
             if any(copy.reachable for copy in copies) or digest in operation.claimed:
                 known.add(digest)  # as `_presence` counts what is claimed
-        return bytes([digest in known for digest in digests])
-
-    def _presence(self, packed_digests: bytes, namespace: bytes) -> bytes:
-        """A byte per digest: 1 when some live peer is known to hold it."""
-        digests = check_batch(split_digests(packed_digests))
-        known = known_keys(self._core, digests, self._now, namespace)
-        return bytes([digest in known for digest in digests])
+        return reply(bytes([digest in known for digest in digests]))
 
     async def locate(self, client: LocalClient, message: local.Locate) -> local.Located:
         """The known copies of each digest."""
@@ -236,13 +230,8 @@ class LocalQueries:
         silent = [self._core.name_of(peer_id) for peer_id in page.silent]
         return local.Keys(page.items, page.more, silent)
 
-    def peers(
-        self, client: LocalClient, message: local.Peers
-    ) -> local.PeersReply | Awaitable[local.PeersReply]:
+    def peers(self, client: LocalClient, message: local.Peers) -> Steps[local.PeersReply]:
         """The members of the cluster."""
-        return in_turns(self._peers_in_steps(message))
-
-    def _peers_in_steps(self, message: local.Peers) -> Steps[local.PeersReply]:
         entries = []
         for number, state in enumerate([*self._core.gossip.membership.states()]):
             if number % MEMBERS_PER_STEP == 0:
@@ -261,13 +250,8 @@ class LocalQueries:
                 )
         return local.PeersReply(entries)
 
-    def statistics(
-        self, client: LocalClient, message: local.Statistics
-    ) -> local.StatisticsReply | Awaitable[local.StatisticsReply]:
+    def statistics(self, client: LocalClient, message: local.Statistics) -> Steps[local.StatisticsReply]:
         """The statistics document as JSON."""
-        return in_turns(self._statistics_in_steps(message))
-
-    def _statistics_in_steps(self, message: local.Statistics) -> Steps[local.StatisticsReply]:
         peer = self._node.statistics.document()
         yield
         look = self._node.statistics.checkup.look(peer)

@@ -280,7 +280,7 @@ class Routes:
 
     def reads_by_rdma(self, copy: RemoteCopy) -> bool:
         """Whether this peer would try RDMA first."""
-        offered = [each for each in self.transports if each.offers(copy)]
+        offered = [each for each in self.transports if not each.why_not(copy)]
         return bool(offered) and min(offered, key=lambda each: each.cost(copy)).name == RDMA
 
     def reading_order(self, copies: Sequence[KnownCopy]) -> list[KnownCopy]:

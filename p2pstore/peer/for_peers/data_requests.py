@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from p2pstore.core.copies.copy_destination import Room, RoomDestination
-from p2pstore.core.operation import (
-    AskPeer,
-    KnownCopy,
-    PullFailure,
-    PullObject,
-    PullOutcome,
-    PullTogether,
-    Reply,
-)
+from p2pstore.core.operation import AskPeer, KnownCopy, PullObject, PullOutcome, PullTogether, Reply
 from p2pstore.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -208,9 +200,7 @@ class DataRequests:
         delivered_by = (0, "")
         if delivered and report is not None and report.pulled is not None and report.copy is not None:
             delivered_by = report.copy.member, report.pulled.transport
-        outcome = PullOutcome(
-            delivered, tuple(pull_failure(failure) for failure in failures), error, *delivered_by
-        )
+        outcome = PullOutcome(delivered, failures, error, *delivered_by)
         self._node.core.operations.pulled(effect.operation, outcome, self._node.now)
         self._node.process()
 
@@ -245,16 +235,3 @@ def refusal(error: Exception) -> Failure | None:
     if isinstance(error, _LINK_ERRORS):
         return None
     return Failure(int(code_of(error)), str(error))
-
-
-def pull_failure(report: HolderReport) -> PullFailure:
-    """A transport's report as the core takes it."""
-    return PullFailure(
-        report.member,
-        int(report.code),
-        report.text,
-        report.incarnation,
-        report.sequence,
-        report.keep,
-        report.others,
-    )

@@ -18,9 +18,10 @@ import trio
 
 from p2pstore.addresses import is_loopback, split_address
 from p2pstore.errors import ConfigError
+from p2pstore.gossip.gossip_messages import Effect
 from p2pstore.gossip.links.control_link import LinkError, OwnAddress, TwinAddress
 from p2pstore.gossip.links.sockets import resolve
-from p2pstore.gossip.machine import Effect, Gossip
+from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import PeerId
 
 logger = logging.getLogger("p2pstore.peer")

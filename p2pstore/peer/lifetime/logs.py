@@ -80,13 +80,13 @@ class RepeatLimit(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kinds: dict[tuple[str, int], tuple[float, int]] = {}
-        """Place in the program -> when its minute began, and how many came in it."""
+        self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
+        """Place in the program and event -> when its minute began, and how many came in it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        kind = (record.pathname, record.lineno)
+        kind = (record.pathname, record.lineno, getattr(record, "event", ""))
         began, count = self._kinds.get(kind, (record.created, 0))
         if not 0 <= record.created - began < BURST_SECONDS:
             if count > BURST:
@@ -97,14 +97,6 @@ class RepeatLimit(logging.Filter):
             self._kinds.clear()
         self._kinds[kind] = (began, count + 1)
         return count < BURST
-
-
-class _ForeignLines(logging.Filter):
-    """Other libraries' warnings as single lines: their tracebacks are about strangers, not about us."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.exc_info = record.exc_text = record.stack_info = None
-        return record.levelno >= logging.WARNING
 
 
 class _LogFile(logging.Handler):
@@ -195,14 +187,15 @@ def _take_foreign_lines(handler: logging.Handler) -> None:
 
 
 class _Foreign(logging.Handler):
-    """The root logger's way to this package's handler."""
+    """The root logger's way to this package's handler: other libraries' warnings as single lines, as their tracebacks
+    are about strangers, not about us."""
 
     def __init__(self, target: logging.Handler) -> None:
         super().__init__(logging.WARNING)
         self._target = target
-        self.addFilter(_ForeignLines())
 
     def emit(self, record: logging.LogRecord) -> None:
+        record.exc_info = record.exc_text = record.stack_info = None
         self._target.handle(record)
 
 

@@ -13,9 +13,9 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -126,25 +126,21 @@ async def _run(
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(_stop_on_signal, signals, stop)
-            watched = _Hangups(hangups, bound_to_terminal)
-            await _serve(config, watched, detached, ready_text, manager)
+            watch = partial(_watch_hangups, hangups, bound_to_terminal, manager)
+            await _serve(config, watch, detached, ready_text, manager)
             nursery.cancel_scope.cancel()
 
 
-@dataclass(frozen=True)
-class _Hangups:
-    """The coming SIGHUPs, and whether one may mean that the peer's terminal is gone."""
-
-    signals: AsyncIterator[int]
-    bound_to_terminal: bool
-
-
 async def _serve(
-    config: PeerConfig, hangups: _Hangups, detached: bool, ready_text: ReadyText, manager: ServiceManager
+    config: PeerConfig,
+    watch_hangups: Callable[[Peer], Awaitable[None]],
+    detached: bool,
+    ready_text: ReadyText,
+    manager: ServiceManager,
 ) -> None:
     async with open_peer(config) as peer, open_background_nursery() as nursery:
         with short_collections():
-            nursery.start_soon(_watch_hangups, hangups, peer, manager)
+            nursery.start_soon(watch_hangups, peer)
             _say_started(peer)
             if config.bootstrap:
                 with trio.move_on_after(config.join_timeout):
@@ -199,9 +195,11 @@ def _say_started(peer: Peer) -> None:
             )
 
 
-async def _watch_hangups(hangups: _Hangups, peer: Peer, manager: ServiceManager) -> None:
-    async for _ in hangups.signals:
-        if hangups.bound_to_terminal and not has_terminal():
+async def _watch_hangups(
+    hangups: AsyncIterator[int], bound_to_terminal: bool, manager: ServiceManager, peer: Peer
+) -> None:
+    async for _ in hangups:
+        if bound_to_terminal and not has_terminal():
             logger.info("leaving: the terminal is gone", extra={"event": "leaving"})
             peer.node.leave_requested.set()
         else:

@@ -44,7 +44,7 @@ def port_is_active(device: str, port: int) -> bool:
 
 
 def port_bytes_per_second(device: str, port: int) -> float:
-    """What a port's link carries by its own account; 0 where the system does not say."""
+    """The rate of a port's link by its own account; 0 where the system does not say."""
     try:
         rate = (DEVICES / f"{device}/ports/{port}/rate").read_text()
         return float(rate.split()[0]) * GIGABIT_BYTES  # such as "100 Gb/sec (4X EDR)"

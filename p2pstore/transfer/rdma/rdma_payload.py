@@ -30,7 +30,7 @@ MEASURED_READ_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What to read from where: those chunks of `arriving` that are not there yet; `offset` is in the other side's
+    """The part of an object to read: those chunks of `arriving` that are not there yet; `offset` is in the other side's
     memory."""
 
     offset: int
@@ -282,7 +282,7 @@ ONLY_CHUNK: Final = 0
 
 
 def block_bytes_for(slot: Slot) -> int:
-    """What a block needs for such an object: its payload and trailer as they lie in the extent, then its slot."""
+    """Length of a block for such an object: its payload and trailer as they lie in the extent, then its slot."""
     return _slot_place(slot) + SLOT_BYTES
 
 
@@ -344,7 +344,7 @@ class ExtentRead:
         return bytes(self._block.view[start : start + SLOT_BYTES])
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
-        """What each read brings: the trailer, with a payload of one piece before it, then the payload's pieces."""
+        """Bounds of each read: the trailer, with a payload of one piece before it, then the payload's pieces."""
         trailer = trailer_offset(self._slot.length)
         together = len(self._pieces) == 1
         yield 0 if together else trailer, trailer + self._slot.trailer_length

@@ -23,7 +23,7 @@ PATH_MTU_BYTES: Final = (256, 512, 1024, 2048, 4096)
 MAX_OUTSTANDING_READS: Final = 16
 """Reads that the two devices have under way at once between two queue pairs."""
 TAKEN_IN_BYTES_PER_SECOND: Final = 1e10
-"""What one core sums and copies, about (10.8 GB/s measured on an AMD EPYC)."""
+"""Rate at which one core sums and copies, about (10.8 GB/s measured on an AMD EPYC)."""
 PARTED_AT_BYTES: Final = 4096
 RETRY_COUNT: Final = 6
 """Times that a device sends again before it gives up. Never 7: soft-RoCE takes it for "for ever"."""
@@ -110,7 +110,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What both ends use."""
+    """Parameters of both ends."""
 
     mtu_bytes: int
     reads: int
@@ -238,7 +238,7 @@ _MEANING: Final[dict[int, Meaning]] = {
 
 
 def meaning_of(status: int) -> Meaning:
-    """What a completion's status means; an unknown one is a fault of this side. After all but DONE the queue
+    """Meaning of a completion's status; an unknown one is a fault of this side. After all but DONE the queue
     pair is of no use any more."""
     return _MEANING.get(status, Meaning.BROKEN)
 

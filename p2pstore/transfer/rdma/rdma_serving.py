@@ -201,7 +201,7 @@ async def open_rdma(
     if not names and config.rdma_topology is None:
         yield None
         return
-    # What most machines have no use for is not imported there.
+    # Libraries that most machines have no use for are not imported there.
     from p2pstore.transfer.rdma.rdma_staging import Staging
     from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
 

@@ -115,10 +115,6 @@ class RdmaTransport:
         self._registered = registered
         self._progress_seconds = progress_seconds
 
-    def offers(self, copy: RemoteCopy) -> bool:
-        """Whether the copy's holder offers RDMA, and that did not fail a moment ago."""
-        return not self.why_not(copy)
-
     def why_not(self, copy: RemoteCopy) -> str:
         if copy.on_ssd and not copy.rdma:
             return ON_SSD

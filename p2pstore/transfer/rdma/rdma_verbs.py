@@ -126,7 +126,7 @@ class LinkDown(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a device's port can do."""
+    """Limits of a device's port."""
 
     path_mtu_bytes: int
     max_message_bytes: int

@@ -48,7 +48,7 @@ class ConnectionPlaces:
     peers. Spare ones are closed. For any number of tasks or threads."""
 
     def __init__(self, driver: Driver, *, max_places: int, idle_per_peer: int, max_idle: int) -> None:
-        self._driver = driver
+        self.driver = driver
         self._max_places = max_places
         self._idle_per_peer = idle_per_peer
         self._max_idle = max_idle
@@ -109,7 +109,7 @@ class ConnectionPlaces:
             place = min(shared or places, key=lambda each: each.users)
             place.users += 1
             place.briefly = place.briefly and briefly
-            turn = self._driver.event()
+            turn = self.driver.event()
             place.turns.append(turn)
             return place, turn
 

@@ -22,7 +22,7 @@ from p2pstore.errors import (
 )
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import KIB
-from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates
+from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates, Outrun
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver
 from p2pstore.transfer.data_messages import (
     DataAddress,
@@ -71,7 +71,7 @@ def carried_ticket(peer: RemotePeer) -> GrantedTicket:
     return peer.ticket
 
 
-class DataPool:
+class DataPool(ConnectionPlaces):
     """Connections to any number of peers, for any number of tasks (or threads, with blocking sockets).
 
     At most `max_places` connections to one peer; of those `idle_per_peer` are kept when idle, and
@@ -89,11 +89,8 @@ class DataPool:
         progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
         connect_seconds: float = CONNECT_SECONDS,
     ) -> None:
-        self._driver = driver
+        super().__init__(driver, max_places=max_places, idle_per_peer=idle_per_peer, max_idle=max_idle)
         self._ticket_source = ticket_source
-        self._places = ConnectionPlaces(
-            driver, max_places=max_places, idle_per_peer=idle_per_peer, max_idle=max_idle
-        )
         self._progress_seconds = progress_seconds
         self._connect_seconds = connect_seconds
         self._rates = HolderRates()
@@ -308,29 +305,6 @@ class DataPool:
                 self._rates.measured(peer.peer_id, connection.flow, time.monotonic())
                 self._rates.answered(peer.peer_id, connection.flow)
 
-    async def dial(self, peer: RemotePeer) -> DataConnection:
-        """A fresh connection for the caller alone, who closes it: not one of the pool's. Raises `Unavailable` when
-        the peer cannot be reached, `DeadlineExceeded` when it does not answer, and what its hello raised."""
-        return await self._connect(peer)
-
-    @property
-    def driver(self) -> Driver:
-        """How its connections reach the world."""
-        return self._driver
-
-    def close(self) -> None:
-        """Close every connection; those in use fail at their next step."""
-        self._places.close()
-
-    def renew(self) -> None:
-        """Connect anew for what is asked from now on: the keys that tickets are made with have changed."""
-        self._places.renew()
-
-    @property
-    def open_connections(self) -> int:
-        """Connections that are open now, idle or in use."""
-        return self._places.open_connections
-
     # --- connections -------------------------------------------------------------------------
 
     async def _use(
@@ -345,39 +319,40 @@ class DataPool:
         """Run `action` on a connection; once more on a fresh one when a kept one turns out dead. A `briefly` use queues
         for a connection that is kept, rather than open one that is closed again."""
         came_at = time.monotonic()
-        place, turn = self._places.choose(peer.peer_id, briefly, may_queue=may_queue)
+        place, turn = self.choose(peer.peer_id, briefly, may_queue=may_queue)
         if turn is not None:
-            await self._places.wait_for(turn, peer.peer_id, peer.answer_seconds, place)
+            await self.wait_for(turn, peer.peer_id, peer.answer_seconds, place)
         try:
-            kept = self._places.take_kept(place)
+            kept = self.take_kept(place)
             if kept is not None:
                 kept.stream.progress_seconds = progress_seconds
-                kept.start_watching()
+                kept.inbox.received_any = False
                 try:
                     return await action(kept)
                 except OSError as error:
                     hung = isinstance(error, DeadlineExceeded)
-                    if hung or kept.received_any or kept.abandoned:
+                    if hung or kept.inbox.received_any or kept.abandoned:
                         raise
-            self._places.check_worth(place, came_at)
+            self.check_worth(place, came_at)
             connected_at = time.monotonic()
-            connection = await self._connect(peer)
-            self._places.keep(place, connection, connected_at)
+            connection = await self.dial(peer)
+            self.keep(place, connection, connected_at)
             with self._measuring:  # its hello
                 self._rates.answered(peer.peer_id, connection.flow)
             connection.stream.progress_seconds = progress_seconds
             return await action(connection)
         except (DeadlineExceeded, Unavailable) as error:
-            if briefly:
+            if briefly and not isinstance(error, Outrun):
                 place.failed_at, place.failure = time.monotonic(), error
             raise
         finally:
-            self._places.give_back(peer.peer_id, place)
+            self.give_back(peer.peer_id, place)
 
     # --- connecting --------------------------------------------------------------------------
 
-    async def _connect(self, peer: RemotePeer) -> DataConnection:
-        """Try the peer's addresses in turn, for no longer than the pool waits for progress. Raises
+    async def dial(self, peer: RemotePeer) -> DataConnection:
+        """A fresh connection for the caller alone, who closes it: not one of the pool's. Tries the peer's addresses in
+        turn, for no longer than the pool waits for progress. Raises
         `Unavailable` when none can be reached, `DeadlineExceeded` when all there was is silence, and what
         the hello raised when one did answer and refused."""
         if not peer.data:
@@ -391,8 +366,9 @@ class DataPool:
             if reasons and left_seconds <= 0:
                 break
             try:
+                ticket = peer.ticket if peer.ticket is not None else self._ticket_source(peer)
                 return await self._connect_to(
-                    address, peer.peer_id, self._ticket(peer), min(self._connect_seconds, left_seconds)
+                    address, peer.peer_id, ticket, min(self._connect_seconds, left_seconds)
                 )
             except (AuthenticationFailed, ProtocolMismatch, ProtocolError) as error:
                 refusal = refusal or error
@@ -405,14 +381,11 @@ class DataPool:
         kind = DeadlineExceeded if silent else Unavailable
         raise kind(f"the peer cannot be reached over TCP ({'; '.join(reasons)})")
 
-    def _ticket(self, peer: RemotePeer) -> GrantedTicket:
-        return peer.ticket if peer.ticket is not None else self._ticket_source(peer)
-
     async def _connect_to(
         self, address: str, peer_id: bytes, granted: GrantedTicket, connect_seconds: float
     ) -> DataConnection:
         at = split_data_address(address)
-        stream = await self._driver.connect_tcp(at.host, at.port, connect_seconds)
+        stream = await self.driver.connect_tcp(at.host, at.port, connect_seconds)
         stream.progress_seconds = connect_seconds
         return await open_connection(stream, at, peer_id, granted)
 

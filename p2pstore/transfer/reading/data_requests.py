@@ -126,16 +126,6 @@ class DataRequests:
         self.abandoned = True
         self.stream.abort()
 
-    @property
-    def received_any(self) -> bool:
-        """Whether any byte came since `start_watching`."""
-        return self.inbox.received_any
-
-    def start_watching(self) -> None:
-        """Forget what came so far: tells a connection that went stale while idle from one that broke in
-        the middle of an answer."""
-        self.inbox.received_any = False
-
     def operation(self, haste: Haste = NO_HASTE) -> Operation:
         """Requests and replies in this block belong together."""
         return Operation(self, haste)
@@ -273,6 +263,8 @@ class Inbox:
         self._end = 0
         self._ahead_bytes = INBOX_BYTES
         self.received_any = False
+        """To be set back by its user: tells a connection that went stale while idle from one that broke in the middle
+        of an answer."""
         self.flow = Flow()
         self._receive_all = getattr(stream, "receive_all", None)
 

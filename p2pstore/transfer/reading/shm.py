@@ -195,10 +195,6 @@ class ShmTransport:
         self._state = threading.Lock()  # held for microseconds, never awaited in
         self._peers: dict[tuple[str, bytes], _MappedPeer] = {}
 
-    def offers(self, copy: RemoteCopy) -> bool:
-        """Whether the copy is on this host, and connecting there did not fail a moment ago."""
-        return not self.why_not(copy)
-
     def why_not(self, copy: RemoteCopy) -> str:
         if copy.on_ssd and copy.data:
             return ON_SSD
@@ -220,15 +216,11 @@ class ShmTransport:
         peer = self._peers.get((copy.socket, copy.peer_id))
         return peer.readers if peer is not None and peer.usable() else ()
 
-    async def open(self, copy: RemoteCopy) -> None:
-        """Have the memory of a copy's holder `mapped`. Raises `PullFailed`."""
-        await self._session(copy)
-
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
         """Copy the object out of the holder's segment. What the mapping does not show, the holder may still have, and
         is asked for over TCP, where that is used, else here. Raises `PullFailed`: retriable, but for a holder that does
         not answer: its process hangs, and would not answer over TCP either."""
-        peer = await self._session(copy)
+        peer = await self.open(copy)
         watch = watch_of(destination)
         if watch is not None:
             watch.connected()
@@ -279,7 +271,8 @@ class ShmTransport:
                 return Pulled(copied.slot, copied.trailer, copied.length, self.name)
         return None
 
-    async def _session(self, copy: RemoteCopy) -> _MappedPeer:
+    async def open(self, copy: RemoteCopy) -> _MappedPeer:
+        """The session with a copy's holder: its memory is `mapped` from then on. Raises `PullFailed`."""
         peer = self._peers.get((copy.socket, copy.peer_id))
         if peer is not None and peer.usable():
             return peer

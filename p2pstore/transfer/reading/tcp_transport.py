@@ -331,9 +331,6 @@ class TcpTransport:
     def __init__(self, pool: DataPool) -> None:
         self._pool = pool
 
-    def offers(self, copy: RemoteCopy) -> bool:
-        return bool(copy.data)
-
     def why_not(self, copy: RemoteCopy) -> str:
         return "" if copy.data else "the holder advertises no data address"
 

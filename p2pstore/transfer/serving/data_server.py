@@ -20,7 +20,7 @@ import trio
 
 from p2pstore.access.crowding import Strangers, host_group
 from p2pstore.access.keyring import AllowList, KeyRing
-from p2pstore.addresses import join_address, split_address
+from p2pstore.addresses import split_address
 from p2pstore.errors import (
     AuthenticationFailed,
     ConfigError,
@@ -28,7 +28,6 @@ from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
 )
-from p2pstore.objects import Signer, Verifier
 from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
 from p2pstore.runtime.streams import AcceptedStream, tune_tcp
 from p2pstore.runtime.trio_streams import Accepting, TrioStream
@@ -57,6 +56,8 @@ from p2pstore.wire import (
     REPLY,
     Code,
     FrameBuffer,
+    Signer,
+    Verifier,
     code_of,
     decode_body,
     encode_frame,
@@ -65,10 +66,9 @@ from p2pstore.wire import (
 
 logger = logging.getLogger("p2pstore.transfer")
 
-
 LISTEN_BACKLOG: Final = 512
 MAX_SUBJECTS: Final = 1024
-"""What `QuietLog` remembers: strangers may come from any number of hosts."""
+"""Most entries of `QuietLog`: strangers may come from any number of hosts."""
 RETIRE_SECONDS: Final = 5.0
 """How long a connection whose key was removed may still answer what is under way."""
 
@@ -136,12 +136,6 @@ def _listen(family: int, address: Any, *, both_families: bool) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def listener_address(listener: socket.socket) -> str:
-    """`HOST:PORT` that a listener is bound to."""
-    host, port = listener.getsockname()[:2]
-    return join_address(host, port)
 
 
 class DataServer:

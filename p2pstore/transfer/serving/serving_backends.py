@@ -32,7 +32,7 @@ class OfferedLink(Protocol):
 
 
 class SwarmBackend(Protocol):
-    """What the peer does with requests of other members of its swarms. `peer` is the one who asks, proved."""
+    """The peer's answers to requests of other members of its swarms. `peer`: the authenticated asker."""
 
     async def open_piece(self, request: GetPiece, peer: bytes) -> OpenedPiece | PieceReply:
         """The piece, or why not. Every `OpenedPiece` is given back by `piece_sent`, whatever happens."""
@@ -78,7 +78,7 @@ class StoreBackend(Protocol):
 
 
 class DataBackend(ReadSource, Protocol):
-    """What the peer does behind its data connections."""
+    """The peer behind its data connections."""
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         """Whether some of these must be brought to memory before they can be lent."""
@@ -103,7 +103,7 @@ class DataBackend(ReadSource, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """What a peer does behind its data connections; None for what it does not do."""
+    """The parts of a peer behind its data connections; None for those that it lacks."""
 
     objects: DataBackend
     stores: StoreBackend | None = None

@@ -124,6 +124,6 @@ class ServerLimits:
     store_bytes_per_second: float = 1e6
     """A value that is stored arrives in that time, plus its length at that rate: its room is taken."""
     measured_bytes: int = 64 * GIB
-    """What one connection may move only to measure; `doctor` stops after seconds."""
+    """Most bytes that one connection moves only to measure; `doctor` stops after seconds."""
     handlers_per_connection: int = 64
     reply_bulk_bytes: int = PART_BYTES

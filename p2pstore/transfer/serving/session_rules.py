@@ -36,7 +36,7 @@ HELLO, PROOF = int(DataKind.HELLO), int(DataKind.PROOF)
 
 
 class State(IntEnum):
-    """What one connection does."""
+    """State of one connection."""
 
     QUIET = auto()
     """All that arrived is answered; it waits for the next request."""

@@ -1,0 +1,134 @@
+"""Windows of a batch in memory: published and evicted together, they leave what they leave one by one."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.memory.entries import Written
+from p2pstore.memory.policies import PolicyName, make_policy
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import Pin, TrailerBody, plan_geometry
+from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
+from simulation.segment_checks import check_segment
+
+KEYS = [f"k{number}" for number in range(12)]
+ROWS = st.tuples(
+    st.sampled_from(KEYS),
+    st.sampled_from([0, 1, 3_000, 4_090, 9_000]),
+    st.sampled_from([0, 0, 0, int(Pin.SOFT), int(Pin.HARD)]),
+    st.sampled_from(["", "", "q"]),
+    st.sampled_from([0, 0, 200_000]),
+    st.sampled_from(["", *KEYS]),
+    st.sampled_from([0, 0, 0, 1, 2]),
+)
+"""Key, length, pin, namespace, end, the key before it, and what is wrong with the reservation."""
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.lists(ROWS, min_size=1, max_size=8)),
+        st.tuples(st.just("evict"), st.integers(1, 5)),
+        st.tuples(st.sampled_from(["read", "lease", "end", "remove"]), st.sampled_from(KEYS)),
+    ),
+    max_size=25,
+)
+
+
+class World:
+    """A segment in which all that is put has room."""
+
+    def __init__(self, policy: PolicyName, together: bool) -> None:
+        geometry = plan_geometry(4 * MIB, 256)
+        self.segment = Segment(
+            memoryview(bytearray(geometry.total_bytes)),
+            segment_id=bytes(16),
+            incarnation=1,
+            geometry=geometry,
+            policy=make_policy(policy),
+            quotas={"q": 64 * KIB},
+            marks=memoryview(bytearray(geometry.slots)),
+        )
+        self.together, self.now = together, 100.0
+        self.objects = self.segment.objects
+
+    def step(self, what: str, of: Any) -> object:
+        self.now += 1.5
+        entry = self.segment.find(key_digest(of), self.now) if isinstance(of, str) else None
+        if what == "put":
+            return self.put(of)
+        if what == "evict":
+            order = self.objects.order
+            coldest = [each for each in order.coldest() if each in order][:of]
+            for some in [coldest] if self.together else [[each] for each in coldest]:
+                self.objects.evict(some)
+        elif what == "read":
+            self.objects.touch(key_digest(of), 1, self.now)
+        elif what == "lease" and entry is not None:
+            self.segment.views.lease(entry, holder=of, now=self.now)
+        elif what == "end":
+            self.segment.drop_holder(of)
+        elif what == "remove":
+            self.segment.remove(key_digest(of))
+        return None
+
+    def put(self, rows: Sequence[Any]) -> list[bytes]:
+        """The digests that were published of a window of keys that are not here."""
+        written: list[Written] = []
+        last, open_lengths, seen = 0, dict[int, int](), set[bytes]()
+        for key, length, pin, namespace, expires, before, wrong in rows:
+            digest, sums = key_digest(key), chunk_sums(bytes(length))
+            self.segment.remove(digest)
+            [room] = self.segment.reserve_free([(length, 120)], holder="c", namespace=namespace)
+            open_lengths[room.number] = length
+            number = (room.number, room.number + 999, last)[wrong]  # or that of the row before
+            last = room.number
+            if digest in seen and not self.together:
+                continue  # the same key counts once in a window
+            trailer = TrailerBody(namespace, key, sums, expires, 1, pin)
+            version = Version(round(self.now * 10), 1, root_checksum(length, sums))
+            follows = key_digest(before) if key_digest(before or "-") in seen else b""
+            written.append(Written(number, digest, version, trailer, length, follows))
+            if digest not in seen and length <= open_lengths.get(number, -1):
+                seen.add(digest)
+                del open_lengths[number]
+        windows = [written] if self.together else [[each] for each in written]
+        made = [self.segment.commit_new(each, holder="c", now=self.now) for each in windows]
+        published = [entry.digest for window in made for entry in window if entry is not None]
+        assert set(published) == seen
+        self.segment.drop_holder("c")
+        return published
+
+    def state(self) -> list[object]:
+        order, segment = self.objects.order, self.segment
+        everything = sorted(self.objects.held.values(), key=lambda each: getattr(each, "key", ""))
+        facts = (
+            "key",
+            "state",
+            "extent_bytes",
+            "rank",
+            "group",
+            "standing",
+            "followers",
+            "pin",
+            "references",
+        )
+        return [
+            [[getattr(each, name) for name in facts] for each in everything],
+            [each.key for each in order.coldest()],
+            [order.evictable_bytes(), order.cheap_bytes, segment.used_bytes, len(self.objects.timers)],
+            dict(self.objects.areas.uses),
+            [each.key for each in self.objects.take_withdrawn()],
+            [segment.listing.page(name, "", "", 99)[0] and name for name in ("", "q")],
+            list(getattr(getattr(segment.policy, "_ghosts", None), "_kept", {}).items()),
+        ]
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+@given(STEPS)
+def test_a_window_leaves_what_its_rows_leave_one_by_one(policy: PolicyName, steps: list[Any]) -> None:
+    together, alone = World(policy, True), World(policy, False)
+    for what, of in steps:
+        assert together.step(what, of) == alone.step(what, of)
+        assert together.state() == alone.state()
+        check_segment(together.segment)
