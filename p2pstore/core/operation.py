@@ -252,7 +252,7 @@ class Note(NamedTuple):
 
 
 class Notes:
-    """What an operator ought to know, until the shell takes it; of too many, the newest."""
+    """Notes for the operator, until the shell takes them; of too many, the newest."""
 
     def __init__(self) -> None:
         self._notes: deque[Note] = deque(maxlen=MAX_NOTES)

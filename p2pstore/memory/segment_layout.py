@@ -383,7 +383,7 @@ class TrailerBody(Message, frozen=True):
 
     `expires_unix_ms` is 0 for an object without a time to live. `replicas` is the number of copies
     asked for when it was put. `dtype` is empty unless the value is a tensor. `proof`, of a copy: who wrote it
-    (`gossip.version_proofs`).
+    (`proofs`).
     """
 
     namespace: str

@@ -167,7 +167,7 @@ class Driver(Protocol):
 
 
 class NonblockingStream:
-    """What `ByteStream`s on non-blocking sockets share. One task may send while another receives."""
+    """The common part of `ByteStream`s on non-blocking sockets. One task may send while another receives."""
 
     def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
         sock.setblocking(False)

@@ -37,7 +37,7 @@ class Replicate(Message, frozen=True):
 
     The sender's signed peer record comes along: a fresh peer may ask before gossip has told of it. `replicas`: how
     many copies are wanted in all, for who holds it already and has heard of fewer; 0 says nothing. `proof`: that the
-    version's writer wrote it with this root (`gossip.version_proofs`), which the copy keeps.
+    version's writer wrote it with this root (`copies.proofs`), which the copy keeps.
     """
 
     digest: bytes
@@ -60,7 +60,7 @@ class ReplicateMany(Message, frozen=True):
     """Fetch these objects from me, who wrote them, and keep a copy of each: 1 to 64, all of one namespace.
 
     `slots` (64 bytes each) and `trailers` exactly as in the sender's memory. `signature`: the sender's, of the tree of
-    all these versions (`gossip.version_proofs`), of which the receiver makes the proofs that the copies keep. The
+    all these versions (`copies.proofs`), of which the receiver makes the proofs that the copies keep. The
     sender's signed peer record comes along as with REPLICATE.
     """
 
@@ -87,7 +87,7 @@ class Prove(Message, frozen=True):
 
 
 class Proofs(Message, frozen=True):
-    """A proof for each key, empty where there is none: see `gossip.version_proofs`."""
+    """A proof for each key, empty where there is none: see `copies.proofs`."""
 
     items: Annotated[list[bytes], Meta(max_length=MAX_PROVED)]
 

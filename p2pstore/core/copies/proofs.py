@@ -328,7 +328,7 @@ _CONTEXT: Final = b"p2pstore versions 1\0"
 
 
 class SignedTree(NamedTuple):
-    """What a proof says, once its signature was found good: `signer` signed `message`."""
+    """The statement of a proof, if its signature is good: `signer` signed `message`."""
 
     signer: PeerId
     message: bytes
@@ -344,7 +344,7 @@ def sign_versions(versions: Sequence[tuple[bytes, Version]], signer: Signer) -> 
 def signed_proofs(
     versions: Sequence[tuple[bytes, Version]], signer: PeerId, signature: bytes
 ) -> list[bytes]:
-    """What `sign_versions` of all these made, out of its signature. They are good if that is."""
+    """Proofs of all these versions, from the signature of `sign_versions`. They are good if that is."""
     return _proofs(_levels(versions), signer, signature)
 
 
@@ -354,7 +354,7 @@ def signature_of(proof: bytes) -> bytes:
 
 
 def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | None:
-    """What a proof says of this version, without a look at the signature; None when it is none of it."""
+    """The statement of a proof of this version, its signature unchecked; None when it is of another version."""
     if not _FIXED_BYTES <= len(proof) <= MAX_PROOF_BYTES:
         return None
     key, signature, place, count = proof[:32], proof[_SIGNATURE], proof[96], proof[97]

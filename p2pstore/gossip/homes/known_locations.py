@@ -80,7 +80,7 @@ class KnownLocations:
         self.lock = lock
 
     def watch(self, held: Set[bytes], awaited: Set[bytes]) -> None:
-        """As `Directory.watch`, of everything that is heard."""
+        """As `WatchedKeys.watch`, of everything that is heard."""
         self._held, self._awaited = held, awaited
         self._directory.watched.watch(held, awaited)
 

@@ -1,5 +1,5 @@
-"""What is to outlast this peer: its state directory is kept up to date, and when it leaves, others or its SSD take what
-it alone holds. Shell."""
+"""Saving and leaving: the state directory is kept up to date, and when the peer leaves, others or its SSD take the
+objects that it alone holds. Shell."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class StateSaver:
             # After a renewal the file has floors above the new ones, and the clock is lower than it was.
             renewals = self._core.timekeeping.renewals
             renewed = renewals != self._renewals
-            # As of now: what is seen is among the floors that are written first.
+            # As of now: floors that are seen are among those written first.
             seen, horizon = self._core.earlier_life.seen_to_save, dict(kept.floors.horizon)
             all_floors = None
             if crowded or lost or renewed:
