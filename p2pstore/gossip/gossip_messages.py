@@ -302,7 +302,7 @@ class Later:
 
 @dataclass(frozen=True, slots=True)
 class HomePush:
-    """Send a home peer what it should know of this peer's log; the outcome goes to `HomePushes.answered`."""
+    """Send a home peer what it should know of this peer's log; the outcome goes to `PartitionedDirectory.pushed`."""
 
     token: int
     peer_id: PeerId

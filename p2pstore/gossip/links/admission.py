@@ -115,7 +115,8 @@ class _Side:
         return self.ring.role_of(self.key_id)
 
     def _text(self, role: bytes, *, opening: bool) -> bytes:
-        """The text that is proved, or signed: role, both peer ids, both nonces and the cluster's name, each with its length."""
+        """The text that is proved, or signed: role, both peer ids, both nonces and the cluster's name, each with its
+        length."""
         own, theirs = (self.own_id, self.nonce), (self.peer_id, self._their_nonce)
         (opener, opener_nonce), (listener, listener_nonce) = (own, theirs) if opening else (theirs, own)
         fields = (role, opener, listener, opener_nonce, listener_nonce, self.cluster.encode())
