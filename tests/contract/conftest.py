@@ -18,9 +18,11 @@ def side(request: pytest.FixtureRequest) -> Side:
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patience() -> Iterator[None]:
     """Holders on a busy machine may take their time to begin with an answer."""
-    monkeypatch.setattr(flow, "LEAST_SOON_SECONDS", 60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flow, "LEAST_SOON_SECONDS", 60.0)
+        yield
 
 
 @pytest.fixture
