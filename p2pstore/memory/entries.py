@@ -23,7 +23,7 @@ def pin_of(trailer: TrailerBody) -> Pin:
     return _PINS[min(trailer.pin, len(_PINS) - 1)] if trailer.pin > 0 else _PINS[0]
 
 
-class ObjectEntry(msgspec.Struct, eq=False, gc=False):
+class ObjectEntry(msgspec.Struct, eq=False):
     """One object in a segment. Others may read it; only `Segment` changes it.
 
     `slot` is its number in the object table, `offset` where its payload begins, in bytes from the
@@ -37,8 +37,7 @@ class ObjectEntry(msgspec.Struct, eq=False, gc=False):
     `warmer` are its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a
     chain of prefix blocks, `followers` counts the blocks of which it is that. `is_kept_elsewhere`: another peer holds a
     copy and is to keep it before this one does, as far as was known when it was looked up, which counts until
-    `known_until`. `timer` is the entry's place among those that have times (`ExpiryTimers`). The collector
-    of garbage passes over entries, which are many: going out of the order ends all cycles.
+    `known_until`. `timer` is the entry's place among those that have times (`ExpiryTimers`).
     """
 
     digest: bytes

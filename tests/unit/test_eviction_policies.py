@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from random import Random
 from typing import get_args
 
@@ -365,3 +365,13 @@ def test_an_entry_among_others_is_told_by_itself() -> None:
         linked.append(each)
     assert "slot=1" in repr(entries[1])
     assert "slot=2" not in repr(entries[1])
+
+
+def test_a_long_chain_is_freed_without_deep_recursion() -> None:
+    order = EvictionOrder(make_policy("prefix"))
+    made = [entry(number) for number in range(100_000)]
+    for before, block in pairwise(made):
+        order.follow(block, before)
+    order.admit(made, 1.0)
+    del made, before, block
+    del order  # an interpreter without a stack left does not come back
