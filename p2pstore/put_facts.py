@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 
 import msgspec
@@ -46,8 +45,7 @@ class PutFacts(Message, frozen=True):
     follows: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class PutColumns:
+class PutColumns(msgspec.Struct, frozen=True, gc=False):
     """`PutFacts` of many values, in columns. `digests` are those of the keys, `options` one for all or one each; sums
     and roots are those of values of the lengths."""
 
@@ -62,7 +60,7 @@ class PutColumns:
 
     def part(self, rows: slice) -> PutColumns:
         """Some of the rows."""
-        cut = {name: getattr(self, name)[rows] for name in self.__slots__}
+        cut = {name: getattr(self, name)[rows] for name in self.__struct_fields__}
         if len(self.options) == 1:
             cut["options"] = self.options
         return PutColumns(**cut)

@@ -25,7 +25,7 @@ from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import Announced, Version
 from p2pstore.runtime.streams import Work
 from p2pstore.transfer.failover import PullFailed, SilentHolders, is_silence
-from p2pstore.transfer.reading.small_reads import in_parts
+from p2pstore.transfer.reading.small_reads import Part
 from p2pstore.transfer.transport import Pulled, RemoteCopy, announcing
 from p2pstore.values import destination_views
 
@@ -248,8 +248,8 @@ class _Batch:
         small = rooms.numbers
         if small:
             versions = [version_of(self._plans[number]) for number in small if self._plans]
-            parts = in_parts(self._rooms.digests_of(small), rooms.views, rooms.most_bytes, versions)
-            lengths, failure = await self._holders.pull_small(copy, parts, small, others)
+            wanted = Part(self._rooms.digests_of(small), rooms.views, rooms.most_bytes, versions)
+            lengths, failure = await self._holders.pull_small(copy, wanted, others)
             self._rooms.filled(rooms, lengths)
             self._settle_lengths(small, lengths)
             numbers = self._not_tried(numbers, small, copy, lengths, failure, others)

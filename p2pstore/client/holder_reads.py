@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence, Sized
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, compress, pairwise
 from random import Random
@@ -21,7 +21,7 @@ from p2pstore.transfer.failover import PullFailed, is_silence
 from p2pstore.transfer.reading.arriving import Destination, ResumableDestination
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import RoomsFor, ShmTransport, copy_into, copy_many
-from p2pstore.transfer.reading.small_reads import Parts
+from p2pstore.transfer.reading.small_reads import Part
 from p2pstore.transfer.reading.span_reads import BatchItem, ItemOutcome
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.transport import (
@@ -217,55 +217,46 @@ class HolderReads:
         well, or none."""
         began = time.monotonic()
         outcomes = await self._pool.pull_many(_hurried(copy, others), items)
-        seconds = time.monotonic() - began
         lengths = [
             each if isinstance(each, int) else each.length
             for each in outcomes
             if isinstance(each, (int, Pulled))
         ]
         failures = sum(isinstance(each, PullFailed) for each in outcomes)
+        self._batch_ended(copy, lengths, len(items), failures, began)
+        return outcomes
+
+    async def pull_small(
+        self, copy: RemoteCopy, wanted: Part, others: Collection[bytes]
+    ) -> tuple[list[int], PullFailed | None]:
+        """`pull_many` of objects of at most one chunk each, in fewer steps: their lengths, -1 where `pull_many` is to
+        say more; and the failure that left the rest open."""
+        began = time.monotonic()
+        lengths, failure = await self._pool.pull_small_parts(_hurried(copy, others), wanted)
+        came = lengths if lengths.count(-1) == 0 else [each for each in lengths if each >= 0]
+        self._batch_ended(copy, came, len(wanted.views), len(wanted.views) - len(lengths), began)
+        return lengths, failure
+
+    def _batch_ended(
+        self, copy: RemoteCopy, lengths: Sequence[int], asked: int, failures: int, began: float
+    ) -> None:
+        """Objects of these lengths came, of this number that were asked for. A batch is one request, but an SSD is read
+        for each of its objects."""
+        seconds, length_bytes = time.monotonic() - began, sum(lengths)
         if failures:
             self.known.forget([copy.member])
         self._link.ledger.count(
             copy.member,
             TcpTransport.name,
             objects=len(lengths),
-            length_bytes=sum(lengths),
+            length_bytes=length_bytes,
             failures=failures,
         )
-        if not failures:
-            self._timed(copy, lengths, seconds)
-        return outcomes
-
-    async def pull_small(
-        self, copy: RemoteCopy, parts: Parts, asked: Sized, others: Collection[bytes]
-    ) -> tuple[list[int], PullFailed | None]:
-        """`pull_many` of objects of at most one chunk each, in fewer steps: their lengths, in the order of the parts,
-        -1 where `pull_many` is to say more; and the failure that left the rest open. `asked` has as many items as the
-        parts that were taken, once the read has ended."""
-        began = time.monotonic()
-        lengths, failure = await self._pool.pull_small_parts(_hurried(copy, others), parts)
-        seconds = time.monotonic() - began
-        if failure is not None:
-            self.known.forget([copy.member])
-        missing = lengths.count(-1)
-        self._link.ledger.count(
-            copy.member,
-            TcpTransport.name,
-            objects=len(lengths) - missing,
-            length_bytes=sum(lengths) + missing,
-            failures=len(asked) - len(lengths),
-        )
-        if failure is None and not missing:
-            self._timed(copy, lengths, seconds)
-        return lengths, failure
-
-    def _timed(self, copy: RemoteCopy, lengths: Sequence[int], seconds: float) -> None:
-        """A batch came: one request, but an SSD is read for each of its objects."""
-        requests = len(lengths) if copy.on_ssd else 1
-        self._link.ledger.timed(
-            copy.member, sum(lengths), seconds, requests=requests, on_ssd=copy.on_ssd
-        )
+        if len(lengths) == asked:
+            requests = asked if copy.on_ssd else 1
+            self._link.ledger.timed(
+                copy.member, length_bytes, seconds, requests=requests, on_ssd=copy.on_ssd
+            )
 
 
 def _hurried(copy: RemoteCopy, others: Collection[bytes]) -> RemoteCopy:

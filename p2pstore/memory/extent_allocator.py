@@ -255,19 +255,15 @@ class ExtentAllocator:
         for candidate in candidates:
             if used.get(candidate, 0) - candidate >= needed_bytes:
                 total = cost(candidate)
-                if total is None or total >= limit:
-                    continue
-                window = total, [candidate]
+                grown = None if total is None or total >= limit else (total, [candidate])
             else:
                 grown = yield from self._grow_window(candidate, needed_bytes, cost, limit)
-                if grown is None:
-                    continue
-                window = grown
-            found.append(window)
-            limit = min(limit, window[0] * much_more)
-            grown_extents += len(window[1])
-            if grown_extents >= MOST_GROWN:
-                break
+            if grown is not None:
+                found.append(grown)
+                limit = min(limit, grown[0] * much_more)
+                grown_extents += len(grown[1])
+                if grown_extents >= MOST_GROWN:
+                    break
         return found
 
     def _grow_window(

@@ -7,10 +7,11 @@ all, and may write anywhere. What they spoil is written anew (`restore_header` a
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Collection, Iterable, Sequence, Set
 from itertools import islice
-from struct import unpack
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -276,7 +277,8 @@ class ObjectTable:
         self._buffer[offset : offset + len(data)] = data
 
 
-_UNUSED = bytes(INDEX_ENTRY_BYTES)
+_first_word: Final = struct.Struct("<Q8x").unpack
+_UNUSED: Final = bytes(INDEX_ENTRY_BYTES)
 
 
 class KeyIndex:
@@ -307,8 +309,7 @@ class KeyIndex:
     def _homes(self, digests: Sequence[bytes]) -> list[int]:
         """`index_home` of each."""
         mask = self._mask
-        words = unpack(f"<{2 * len(digests)}Q", b"".join(digests))
-        return [word & mask for word in words[::2]]
+        return [_first_word(digest)[0] & mask for digest in digests]
 
     def remove(self, *gone: bytes) -> None:
         """Take digests out and move later entries of their runs back: no tombstones remain."""

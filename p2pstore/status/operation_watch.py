@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, get_args
 
 from p2pstore.config import TransportName
@@ -155,9 +155,9 @@ class PeerWatch:
     def _count_puts(self, client: LocalClient, message: local.Commit, answer: local.Committed) -> None:
         begin = 0
         for count, outcome in answer.outcomes:
-            lengths = Counter(message.lengths[begin : begin + count])
-            if len(message.lengths) == 1:
-                lengths = Counter({message.lengths[0]: count})
+            lengths: Mapping[int, int] = {message.lengths[0]: count}
+            if len(message.lengths) > 1:
+                lengths = Counter(message.lengths[begin : begin + count])
             begin += count
             if outcome.error.code:
                 self._counters["client_puts_failed"] += count

@@ -16,7 +16,6 @@ from p2pstore.errors import BufferTooSmall
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.small_reads import Parts
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.test_hung_ssd import peer
 from tests.cluster.test_put_elsewhere import client_of
@@ -102,14 +101,14 @@ async def test_holders_are_read_side_by_side(
     asked: set[bytes] = set()
     pull_small_parts = DataPool.pull_small_parts
 
-    async def pull(pool: DataPool, copy: RemotePeer, parts: Parts) -> Any:
+    async def pull(pool: DataPool, copy: RemotePeer, *wanted: Any) -> Any:
         """Begins when all holders are being asked."""
         asked.add(copy.peer_id)
         if kind == "trio":
             await until(lambda: len(asked) == 3)
         else:
             eventually(lambda: len(asked) == 3)
-        return await pull_small_parts(pool, copy, parts)
+        return await pull_small_parts(pool, copy, *wanted)
 
     async with three_holders(tmp_path) as (reader, keys, values), client_of(reader, kind) as client:
         if known:

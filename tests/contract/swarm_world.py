@@ -84,7 +84,7 @@ class _Backend:
 
 
 class MemberHere:
-    """A member of the world: the parts of `CheckpointPeer` that its swarms need."""
+    """A member of the world, with that part of `CheckpointPeer` that swarms use."""
 
     def __init__(self, world: World, number: int, host: str) -> None:
         self.world = world

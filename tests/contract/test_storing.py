@@ -355,8 +355,13 @@ async def test_nonsense_in_the_middle_ends_its_connection_and_frees_the_room(
 
 @pytest.mark.parametrize(
     "frame",
-    [part(0, b"x", last=True), part(0, b"x"), encode_frame(DataKind.STORE, 3, Ping())],
-    ids=["a part without a store", "a one-way part", "a store of nothing"],
+    [
+        part(0, b"x", last=True),
+        part(0, b"x"),
+        encode_frame(DataKind.STORE, 3, Ping()),
+        encode_frame(DataKind.STORE, 3, store_request(b"v"), flags=ONE_WAY),
+    ],
+    ids=["a part without a store", "a one-way part", "a store of nothing", "a one-way store"],
 )
 async def test_nonsense_without_a_store_ends_its_connection(
     tcp: tuple[TcpHarness, Stores], frame: bytes
@@ -365,16 +370,6 @@ async def test_nonsense_without_a_store_ends_its_connection(
     with caught_log():
         stream = await authenticated(harness.address, grant(Scope.WRITE))
         await stream.send(frame)
-        await assert_closed(stream)
-        await until(lambda: harness.server.connections == 0)
-    assert stores.requests == []
-
-
-async def test_a_one_way_store_is_refused(tcp: tuple[TcpHarness, Stores]) -> None:
-    harness, stores = tcp
-    with caught_log():
-        stream = await authenticated(harness.address, grant(Scope.WRITE))
-        await stream.send(encode_frame(DataKind.STORE, 3, store_request(b"v"), flags=ONE_WAY))
         await assert_closed(stream)
         await until(lambda: harness.server.connections == 0)
     assert stores.requests == []

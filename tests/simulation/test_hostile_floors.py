@@ -37,41 +37,18 @@ def nothing_was_erased(world: World, liar: int, *numbers: int) -> None:
 
 
 @pytest.mark.parametrize("peers", [2, 4])
-def test_a_member_that_has_lived_here_for_long_erases_nothing(peers: int) -> None:
-    world = World(peers)
+@pytest.mark.parametrize("liar_is", ["here for long", "new", "back after two minutes"])
+def test_a_member_erases_nothing(peers: int, liar_is: str) -> None:
+    world = World(peers, booted=peers - 1 if liar_is == "new" else None)
     liar = peers - 1
     fill(world, *range(liar))
     world.run(100.0)
-    for _ in range(3):
-        lie(world, liar)
-        world.run(40.0)
-    nothing_was_erased(world, liar, *range(liar))
-
-
-@pytest.mark.parametrize("peers", [2, 4])
-def test_nor_does_one_that_has_just_come(peers: int) -> None:
-    world = World(peers, booted=peers - 1)
-    liar = peers - 1
-    fill(world, *range(liar))
-    world.run(100.0)
-    world.back(liar, through=0)
-    world.run(1.0)
-    for _ in range(3):
-        lie(world, liar)
-        world.run(40.0)
-    nothing_was_erased(world, liar, *range(liar))
-
-
-@pytest.mark.parametrize("peers", [2, 4])
-def test_nor_does_one_that_was_away_for_two_minutes(peers: int) -> None:
-    world = World(peers)
-    liar = peers - 1
-    fill(world, *range(liar))
-    world.run(100.0)
-    world.peer(liar).crash()
-    world.run(120.0)
-    world.back(liar, through=0)
-    world.run(1.0)
+    if liar_is == "back after two minutes":
+        world.peer(liar).crash()
+        world.run(120.0)
+    if liar_is != "here for long":
+        world.back(liar, through=0)
+        world.run(1.0)
     for _ in range(3):
         lie(world, liar)
         world.run(40.0)

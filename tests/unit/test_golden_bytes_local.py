@@ -1,6 +1,5 @@
 """The bytes on the local socket, held still: clients and peers of different versions meet there."""
 
-import msgspec
 import pytest
 
 from p2pstore.checkpoint import checkpoint_messages as checkpoints
@@ -15,13 +14,7 @@ DIGEST = bytes(range(16))
 HOLDER = local.Holder(*(1, b"\x01\x02", "n", ["h:1"], "/s", True, 2, 3, 4, 5, 0, b"c", b"s", b"k", 0, 6))
 ITEM = PutFacts(7, "k", 3, b"\x01" * 8, 9, 2, 1, 60_000, True, False, "float32", (3,), DIGEST)
 OPTIONS = PutOptions(2, 1, 60_000, True, False, "float32", (3,))
-COMMIT_BEFORE_CHAINS = (
-    "94a764656661756c74919c07a16b03c4080101010101010101090201cdea60c3c2a7666c6f617433329103"
-    "cd11949192cd1000cc80"
-)
 
-HELLO_BEFORE_TABLES = "960101a764656661756c7401cd1092a474657374"
-REPLY_BEFORE_TABLES = "9701c40101a16e059192c410000102030405060708090a0b0c0d0e0fcd100006a176"
 
 GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "hello": (
@@ -357,23 +350,6 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         ),
     ),
 }
-REPORT_BEFORE_PULLS = (
-    "929193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f01070203"
-)
-HELLO_BEFORE_HAZARDS = "990101a764656661756c7401cd1092a474657374c3c2c400"
-REPLY_BEFORE_HAZARDS = "9a01c40101a16e059193c410000102030405060708090a0b0c0d0e0fcd10009006a176cd10000000"
-HELLO_BEFORE_DIRECTORIES = "970101a764656661756c7401cd1092a474657374c3"
-REPORT_BEFORE_FALLBACKS = (
-    "949193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
-    "01070203919501a374637002cd012c019195c410000102030405060708090a0b0c0d0e0f01a3746370cb3fe0000000"
-    "00000007"
-)
-REPORT_BEFORE_MISSES = (
-    "959193c410000102030405060708090a0b0c0d0e0f02cd20009195c410000102030405060708090a0b0c0d0e0f"
-    "01070203919501a374637002cd012c019195c410000102030405060708090a0b0c0d0e0f01a3746370cb3fe0000000"
-    "00000007919401a373686d02a26e6f"
-)
-"""Messages of clients of 0.1.0's first weeks."""
 
 
 def test_the_preface() -> None:
@@ -386,88 +362,6 @@ def test_bytes(name: str) -> None:
     frame = encode_frame(kind, 0x01020304, message, flags=flags)
     assert frame.hex() == expected
     assert decode_body(type(message), frame[16:]) == message
-
-
-def test_older_hellos_are_understood() -> None:
-    hello = decode_body(local_protocol.Hello, bytes.fromhex(HELLO_BEFORE_TABLES))
-    assert hello == local_protocol.Hello(1, 1, "default", 1, 4242, "test")
-    assert not hello.location_table
-    hello = decode_body(local_protocol.Hello, bytes.fromhex(HELLO_BEFORE_DIRECTORIES))
-    assert hello.location_table
-    assert not hello.directory
-    assert not hello.checkpoint
-    reply = decode_body(local_protocol.HelloReply, bytes.fromhex(REPLY_BEFORE_TABLES))
-    assert (reply.software, reply.location_table_bytes) == ("v", 0)
-    hello = decode_body(local_protocol.Hello, bytes.fromhex(HELLO_BEFORE_HAZARDS))
-    assert hello == local_protocol.Hello(1, 1, "default", 1, 4242, "test", True)
-    assert not hello.hazards
-    reply = decode_body(local_protocol.HelloReply, bytes.fromhex(REPLY_BEFORE_HAZARDS))
-    assert (reply.location_table_bytes, reply.hazards) == (4096, False)
-
-
-def test_an_older_answer_to_a_fetch_says_nothing_of_patterns() -> None:
-    older = decode_body(checkpoints.Fetched, bytes.fromhex("95c4027676a1640201c2"))
-    assert older == checkpoints.Fetched(b"v" * 2, "d", 2, 1, False)
-    assert older.unmatched == []
-
-
-def test_older_requests_for_room_name_no_namespace() -> None:
-    reserve = decode_body(older.ReserveRows, bytes.fromhex("919192cd1000cc80"))
-    assert reserve == older.ReserveRows([(4096, 128)])
-    assert reserve.namespace == ""
-    place = bytes.fromhex("92c410000102030405060708090a0b0c0d0e0fcd1000")
-    assert decode_body(local.Place, place) == local.Place(DIGEST, 4096)
-
-
-def test_an_older_answer_about_peers_says_nothing_of_their_load() -> None:
-    older = (
-        "91919fc40101a16ea5616c6976650591a3683a3191a3683a32060708c2a176cb3fe0000000000000cb3fd0"
-        "0000000000009194a3746370010203a466756c6c"
-    )
-    (entry,) = decode_body(local.PeersReply, bytes.fromhex(older)).items
-    assert (entry.directory, entry.load_permille, entry.leaving) == ("full", 0, False)
-    assert entry.transports == [local.TransportUse("tcp", 1, 2, 3)]
-
-
-def test_an_older_commit_is_understood() -> None:
-    commit = decode_body(older.CommitRows, bytes.fromhex(COMMIT_BEFORE_CHAINS))
-    assert commit.items[0].shape == (3,)
-    assert commit.items[0].follows == b""
-
-
-def test_an_older_report_is_understood() -> None:
-    report = decode_body(local.Report, bytes.fromhex(REPORT_BEFORE_PULLS))
-    assert report.failures == [local.HolderFailure(DIGEST, 1, 7, 2, 3)]
-    assert report.pulls == []
-    assert report.slow == []
-    report = decode_body(local.Report, bytes.fromhex(REPORT_BEFORE_FALLBACKS))
-    assert report.slow == [local.SlowRead(DIGEST, 1, "tcp", 0.5, 7)]
-    assert report.fallbacks == []
-    report = decode_body(local.Report, bytes.fromhex(REPORT_BEFORE_MISSES))
-    assert report.fallbacks == [local.TransportFallback(1, "shm", 2, "no")]
-    assert report.misses == 0
-    assert report.pulls == [local.PullCount(1, "tcp", 2, 300, 1)]
-
-
-def test_older_plans_are_understood() -> None:
-    older = "929294919e01c4020102a16e91a3683a31a22f73c30203040500c40163c40173c4016bc2019300a0009490c3009300a00003"
-    planned = decode_body(local.Planned, bytes.fromhex(older))
-    before_roots = msgspec.structs.replace(HOLDER, root=0)
-    assert planned.items == [local.PlanItem([before_roots], False, 1), local.PlanItem([], True)]
-    assert not any(item.through_peer or item.on_ssd for item in planned.items)
-
-
-def test_older_requests_are_understood() -> None:
-    plan = bytes.fromhex("94c410000102030405060708090a0b0c0d0e0f00cd11949101")
-    assert decode_body(local.Plan, plan) == local.Plan(DIGEST, 0, 4500, [1])
-    plan = bytes.fromhex("95c410000102030405060708090a0b0c0d0e0f00cd11949101c400")
-    assert decode_body(local.Plan, plan) == local.Plan(DIGEST, 0, 4500, [1], b"")
-    grant = bytes.fromhex("990100cd100003400506079300a000")
-    assert decode_body(local.LeaseGrant, grant) == local.LeaseGrant(1, 0, 4096, 3, 64, 5, 6, 7)
-    lease = bytes.fromhex("94c410000102030405060708090a0b0c0d0e0fc30acd1194")
-    assert decode_body(local.Lease, lease) == local.Lease(DIGEST, True, 10, 4500)
-    assert decode_body(local.Flush, bytes.fromhex("91a16e")) == local.Flush("n")
-    assert decode_body(local.Flushed, bytes.fromhex("90")) == local.Flushed()
 
 
 def test_the_numbers_of_the_kinds() -> None:

@@ -138,7 +138,12 @@ async def test_a_thread_survives_everything() -> None:
         await threads.read([nothing])
 
 
-async def test_reads_that_wait_go_before_writes_that_wait() -> None:
+@pytest.mark.parametrize(
+    ("requests", "pieces", "before"), [(3, 1, 3), (1, 100, io_threads.READS_BEFORE_WRITE)]
+)
+async def test_reads_go_before_writes_but_not_all_of_them(
+    requests: int, pieces: int, before: int
+) -> None:
     order: list[str] = []
     reading, writing = Gate(), Gate()
     with pool() as threads:
@@ -149,35 +154,15 @@ async def test_reads_that_wait_go_before_writes_that_wait() -> None:
             await writing.wait_begun()
             nursery.start_soon(threads.write, [lambda: order.append("write")])
             await wait_all_tasks_blocked()
-            for _ in range(3):
-                nursery.start_soon(threads.read, [lambda: order.append("read")])
-            await wait_all_tasks_blocked()
-            writing.may_end.set()
-            with trio.fail_after(PATIENCE_SECONDS):
-                while len(order) < 4:
-                    await trio.sleep(0.001)
-            reading.may_end.set()
-    assert order == ["read"] * 3 + ["write"]
-
-
-async def test_many_reads_do_not_stop_all_writing() -> None:
-    order: list[str] = []
-    reading, writing = Gate(), Gate()
-    with pool() as threads:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(threads.read, [reading])
-            await reading.wait_begun()
-            nursery.start_soon(threads.write, [writing])
-            await writing.wait_begun()
-            nursery.start_soon(threads.write, [lambda: order.append("write")])
-            nursery.start_soon(threads.read, [lambda: order.append("read")] * 100)
+            for _ in range(requests):
+                nursery.start_soon(threads.read, [lambda: order.append("read")] * pieces)
             await wait_all_tasks_blocked()
             writing.may_end.set()
             with trio.fail_after(PATIENCE_SECONDS):
                 while "write" not in order:
                     await trio.sleep(0.001)
             reading.may_end.set()
-    assert order.index("write") == io_threads.READS_BEFORE_WRITE
+    assert order.index("write") == before
 
 
 async def test_cancelling_takes_back_what_no_thread_has_begun() -> None:

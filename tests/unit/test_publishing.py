@@ -53,16 +53,6 @@ def test_values_of_new_keys_are_published_under_one_stamp() -> None:
     check_segment(world.segment)
 
 
-def test_a_reservation_is_published_under_one_key_only() -> None:
-    world = Harness()
-    first = world.facts("a", b"1")
-    ends = publish(world, [first, replace(first, key="b"), world.facts("c", b"3")])
-    assert [isinstance(end, PutEnd) for end in ends] == [True, False, True]
-    now = world.core.unix(world.now)
-    assert world.segment.find(digest_of("b"), now) is None
-    check_segment(world.segment)
-
-
 def test_who_waits_for_a_key_hears_of_it() -> None:
     world = Harness(others=1)
     heard: list[bytes] = []
@@ -113,14 +103,6 @@ def test_what_takes_more_is_left_and_the_rest_is_published(what: str) -> None:
     assert [end is None for end in ends] == [False, True, False]
     assert world.segment.object_count == before + 2
     check_segment(world.segment)
-
-
-def test_a_key_that_comes_twice_is_new_once() -> None:
-    world = Harness()
-    ends = publish(world, [world.facts("k", b"first"), world.facts("k", b"second")])
-    assert [end is None for end in ends] == [False, True]
-    entry = present(world.segment.find(digest_of("k"), world.core.unix(world.now)))
-    assert bytes(world.segment.payload(entry)) == b"first"
 
 
 def test_nothing_is_published_by_a_clock_that_others_refuse() -> None:

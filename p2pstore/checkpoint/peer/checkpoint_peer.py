@@ -1,4 +1,4 @@
-"""The parts of a peer that its checkpoints need, and no more."""
+"""The peer as its checkpoints see it, and no more of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_WAIT_SECONDS: Final = 24 * 3600.0
 
 @dataclass(slots=True, eq=False)
 class CheckpointPeer:
-    """The peer, as its checkpoints see it."""
+    """This peer's records and connections, for publishing, fetching and following."""
 
     core: PeerCore
     pool: DataPool

@@ -184,8 +184,8 @@ class HomePushes:
         # `partition_of`, without its call
         partitions = [operation[0] << 2 | operation[1] >> 6 for operation in operations]
         numbers = self.sets.note(partitions, operations)
-        if not self.table.members - {self._own} and not self._confirmed.former:
-            return
+        if self.table.members <= {self._own} and not self._confirmed.former:
+            return  # there is none to tell
         first = self._log.sequence + 1 - len(operations)
         confirmed, former = self._confirmed.by, self._confirmed.former
         homes_of = self.table.homes

@@ -162,10 +162,7 @@ class ParallelTensorCalls(TensorCalls):
         `writer_partition`; -600 for a value that is no tensor."""
         try:
             encode_key(key)
-            memory = self._buffers.host(buffer_ptr, size)
-            header = decode_header(memory)
-            if header.total_bytes != size:
-                return INVALID
+            header, memory = self._packed_at(buffer_ptr, size)
             if parallelism is None and writer_partition is None:
                 return self._store(key, memory, config, overwrite=overwrite)
             tensor = tensor_in(header, memory)
@@ -217,10 +214,7 @@ class ParallelTensorCalls(TensorCalls):
         self, keys: Sequence[str], targets: Sequence[Any] | None = None
     ) -> list[Tensor | None]:
         """`get_tensor_with_parallelism` for many."""
-        wanted = [None] * len(keys) if targets is None else targets
-        if not alike(keys, wanted):
-            return [None] * len(keys)
-        return [self._read_in_batch(*each, None) for each in zip(keys, wanted, strict=True)]
+        return self._read_batch(keys, targets, [None] * len(keys))
 
     def get_tensor_with_parallelism_into(
         self, key: str, buffer_ptr: int, size: int, target: Any = None
@@ -237,13 +231,9 @@ class ParallelTensorCalls(TensorCalls):
         targets: Sequence[Any] | None = None,
     ) -> list[Tensor | None]:
         """`get_tensor_with_parallelism_into` for many."""
-        wanted = [None] * len(keys) if targets is None else targets
-        if not alike(keys, buffer_ptrs, sizes, wanted):
+        if not alike(keys, buffer_ptrs, sizes):
             return [None] * len(keys)
-        return [
-            self._read_in_batch(key, target, (pointer, size))
-            for key, pointer, size, target in zip(keys, buffer_ptrs, sizes, wanted, strict=True)
-        ]
+        return self._read_batch(keys, targets, list(zip(buffer_ptrs, sizes, strict=True)))
 
     def _each(
         self,
@@ -271,30 +261,22 @@ class ParallelTensorCalls(TensorCalls):
                 codes.append(INVALID)
         return codes
 
-    # --- writing -------------------------------------------------------------------------------
-
-    def _put_all(
-        self,
-        shards: Sequence[tuple[str, Tensor, tuple[int, ...], tuple[LayoutAxis, ...]]],
-        config: ReplicateConfig,
-        *,
-        overwrite: bool,
-    ) -> int:
-        """Put shards (key, elements, shape of the whole, axes): 0, or the first error."""
-        keys, parts, _, _ = zip(*shards, strict=True)
-        headers = [describe(part, whole, axes) for _, part, whole, axes in shards]
-        codes = self._store_tensors(keys, parts, config, overwrite=overwrite, headers=headers)
-        return next((code for code in codes if code), 0)
-
     # --- reading -------------------------------------------------------------------------------
 
-    def _read_in_batch(self, key: str, target: Any, place: Place) -> Tensor | None:
-        """`_read_parallel` that raises nothing: the others of the batch are read as well."""
-        try:
-            return self._read_parallel(key, target, place)
-        except (RuntimeError, TypeError) as error:
-            self._say(f"{key!r} is not read: {error}")
-            return None
+    def _read_batch(
+        self, keys: Sequence[str], targets: Sequence[Any] | None, places: Sequence[Place]
+    ) -> list[Tensor | None]:
+        """`_read_parallel` for many: when one raises, the others are read as well."""
+        found: list[Tensor | None] = [None] * len(keys)
+        wanted = [None] * len(keys) if targets is None else targets
+        if not alike(keys, wanted):
+            return found
+        for number, (key, target, place) in enumerate(zip(keys, wanted, places, strict=True)):
+            try:
+                found[number] = self._read_parallel(key, target, place)
+            except (RuntimeError, TypeError) as error:
+                self._say(f"{key!r} is not read: {error}")
+        return found
 
     def _read_parallel(self, key: str, target: Any, place: Place) -> Tensor | None:
         try:

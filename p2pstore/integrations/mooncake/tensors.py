@@ -17,6 +17,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
 )
 from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ITEM_FAILURES, filled
 from p2pstore.integrations.mooncake.tensor_format import (
+    LayoutAxis,
     TensorHeader,
     cut,
     decode_header,
@@ -37,6 +38,8 @@ Place = tuple[int, int] | None
 """An address and how much room there is; None for new memory."""
 Found = tuple[TensorHeader, Tensor] | int
 """A tensor that was read and its header, or the code that says why there is none."""
+Shard = tuple[str, Tensor, tuple[int, ...], tuple[LayoutAxis, ...]]
+"""Key, elements, shape of the whole, axes."""
 SMALL_BYTES: Final = 2**16
 
 
@@ -91,13 +94,8 @@ class TensorCalls(AddressCalls):
         """`put_tensor_from` for many; a code for each."""
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
-
-        def tensor_at(place: tuple[int, int]) -> memoryview | None:
-            view = self._buffers.host(*place)
-            return view if decode_header(view).total_bytes == len(view) else None
-
-        codes, memory = self._sorted_out(zip(buffer_ptrs, sizes, strict=True), tensor_at)
-        good = {number: view for number, view in memory.items() if view is not None}
+        places = zip(buffer_ptrs, sizes, strict=True)
+        codes, good = self._sorted_out(places, lambda place: self._packed_at(*place)[1])
         some, values = [keys[number] for number in good], list(good.values())
         return filled(codes, good, self._store_some(some, values, DEFAULT_CONFIG, overwrite=overwrite))
 
@@ -176,6 +174,14 @@ class TensorCalls(AddressCalls):
 
     # -------------------------------------------------------------------------------------------
 
+    def _packed_at(self, address: int, size: int) -> tuple[TensorHeader, memoryview]:
+        """A tensor in memory of the caller: its header, and all of it. Raises `ValueError` for anything else."""
+        memory = self._buffers.host(address, size)
+        header = decode_header(memory)
+        if header.total_bytes != size:
+            raise ValueError(f"the tensor has {header.total_bytes:,} bytes, not {size:,}")
+        return header, memory
+
     def _read_tensor(self, key: str, place: Place) -> Found:
         """The tensor in memory of its own, or in that of the caller, and its header; or the code that says why not."""
         [found] = self._read_tensors([key], None if place is None else [place])
@@ -252,6 +258,15 @@ class TensorCalls(AddressCalls):
             keys_of, values = [keys[number] for number in packed], list(packed.values())
             filled(codes, packed, self._store_some(keys_of, values, config, overwrite=overwrite))
         return codes
+
+    def _put_all(
+        self, shards: Sequence[Shard], config: ReplicateConfig, *, overwrite: bool = False
+    ) -> int:
+        """Put shards: 0, or the first error."""
+        keys, parts, _, _ = zip(*shards, strict=True)
+        headers = [describe(part, whole, axes) for _, part, whole, axes in shards]
+        codes = self._store_tensors(keys, parts, config, overwrite=overwrite, headers=headers)
+        return next((code for code in codes if code), 0)
 
     def _store_some(
         self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig, *, overwrite: bool
@@ -342,11 +357,7 @@ class ShardCalls(TensorCalls):
     ) -> int:
         """`put_tensor_with_tp` of a whole tensor that lies in memory, header and elements."""
         try:
-            memory = self._buffers.host(buffer_ptr, size)
-            header = decode_header(memory)
-            if header.total_bytes != size:
-                return INVALID
-            tensor = tensor_in(header, memory)
+            tensor = tensor_in(*self._packed_at(buffer_ptr, size))
         except ITEM_FAILURES as error:
             return self._item_code(error)
         return self._put_shards(key, tensor, tp_size, split_dim, DEFAULT_CONFIG)
@@ -414,16 +425,13 @@ class ShardCalls(TensorCalls):
             whole = describe(tensor).shape
             if count == 1:
                 return self.pub_tensor(key, tensor, config)
-            parts = list(cut(tensor, count, dimension))
-            headers = [
-                describe(part, whole, tp_shard(rank, count, dimension))
-                for rank, part in enumerate(parts)
+            shards = [
+                (f"{key}_tp_{rank}", part, whole, tp_shard(rank, count, dimension))
+                for rank, part in enumerate(cut(tensor, count, dimension))
             ]
+            return self._put_all(shards, config)
         except ITEM_FAILURES as error:
             return self._item_code(error)
-        keys = [f"{key}_tp_{rank}" for rank in range(count)]
-        codes = self._store_tensors(keys, parts, config, headers=headers)
-        return next((code for code in codes if code), 0)
 
 
 def _shard_key(key: str, rank: int, count: int) -> str:

@@ -67,12 +67,13 @@ class LocalPuts:
 
     def commit(self, client: LocalClient, message: local.Commit) -> Answer:
         """Publish what was written; with more replicas than one, once they exist."""
+        again = sizes_of(message.again)
         started = in_turns(self._start_puts(client, message))
         if isinstance(started, list):
             durable = any(options.durable for options in message.options)
             if not durable and not any(map(_goes_on, started)):
-                return in_turns(self._committed(client, message, started))
-        return self._commit_later(client, message, started)
+                return in_turns(self._committed(client, message, started, again))
+        return self._commit_later(client, message, started, again)
 
     def _start_puts(self, client: LocalClient, message: local.Commit) -> Steps[list[Started]]:
         started: list[Started] = []
@@ -81,7 +82,9 @@ class LocalPuts:
         for begin in range(0, len(columns.keys), PUBLISHED_PER_STEP):
             if begin:
                 yield
-            some = columns.part(slice(begin, begin + PUBLISHED_PER_STEP))
+            some = columns
+            if len(columns.keys) > PUBLISHED_PER_STEP:
+                some = columns.part(slice(begin, begin + PUBLISHED_PER_STEP))
             ends = publish_new(
                 self._core, some, holder=client.holder, namespace=namespace, now=self._node.now
             )
@@ -111,6 +114,7 @@ class LocalPuts:
         client: LocalClient,
         message: local.Commit,
         started: list[Started] | Awaitable[list[Started]],
+        again: list[tuple[int, int]],
     ) -> local.Committed:
         operations = await started if isinstance(started, Awaitable) else started
         for each in operations:
@@ -118,7 +122,7 @@ class LocalPuts:
             if isinstance(operation, Operation) and not operation.done:
                 await self._node.settle(operation)
         await self._make_durable(message, operations)
-        return await take_turns(self._committed(client, message, operations))
+        return await take_turns(self._committed(client, message, operations, again))
 
     async def _make_durable(self, message: local.Commit, operations: list[Started]) -> None:
         """Write a batch's durable values to the SSD at once: they share syncs. A value that fails stays in memory."""
@@ -138,7 +142,11 @@ class LocalPuts:
                     nursery.start_soon(keep, number, operation.digest)
 
     def _committed(
-        self, client: LocalClient, message: local.Commit, operations: list[Started]
+        self,
+        client: LocalClient,
+        message: local.Commit,
+        operations: list[Started],
+        again: list[tuple[int, int]],
     ) -> Steps[local.Committed]:
         """The answer. `operations` is empty after it: letting go of thousands at once would be a long step."""
         outcomes: list[tuple[int, local.PutOutcome]] = []
@@ -151,7 +159,6 @@ class LocalPuts:
             if outcomes:
                 yield
             outcomes.append((count, put_outcome(_result_of(alike))))
-        again = sizes_of(message.again)
         if message.at_hand:
             rooms = yield from self._rooms_for(client, again, message.namespace)
             return local.Committed(outcomes, _spans(rooms))

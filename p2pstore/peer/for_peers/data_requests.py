@@ -29,7 +29,7 @@ from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
-from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part, Parts, part_slices
+from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import PullReport, RemotePeer, pull_with_failover
 from p2pstore.wire import Failure, code_of
@@ -94,17 +94,16 @@ class TakenCopies:
 
     async def _pull_small(self, holder: PeerId, rooms: Sequence[Room]) -> set[int]:
         slots = [room.slot for room in rooms]
-        parts = _parts(
-            Part(
-                [slot.digest for slot in slots],
-                [room.view for room in rooms],
-                max(slot.length for slot in slots),
-                [slot.version for slot in slots],
-            )
+        wanted = Part(
+            [slot.digest for slot in slots],
+            [room.view for room in rooms],
+            max(slot.length for slot in slots),
+            [slot.version for slot in slots],
         )
         data = self._node.routes.remote_peer(holder).data
         peer = RemotePeer(holder, data, announced=Announced(NO_WRITER))
-        lengths, _ = await self._node.pool.pull_small_parts(peer, parts)
+        # As few requests as it takes: the holder answers other requests at the same time.
+        lengths, _ = await self._node.pool.pull_small_parts(peer, wanted, MOST_ITEMS)
         return {
             room.place
             for room, length in zip(rooms, lengths, strict=False)
@@ -126,14 +125,6 @@ class TakenCopies:
         except (P2PStoreError, ValueError):
             return False
         return report.pulled is not None
-
-
-def _parts(everything: Part) -> Parts:
-    """As few requests as it takes: the holder answers other requests at the same time."""
-    digests, views, most_bytes, versions = everything
-    slices = part_slices(views, most_bytes, MOST_ITEMS)
-    parts = [Part(digests[some], views[some], most_bytes, versions[some]) for some in slices]
-    return lambda: iter([[part] for part in parts])
 
 
 class DataRequests:

@@ -38,7 +38,7 @@ from p2pstore.transfer.read_tickets import GrantedTicket
 from p2pstore.transfer.reading.arriving import Arriving, Destination, ResumableDestination, resumable
 from p2pstore.transfer.reading.connection_places import MAX_IDLE, MAX_PLACES, ConnectionPlaces
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.small_reads import Parts, in_parts, pull_one, pull_small
+from p2pstore.transfer.reading.small_reads import Part, in_parts, pull_one, pull_small
 from p2pstore.transfer.reading.span_reads import (
     ItemOutcome,
     Wanted,
@@ -250,7 +250,7 @@ class DataPool(ConnectionPlaces):
         if len(digests) == 1:
             return self._pull_one(peer, digests[0], views[0])
         most_bytes = max(map(len, views), default=0)
-        return self.pull_small_parts(peer, in_parts(digests, views, most_bytes))
+        return self.pull_small_parts(peer, Part(digests, views, most_bytes))
 
     async def _pull_one(
         self, peer: RemotePeer, digest: bytes, view: memoryview
@@ -270,13 +270,12 @@ class DataPool(ConnectionPlaces):
             return [], failure_of(error)
 
     async def pull_small_parts(
-        self, peer: RemotePeer, parts: Parts
+        self, peer: RemotePeer, wanted: Part, most_items: int = 0
     ) -> tuple[list[int], PullFailed | None]:
         """Read many objects of one chunk of one holder into their views, in as few steps as possible: see
-        `small_reads.pull_small`. The lengths, and how the connection failed when they are not all. Raises what the
-        parts raise, and cancellation."""
+        `small_reads.pull_small`. The lengths, and how the connection failed when they are not all."""
         lengths: list[int] = []
-        haste = self._haste(peer)
+        haste, parts = self._haste(peer), in_parts(wanted, most_items)
 
         def pull(connection: DataConnection) -> Awaitable[None]:
             return pull_small(connection, parts, lengths, haste, peer.keeps, peer.announced)

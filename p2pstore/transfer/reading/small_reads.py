@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -53,32 +52,17 @@ class Part(NamedTuple):
     versions: Sequence[Version] = ()
 
 
-Parts = Callable[[], Iterator[Sequence[Part]]]
-"""Begins anew with each call, as a dead connection is replaced. The parts that one step gives are sent together; a
-step after the first is taken while what was sent is on its way, and may find out meanwhile what else to ask for."""
-
-
-def in_parts(
-    digests: Sequence[bytes],
-    views: Sequence[memoryview],
-    most_bytes: int,
-    versions: Sequence[Version] = (),
-) -> Parts:
-    """All of them, the first parts together: each would wake the other side. No view has more than `most_bytes`."""
-    return partial(_steps, Part(digests, views, most_bytes, versions))
-
-
-def _steps(all_of_them: Part) -> Iterator[Sequence[Part]]:
-    digests, views, most_bytes, versions = all_of_them
-    slices = part_slices(views, most_bytes, part_items(len(views)))
-    parts = [Part(digests[some], views[some], most_bytes, versions[some]) for some in slices]
-    for at in range(0, len(parts), PARTS_TOGETHER):
-        yield parts[at : at + PARTS_TOGETHER]
+def in_parts(wanted: Part, most_items: int = 0) -> list[Part]:
+    """What each request asks for: up to that number; 0: a third, so that both sides have work all the time."""
+    digests, views, most_bytes, versions = wanted
+    third = max(MIN_BATCH_ITEMS, min(MOST_ITEMS, -(-len(views) // 3)))
+    slices = _part_slices(views, most_bytes, most_items or third)
+    return [Part(digests[some], views[some], most_bytes, versions[some]) for some in slices]
 
 
 async def pull_small(
     connection: DataRequests,
-    parts: Parts,
+    parts: Sequence[Part],
     lengths: list[int],
     haste: Haste = NO_HASTE,
     keeps: Keeps = Keeps.NO,
@@ -88,23 +72,19 @@ async def pull_small(
     `lengths`, in the order of the parts, and -1 where `pull_many` is to say more, which costs nothing but a request.
     A view whose length is not told is undefined. `haste` and `keeps` as for `pull_many`; a version that is not
     `announced` counts as not there. Raises as every operation, for all that is left."""
-    steps = parts()
-    inbox = connection.inbox
+    left, inbox = deque(parts), connection.inbox
     with connection.operation(haste):
         asked: deque[tuple[int, GetSmall, Part]] = deque()
         try:
-            while True:
-                while len(asked) < PARTS_AHEAD and (step := next(steps, None)) is not None:
+            while left or asked:
+                while left and len(asked) < PARTS_AHEAD:
                     frames: list[bytes] = []
-                    for part in step:
+                    for part in [left.popleft() for _ in range(min(PARTS_TOGETHER, len(left)))]:
                         request = GetSmall(b"".join(part.digests), part.most_bytes, int(keeps))
                         number, frame = connection.frame(DataKind.GET_SMALL, request)
                         frames.append(frame)
                         asked.append((number, request, part))
-                    if frames:
-                        await connection.stream.send(*frames)
-                if not asked:
-                    return
+                    await connection.stream.send(*frames)
                 number, request, part = asked.popleft()
                 head_bytes = _HEAD_BYTES + SLOT_BYTES * len(part.views)
                 inbox.expect_head(head_bytes, part.most_bytes)
@@ -152,12 +132,7 @@ async def pull_one(
         return length
 
 
-def part_items(count: int) -> int:
-    """How many of `count` objects one request asks for: a third, so that both sides have work all the time."""
-    return max(MIN_BATCH_ITEMS, min(MOST_ITEMS, -(-count // 3)))
-
-
-def part_slices(views: Sequence[memoryview], most_bytes: int, size: int) -> list[slice]:
+def _part_slices(views: Sequence[memoryview], most_bytes: int, size: int) -> list[slice]:
     """Which of them one request asks for: `size`, but not too much. No view has more than `most_bytes`."""
     if size * most_bytes <= BATCH_BYTES:
         return [slice(at, min(at + size, len(views))) for at in range(0, len(views), size)]
