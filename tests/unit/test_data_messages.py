@@ -27,7 +27,7 @@ from p2pstore.transfer.data_messages import (
     split_data_address,
 )
 from p2pstore.transfer.peer_messages import KeyInfo
-from p2pstore.transfer.reading.small_reads import MOST_ITEMS, in_parts, part_items, part_slices
+from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part, in_parts
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
     ERROR,
@@ -227,13 +227,11 @@ SIZES = st.one_of(st.integers(1, CHUNK_BYTES), st.sampled_from((1, 4 * KIB, 64 *
 def test_parts_are_all_of_them_in_order_and_fit_into_an_answer(sizes: list[int]) -> None:
     views = [ROOM[:size] for size in sizes]
     most_bytes = max(sizes, default=CHUNK_BYTES)
-    parts = part_slices(views, most_bytes, part_items(len(views)))
-    assert [number for some in parts for number in range(len(sizes))[some]] == [*range(len(sizes))]
-    for some in parts:
-        assert 0 < len(views[some]) <= MOST_ITEMS
-        assert sum(sizes[some]) <= MAX_SMALL_BULK_BYTES
     digests = [number.to_bytes(16) for number in range(len(sizes))]
-    asked = [part for step in in_parts(digests, views, most_bytes)() for part in step]
+    asked = in_parts(Part(digests, views, most_bytes))
+    for part in asked:
+        assert 0 < len(part.views) <= MOST_ITEMS
+        assert sum(map(len, part.views)) <= MAX_SMALL_BULK_BYTES
     assert [digest for part in asked for digest in part.digests] == digests
     assert [len(view) for part in asked for view in part.views] == sizes
     assert {part.most_bytes for part in asked} <= {most_bytes}
