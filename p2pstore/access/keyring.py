@@ -107,7 +107,6 @@ class KeyRing:
     def replace(
         self,
         keys: Sequence[bytes],
-        *,
         of_user: bool = False,
         signers: Sequence[bytes] = (),
         writers: Mapping[str, bytes] = NO_WRITERS,

@@ -90,10 +90,7 @@ class Folder:
         """Make `data` the content of a file, new or not, durably; or leave the file as it was."""
         temporary = f"{name}.new"
         try:
-            with os.fdopen(self.create(temporary, mode), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            self._write(temporary, data, mode)
             os.replace(temporary, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
             os.fsync(self._descriptor)
         except OSError:
@@ -106,15 +103,18 @@ class Folder:
         temporary = f"{name}.{secrets.token_hex(8)}.new"
         here = {"src_dir_fd": self._descriptor, "dst_dir_fd": self._descriptor}
         try:
-            with os.fdopen(self.create(temporary), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            self._write(temporary, data)
             with contextlib.suppress(FileExistsError):
                 os.link(temporary, name, follow_symlinks=False, **here)
             os.fsync(self._descriptor)
         finally:
             self.remove(temporary)
+
+    def _write(self, name: str, data: bytes, mode: int = 0o600) -> None:
+        with os.fdopen(self.create(name, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
 
     def create(self, name: str, mode: int = 0o600) -> int:
         """A descriptor of a new file, to be written to. Removes an earlier file of that name: a killed process left it,

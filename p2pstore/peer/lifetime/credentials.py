@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,17 +23,6 @@ logger = logging.getLogger("p2pstore.peer")
 _MAX_ALLOW_FILE_BYTES: Final = 4 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """Content of the key and allow files."""
-
-    keys: Sequence[bytes]
-    of_user: bool
-    signers: Sequence[bytes]
-    writers: Mapping[str, bytes]
-    allowed: frozenset[PeerId] | None
-
-
 class Credentials:
     """Ring and allow list, shared by all admission.
 
@@ -51,7 +39,7 @@ class Credentials:
         self._allow_file = config.allow_file
         self._own_id = own_id
         self._reloading = trio.Lock()
-        self._apply(self._read())
+        self._apply(*self._read())
 
     def warn_if_open(self) -> None:
         """Warn if nothing keeps strangers out."""
@@ -69,39 +57,33 @@ class Credentials:
         a reader or writer, or one of these of a member.
         """
         async with self._reloading:
-            found = await trio.to_thread.run_sync(self._read)
-            if bool(found.signers) != bool(self.ring.signers):
+            ring, allowed = await trio.to_thread.run_sync(self._read)
+            if bool(ring.signers) != bool(self.ring.signers):
                 raise ConfigError(
                     f"{self._key_file} holds keys of another role now: restart this peer to change its role"
                 )
-            if found == self._current():
+            if (ring.content, allowed) == (self.ring.content, self.allowed.peer_ids):
                 logger.info("read again, unchanged: %s", self._describe())
                 return False
-            self._apply(found)
+            self._apply(ring, allowed)
             logger.info("read again: %s", self._describe())
             self.on_change()
             return True
 
-    def _read(self) -> _Files:
-        ring = self._read_ring()
-        allowed = None
+    def _read(self) -> tuple[KeyRing, frozenset[PeerId] | None]:
+        ring, allowed = self._read_ring(), None
         if self._allow_file is not None:
             allowed = frozenset([*_load_allow_file(self._allow_file), self._own_id])
-        return _Files(*ring.content, allowed)
+        return ring, allowed
 
     def _read_ring(self) -> KeyRing:
         if self._key_file:
             return load_cluster_key_file(self._key_file)
         return KeyRing() if self._open else user_ring()
 
-    def _current(self) -> _Files:
-        return _Files(*self.ring.content, self.allowed.peer_ids)
-
-    def _apply(self, found: _Files) -> None:
-        self.ring.replace(
-            found.keys, of_user=found.of_user, signers=found.signers, writers=found.writers
-        )
-        self.allowed.replace(found.allowed)
+    def _apply(self, ring: KeyRing, allowed: frozenset[PeerId] | None) -> None:
+        self.ring.replace(*ring.content)
+        self.allowed.replace(allowed)
 
     def _describe(self) -> str:
         """Ring and list in one line; keys by their ids, which are hashes."""
