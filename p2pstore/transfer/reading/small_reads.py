@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 def in_parts(wanted: Part, most_items: int = 0) -> list[Part]:
-    """What each request asks for: up to that number; 0: a third, so that both sides have work all the time."""
+    """The part of each request, of up to `most_items`; 0: a third, so that both sides have work all the time."""
     digests, views, most_bytes, versions = wanted
     third = max(MIN_BATCH_ITEMS, min(MOST_ITEMS, -(-len(views) // 3)))
     slices = _part_slices(views, most_bytes, most_items or third)
