@@ -105,22 +105,19 @@ def test_who_is_silent_is_pinged_by_three_others_who_have_less_time_than_is_left
     assert prober.probing.due() == 1.0
 
 
-def test_an_answer_by_way_of_a_helper_is_one() -> None:
-    prober, _ = probing_one()
-    prober.answer(others_asked(prober)[1], ACK)
+@pytest.mark.parametrize("sign", ["by a helper", "late", "of itself"])
+def test_a_sign_of_life_counts_until_the_probe_ends(sign: str) -> None:
+    prober, ping = probing_one()
+    asks = others_asked(prober)
+    if sign == "of itself":
+        prober.membership.heard(peer_id_of(1), 0.6)
+    else:
+        prober.answer(ping if sign == "late" else asks[1], ACK)
     prober.tick(0.75)
     prober.tick(1.0)
     assert prober.status(1) is Status.ALIVE
     assert prober.membership.health.score == 0
-
-
-def test_a_late_answer_to_the_ping_itself_counts_until_the_probe_ends() -> None:
-    prober, ping = probing_one()
-    others_asked(prober)
-    prober.answer(ping, ACK)
-    prober.tick(0.75)
-    prober.tick(1.0)
-    assert prober.status(1) is Status.ALIVE
+    assert len(prober.probing) == 0
 
 
 def test_the_silent_is_suspected_at_the_end_and_only_in_tick() -> None:
@@ -132,16 +129,6 @@ def test_the_silent_is_suspected_at_the_end_and_only_in_tick() -> None:
     assert prober.status(1) is Status.ALIVE
     prober.tick(1.0)
     assert prober.status(1) is Status.SUSPECT
-
-
-def test_who_was_heard_of_meanwhile_is_not_suspected() -> None:
-    prober, _ = probing_one()
-    others_asked(prober)
-    prober.membership.heard(peer_id_of(1), 0.6)
-    prober.tick(0.75)
-    prober.tick(1.0)
-    assert prober.status(1) is Status.ALIVE
-    assert len(prober.probing) == 0
 
 
 def test_when_there_is_no_connection_and_every_helper_says_so_nobody_waits() -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -40,29 +41,27 @@ def test_a_disk_that_takes_nothing_is_read_only_at_once(number: int) -> None:
     assert health.state.value == TierState.READ_ONLY.value
 
 
-def test_reads_that_fail_in_a_row_turn_it_off() -> None:
+@pytest.mark.parametrize(
+    ("most", "failed", "worked", "why"),
+    [
+        (MAX_FAILED_READS, Health.read_failed, Health.read_worked, "16 reads in a row failed"),
+        (MAX_FAILED_DISCARDS, Health.discards_failed, Health.discards_worked, ""),
+    ],
+    ids=["reads", "discards"],
+)
+def test_failures_in_a_row_turn_it_off(
+    most: int, failed: Callable[..., None], worked: Callable[[Health], None], why: str
+) -> None:
     health = Health()
-    for _ in range(MAX_FAILED_READS - 1):
-        health.read_failed(EIO)
-    health.read_worked()
-    for _ in range(MAX_FAILED_READS - 1):
-        health.read_failed(EIO)
+    for _ in range(most - 1):
+        failed(health, EIO)
+    worked(health)
+    for _ in range(most - 1):
+        failed(health, EIO)
     assert health.state.value == TierState.OK.value
-    health.read_failed(EIO)
+    failed(health, EIO)
     assert health.state.value == TierState.OFF.value
-    assert health.why.startswith("16 reads in a row failed")
-
-
-def test_discards_that_fail_in_a_row_turn_it_off() -> None:
-    health = Health()
-    for _ in range(MAX_FAILED_DISCARDS - 1):
-        health.discards_failed(EIO)
-    health.discards_worked()
-    health.discards_failed(EIO)
-    assert health.state.value == TierState.OK.value
-    for _ in range(MAX_FAILED_DISCARDS - 1):
-        health.discards_failed(EIO)
-    assert health.state.value == TierState.OFF.value
+    assert health.why.startswith(why)
 
 
 def test_it_never_gets_better_and_the_reason_stays() -> None:

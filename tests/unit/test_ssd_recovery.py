@@ -328,10 +328,11 @@ def test_a_payload_that_is_torn_does_not_take_the_version_before_with_it(compres
         assert found[0].marks.is_dead(0) == (damaged is None)
 
 
-def test_a_payload_that_cannot_be_read_is_none() -> None:
+@pytest.mark.parametrize(("key", "page"), [("key 0", 2), ("key 1", 0)], ids=["a payload", "a header"])
+def test_what_the_disk_cannot_read_is_left_out(key: str, page: int) -> None:
     log = Log(segments=1)
     written = three_records(log)
-    broken = MIB + (written["key 0"][1].page + 2) * PAGE_BYTES
+    broken = MIB + (written[key][1].page + page) * PAGE_BYTES
 
     def read(wanted: Read) -> bytes | None:
         if wanted.position <= broken < wanted.position + wanted.length:
@@ -339,8 +340,9 @@ def test_a_payload_that_cannot_be_read_is_none() -> None:
         return log.read(wanted)
 
     [found] = log.find(read)
+    assert found.state is FoundState.UNSEALED
     assert (len(found.footer.rows), found.unreadable_bytes) == (2, PAGE_BYTES)
-    assert found.marks.is_dead(written["key 0"][1].number)
+    assert not page or found.marks.is_dead(written[key][1].number)
 
 
 def test_too_many_records_for_the_index_leave_out_the_oldest_objects() -> None:
@@ -352,21 +354,6 @@ def test_too_many_records_for_the_index_leave_out_the_oldest_objects() -> None:
     assert refilled.too_many == 8
     for place in places[:8]:
         assert found[place.segment].marks.is_dead(place.number)
-
-
-def test_what_the_disk_cannot_read_is_left_out() -> None:
-    log = Log(segments=1)
-    written = three_records(log)
-    broken = MIB + written["key 1"][1].page * PAGE_BYTES
-
-    def read(wanted: Read) -> bytes | None:
-        if wanted.position <= broken < wanted.position + wanted.length:
-            return None
-        return log.read(wanted)
-
-    found = log.find(read)
-    assert found[0].state is FoundState.UNSEALED
-    assert (len(found[0].footer.rows), found[0].unreadable_bytes) == (2, PAGE_BYTES)
 
 
 def test_a_start_or_a_footer_that_cannot_be_read() -> None:
