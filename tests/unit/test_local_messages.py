@@ -42,6 +42,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     """Any value of an annotated field, all fields of messages within given."""
     if get_origin(hint) is list:
         return st.lists(values(get_args(hint)[0]), max_size=3)
+    if get_origin(hint) is tuple and get_args(hint)[-1] is not ...:
+        return st.tuples(*map(values, get_args(hint)))
     if get_origin(hint) is tuple:
         return st.lists(values(get_args(hint)[0]), max_size=3).map(tuple)
     if get_origin(hint) in (Union, UnionType):
