@@ -136,7 +136,7 @@ async def test_a_batch_of_several_holders_is_cancelled_at_each_step(tmp_path: Pa
                 if counter.steps < at:
                     break
                 assert pool.open_connections <= 12
-                assert not any(each.users for some in pool._places._peers.values() for each in some)
+                assert not any(each.users for some in pool._peers.values() for each in some)
                 await trio.testing.wait_all_tasks_blocked()
                 assert [bytes(buffer) for _, buffer in buffers] == after, "something still writes"
             assert at > 3
