@@ -15,6 +15,7 @@ from p2pstore.errors import ProtocolMismatch
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
 from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_REPLICATED
 from simulation.segment_checks import check_segment
 from tests.cluster.machines import new_machine
 from tests.cluster.test_hung_ssd import peer
@@ -85,7 +86,8 @@ async def test_all_copies_are_made(sizes: str, replicas: int, transport: str, tm
             copies = [each[key] for each in found if key in each]
             assert copies == [value] * replicas
         cuts = windows([len(value) for _, value in items], MEMORY_BYTES // WINDOW_SHARE)
-        assert 0 < signatures(peers[0]) <= 2 * len(cuts) * (replicas - 1)
+        messages = sum(-(-len(cut) // MAX_REPLICATED) for cut in cuts)
+        assert 0 < signatures(peers[0]) <= 2 * messages * (replicas - 1)
         await until(
             lambda: all(len(each.locate_nowait(key)) == replicas for each in peers for key, _ in items)
         )
