@@ -115,7 +115,7 @@ class FetchEstimate:
 
     @staticmethod
     def of(sources: list[FetchSource], by_key: list[int]) -> FetchEstimate:
-        """The sum of these sources, which are read one after the other."""
+        """The sum of these sources: they are read at once, and share this host's link."""
         seconds, spread = total_time([(each.seconds, each.spread) for each in sources])
         length_bytes = sum(each.bytes for each in sources)
         blocks = sum(each.blocks for each in sources)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, compress, pairwise
 from random import Random
@@ -66,6 +67,8 @@ class HolderReads:
         self._transports: list[Transport] = [self._shm, TcpTransport(self._pool)]
         self._together = None if in_threads else ReadingTogether(link.driver, self._pool.pull_small)
         self.known = KnownHolders(link.elsewhere, Random())
+        self._batches: set[object] = set()
+        """Batches that are being read from other hosts."""
 
     def close(self) -> None:
         """Close the connections to other peers."""
@@ -215,15 +218,15 @@ class HolderReads:
     ) -> list[ItemOutcome]:
         """Many objects over one connection; per item what came, or why not. `others`: peers that hold each of them as
         well, or none."""
-        began = time.monotonic()
-        outcomes = await self._pool.pull_many(_hurried(copy, others), items)
-        lengths = [
-            each if isinstance(each, int) else each.length
-            for each in outcomes
-            if isinstance(each, (int, Pulled))
-        ]
-        failures = sum(isinstance(each, PullFailed) for each in outcomes)
-        self._batch_ended(copy, lengths, len(items), failures, began)
+        with self._share_of_time() as seconds:
+            outcomes = await self._pool.pull_many(_hurried(copy, others), items)
+            lengths = [
+                each if isinstance(each, int) else each.length
+                for each in outcomes
+                if isinstance(each, (int, Pulled))
+            ]
+            failures = sum(isinstance(each, PullFailed) for each in outcomes)
+            self._batch_ended(copy, lengths, len(items), failures, seconds())
         return outcomes
 
     async def pull_small(
@@ -231,18 +234,30 @@ class HolderReads:
     ) -> tuple[list[int], PullFailed | None]:
         """`pull_many` of objects of at most one chunk each, in fewer steps: their lengths, -1 where `pull_many` is to
         say more; and the failure that left the rest open."""
-        began = time.monotonic()
-        lengths, failure = await self._pool.pull_small_parts(_hurried(copy, others), wanted)
-        came = lengths if lengths.count(-1) == 0 else [each for each in lengths if each >= 0]
-        self._batch_ended(copy, came, len(wanted.views), len(wanted.views) - len(lengths), began)
+        with self._share_of_time() as seconds:
+            lengths, failure = await self._pool.pull_small_parts(_hurried(copy, others), wanted)
+            came = lengths if lengths.count(-1) == 0 else [each for each in lengths if each >= 0]
+            self._batch_ended(copy, came, len(wanted.views), len(wanted.views) - len(lengths), seconds())
         return lengths, failure
 
+    @contextmanager
+    def _share_of_time(self) -> Iterator[Callable[[], float]]:
+        """The time that one batch took, divided by the number of those read at once: they share this host's link, and
+        an estimate adds the times of all holders up."""
+        began, batch = time.monotonic(), object()
+        self._batches.add(batch)
+        at_once = len(self._batches)
+        try:
+            yield lambda: (time.monotonic() - began) / max(at_once, len(self._batches))
+        finally:
+            self._batches.discard(batch)
+
     def _batch_ended(
-        self, copy: RemoteCopy, lengths: Sequence[int], asked: int, failures: int, began: float
+        self, copy: RemoteCopy, lengths: Sequence[int], asked: int, failures: int, seconds: float
     ) -> None:
         """Objects of these lengths came, of this number that were asked for. A batch is one request, but an SSD is read
         for each of its objects."""
-        seconds, length_bytes = time.monotonic() - began, sum(lengths)
+        length_bytes = sum(lengths)
         if failures:
             self.known.forget([copy.member])
         self._link.ledger.count(

@@ -221,8 +221,8 @@ class Estimator:
     def estimate(
         self, digests: Sequence[bytes], found: Mapping[Member, Holding], now: float
     ) -> list[Source]:
-        """Where each of the keys with a holder would be read, and how long that takes. A batch reads one source
-        after the other."""
+        """Where each of the keys with a holder would be read, and how long that takes: of several sources at once,
+        the share of each."""
         sizes = self._sizes(digests, found, now)
         sources = []
         for member, kind, places in self._choose(found, len(digests)):
