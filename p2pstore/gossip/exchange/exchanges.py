@@ -89,7 +89,7 @@ def read_reply(reply: ExchangeReply, table: DigestTable) -> Theirs:
 
 def _read(message: Exchange | ExchangeReply, table: DigestTable, floors: FloorAnswer) -> Theirs:
     digest: Digest | None = None
-    if message.digest:
+    if message.digest or not message.members_hash:  # a reader that knows no members wants all records
         digest = unpack_digest(message.digest)
     elif message.positions:
         of = table.known_set(message.members_hash)
@@ -130,7 +130,6 @@ class Exchanges:
         self._last_at = -math.inf
         self._wanted: dict[PeerId, None] = {}
         self.agreed = False
-        """Whether the last peer that was heard of knew the same members."""
         """Whether the last peer that was heard of knew the same members."""
         self._differing: dict[PeerId, list[int]] = {}
         """Peers whose cluster records differ from this peer's, with the buckets where they are known."""
