@@ -151,7 +151,7 @@ class _Janitor:
         if link.needs_tidying:
             self._task = self.loop.create_task(self._tidy(link), name="p2pstore-janitor")
         else:
-            link.rest()
+            link.end_tidying()
             self._watch(link)
 
     def _watch(self, link: PeerLink) -> None:

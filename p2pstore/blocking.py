@@ -251,7 +251,7 @@ class _Janitor:
                 if link is None:
                     return
                 if not link.needs_tidying:
-                    link.rest()
+                    link.end_tidying()
                     del link
                     self._watch()
                     return

@@ -27,8 +27,8 @@ from p2pstore.runtime.linux import memory_limits
 
 ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
 MINIMUM_MEMORY_BYTES: Final = 1 * MIB
-LEAST_MEMORY_BYTES: Final = 64 * MIB
-MOST_MEMORY_BYTES: Final = 4 * GIB
+MIN_MEMORY_BYTES: Final = 64 * MIB
+MAX_MEMORY_BYTES: Final = 4 * GIB
 """Bounds of the default memory."""
 MEMORY_PIECE_BYTES: Final = 2 * MIB
 """Memory that is added has a multiple of this, as huge pages need."""
@@ -406,7 +406,7 @@ class PeerConfig(msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fiel
 
     def _memory_bytes(self, spelled: str) -> int:
         if self.memory is None:
-            return min(MOST_MEMORY_BYTES, max(LEAST_MEMORY_BYTES, usable_memory_bytes() // 8))
+            return min(MAX_MEMORY_BYTES, max(MIN_MEMORY_BYTES, usable_memory_bytes() // 8))
         return parse_bytes(self.memory, spelled)
 
     def max_leased_bytes(self, memory: int, spelled: str = "max_leased") -> int:

@@ -19,8 +19,8 @@ import msgspec
 from p2pstore.addresses import DEFAULT_CONTROL_PORT, is_loopback, split_address
 from p2pstore.config import (
     ENVIRONMENT_PREFIX,
-    LEAST_MEMORY_BYTES,
-    MOST_MEMORY_BYTES,
+    MAX_MEMORY_BYTES,
+    MIN_MEMORY_BYTES,
     PeerConfig,
     check_types,
     usable_memory_bytes,
@@ -208,10 +208,10 @@ def shown_settings(settings: Settings) -> list[ShownSetting]:
 def _memory(config: PeerConfig) -> tuple[Any, str]:
     usable = usable_memory_bytes()
     share = f"an eighth of the {format_bytes(usable)} this process may use"
-    if usable // 8 > MOST_MEMORY_BYTES:
-        share = f"at most {format_bytes(MOST_MEMORY_BYTES)} ({share} is more)"
-    elif usable // 8 < LEAST_MEMORY_BYTES:
-        share = f"at least {format_bytes(LEAST_MEMORY_BYTES)} ({share} is less)"
+    if usable // 8 > MAX_MEMORY_BYTES:
+        share = f"at most {format_bytes(MAX_MEMORY_BYTES)} ({share} is more)"
+    elif usable // 8 < MIN_MEMORY_BYTES:
+        share = f"at least {format_bytes(MIN_MEMORY_BYTES)} ({share} is less)"
     return config.memory, f"default: {share}"
 
 

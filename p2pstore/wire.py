@@ -41,8 +41,8 @@ MIN_CONTROL_VERSION: Final = 2
 MAX_CONTROL_VERSION: Final = 2
 """Of control streams. 2: location records carry the root."""
 
-MIN_PROTOCOL_VERSION: Final = 1
-MAX_PROTOCOL_VERSION: Final = 2
+LOCAL_MIN_VERSION: Final = 1
+LOCAL_MAX_VERSION: Final = 2
 """Of the local socket. 2: puts in columns. Data connections have versions of their own (`data_messages`)."""
 
 _KEPT_BYTES: Final = 64 * 1024
@@ -287,7 +287,7 @@ class FrameBuffer:
 def negotiate_version(their_minimum: int, their_maximum: int, own: tuple[int, int] | None = None) -> int:
     """The highest version both sides speak; `own` are the lowest and highest of this side. Raises
     `ProtocolMismatch` when there is none."""
-    own_minimum, own_maximum = own or (MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION)
+    own_minimum, own_maximum = own or (LOCAL_MIN_VERSION, LOCAL_MAX_VERSION)
     version = min(own_maximum, their_maximum)
     if version < max(own_minimum, their_minimum):
         raise ProtocolMismatch(

@@ -21,7 +21,7 @@ from typing import IO, Final
 BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 TOOLS: Final = ("ip", "tc", "nsenter", "unshare", "mount")
 INTERFACE: Final = "eth0"
-MOST_HOSTS: Final = 4000
+MAX_HOSTS: Final = 4000
 COMMAND_SECONDS: Final = 30.0
 _CLONE_NEWNET: Final = 0x40000000
 _CLONE_NEWNS: Final = 0x20000
@@ -47,8 +47,8 @@ class NoNamespaces(Exception):
 
 def address_of(number: int) -> str:
     """Of host `number`, from 1 on."""
-    if not 1 <= number <= MOST_HOSTS:
-        raise ValueError(f"hosts are numbered from 1 to {MOST_HOSTS}, not {number}")
+    if not 1 <= number <= MAX_HOSTS:
+        raise ValueError(f"hosts are numbered from 1 to {MAX_HOSTS}, not {number}")
     return f"10.77.{number // 250}.{number % 250 + 1}"
 
 

@@ -30,7 +30,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Disconnect,
     Event,
     Failure,
-    Fetch,
+    FetchPiece,
     Linked,
     Participants,
     PieceArrived,
@@ -312,7 +312,7 @@ class Broadcast:
             case Tell(members, message):
                 event = Received(peer.member, message)
                 self.kernel.after(self.scenario.latency, lambda: self._deliver(peer, members, event))
-            case Fetch(member, piece):
+            case FetchPiece(member, piece):
                 peer.fetching.add((member, piece))
                 asked = Asked(peer.member, piece)
                 self.kernel.after(self.scenario.latency, lambda: self._deliver(peer, (member,), asked))

@@ -69,7 +69,7 @@ class Disk:
         state.addresses = [(peer_id, list(book)) for peer_id, book in core.gossip.addresses.entries()]
         state.cluster_records = kept.dump()
 
-    def keep_memory(self, core: PeerCore) -> None:
+    def write_memory(self, core: PeerCore) -> None:
         """The process ends: what it held is still on the SSD."""
         for entry in core.segment.entries():
             trailer = decode_trailer(core.segment.table.trailer_bytes(entry))
@@ -105,21 +105,21 @@ class Disk:
             reservation = core.segment.reserve(
                 len(cold.value),
                 trailer_bytes,
-                holder="ssd",
+                session="ssd",
                 now=core.unix(now),
                 namespace=cold.trailer.namespace,
             )
         except P2PStoreError:
             return
         core.objects.announce_withdrawn(now)
-        view = core.segment.reservation_view(reservation.number, holder="ssd")
+        view = core.segment.reservation_view(reservation.number, session="ssd")
         view[: len(cold.value)] = cold.value
         try:
             core.objects.publish(
                 Written(reservation.number, digest, cold.version, cold.trailer, len(cold.value)),
-                holder="ssd",
+                session="ssd",
                 soft=False,
                 now=now,
             )
         except P2PStoreError:  # a floor that came in this very moment
-            core.segment.abort(reservation.number, holder="ssd")
+            core.segment.abort(reservation.number, session="ssd")

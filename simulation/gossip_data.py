@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.gets.serving import pushed_reply, rivals_of
+from p2pstore.core.serving import pushed_reply, rivals_of
 from p2pstore.gossip.gossip_messages import FetchSnapshot, HomePush, SnapshotHead
 from p2pstore.home_messages import Push, Pushed
 from p2pstore.transfer import data_messages as data

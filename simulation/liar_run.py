@@ -37,8 +37,8 @@ LET_GO_SECONDS: Final = 0.001
 """After a read its copy goes: others may have waited for the same one."""
 LONGEST_WAIT_SECONDS: Final = 10.0
 """Of removals, because floors are crowded."""
-MOST_BEHAVIOURS: Final = 4
-LEAST_AVAILABLE: Final = 0.99
+MAX_BEHAVIOURS: Final = 4
+MIN_AVAILABLE: Final = 0.99
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class LiarRun(ScenarioRun):
         if names == ["none"]:
             return []
         if names == [""]:
-            count = 1 if rng.random() < 0.5 else rng.randint(2, MOST_BEHAVIOURS)
+            count = 1 if rng.random() < 0.5 else rng.randint(2, MAX_BEHAVIOURS)
             names = rng.sample(sorted(BEHAVIOURS), count)
         if "floors" in names:
             self._seconds = max(self._seconds, FLOORS_SECONDS)
@@ -425,7 +425,7 @@ class LiarRun(ScenarioRun):
         outcome.lies = self.liar.lies_told
         if outcome.longest_wait_seconds > LONGEST_WAIT_SECONDS:
             self.problem(f"removals waited for {outcome.longest_wait_seconds:.0f} s")
-        if outcome.reads_failed > (1 - LEAST_AVAILABLE) * outcome.reads:
+        if outcome.reads_failed > (1 - MIN_AVAILABLE) * outcome.reads:
             self.problem(f"{outcome.reads_failed} of {outcome.reads} reads failed: {self._example}")
 
 

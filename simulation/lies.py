@@ -225,22 +225,22 @@ class Poison(Behaviour):
             room = core.segment.reserve(
                 len(value),
                 len(encode_trailer(trailer)) + 32,
-                holder="liar",
+                session="liar",
                 now=core.unix(self.now),
                 namespace=NAMESPACE,
             )
         except P2PStoreError:
             return None
-        core.segment.reservation_view(room.number, holder="liar")[: len(value)] = value
+        core.segment.reservation_view(room.number, session="liar")[: len(value)] = value
         try:
             entry = core.objects.publish(
                 Written(room.number, digest, version, trailer, len(value)),
-                holder="liar",
+                session="liar",
                 soft=False,
                 now=self.now,
             )
         except P2PStoreError:
-            core.segment.abort(room.number, holder="liar")
+            core.segment.abort(room.number, session="liar")
             return None
         self.liar.lies_told += 1
         return entry

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.copies.coldest import coldest_use
 from p2pstore.core.copies.hand_over import HandOverOperation
 from p2pstore.core.copies.replicate import PutAmongMany
-from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import (
     AskPeer,
     CheckObject,
@@ -32,6 +31,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.core.remove import FlushOperation, RemoveOperation
+from p2pstore.core.serving import reply_of
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import gossip_messages as control
 from p2pstore.gossip.gossip_messages import Answer, Ask, Contact, FetchSnapshot, Later, SnapshotHead
@@ -232,7 +232,7 @@ class SimulatedPeer:
     def crash(self) -> None:
         """Lose everything but what is on the disk."""
         if self.core is not None and self.keeps_cold:
-            self.disk.keep_memory(self.core)
+            self.disk.write_memory(self.core)
         self.disk.unwritten = []
         for task in self._pulls:
             task.cancel()
@@ -592,12 +592,12 @@ class SimulatedPeer:
         trailer_bytes = len(encode_trailer(TrailerBody(namespace, key, sums)))
         try:
             reservation = core.segment.reserve(
-                len(value), trailer_bytes + 32, holder="client", now=core.unix(now), namespace=namespace
+                len(value), trailer_bytes + 32, session="client", now=core.unix(now), namespace=namespace
             )
         except P2PStoreError:
             return None
         core.objects.announce_withdrawn(now)
-        core.segment.reservation_view(reservation.number, holder="client")[: len(value)] = value
+        core.segment.reservation_view(reservation.number, session="client")[: len(value)] = value
         facts = PutFacts(
             reservation.number,
             key,
@@ -607,9 +607,9 @@ class SimulatedPeer:
             replicas=replicas,
             overwrite=overwrite,
         )
-        operation = PutOperation(core, facts, holder="client", namespace=namespace)
+        operation = PutOperation(core, facts, session="client", namespace=namespace)
         columns = columns_of_facts([facts], namespace)
-        [end] = publish_new(core, columns, holder="client", namespace=namespace, now=now)
+        [end] = publish_new(core, columns, session="client", namespace=namespace, now=now)
         if end is None:
             core.operations.start(operation, now)
         elif not isinstance(end, PutAmongMany):

@@ -20,7 +20,7 @@ from p2pstore.memory.segment_layout import (
 def check_segment(segment: Segment) -> None:
     """Raise `AssertionError` unless everything agrees with everything; linear, for tests."""
     _check_extents(segment)
-    leases = Counter(map(id, segment.views.leases.entries()))
+    leases = Counter(map(id, segment.leases.leases.entries()))
     for number, held in segment.objects.held.items():
         assert held.slot == number
         if isinstance(held, ObjectEntry):

@@ -19,6 +19,6 @@ def in_threads(count: int, work: Callable[[int], object]) -> None:
 def with_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """Have this number of threads do work of more than one piece."""
     monkeypatch.setattr(side_by_side, "FROM_BYTES", side_by_side.PIECE_BYTES)
-    monkeypatch.setattr(side_by_side, "MOST_THREADS", threads)
+    monkeypatch.setattr(side_by_side, "MAX_THREADS", threads)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4 * threads))
     monkeypatch.setattr(side_by_side, "_processor_limit", lambda: 4.0 * threads)

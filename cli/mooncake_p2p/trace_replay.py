@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from p2pstore.trace.one_cache import Request
     from p2pstore.trace.pool import PoolSettings
 
-LEAST_PEERS: Final = 2
+MIN_PEERS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Outages:
         self._killed_at = time.monotonic()
         self._starting = False
         self._timer: threading.Timer | None = None
-        if plan.kill_every_seconds and len(clients) >= LEAST_PEERS:
+        if plan.kill_every_seconds and len(clients) >= MIN_PEERS:
             self._arm()
 
     def between(self, request: int) -> None:
@@ -111,13 +111,13 @@ PAGE_BYTES: Final = 4096
 TRAILER_BYTES: Final = PAGE_BYTES
 """Key, sums and header of a block in memory: the value is shorter by that, so that a block takes whole pages."""
 BLOCK_BYTES: Final = 16 * 1024
-LEAST_BLOCK_BYTES: Final = 2 * PAGE_BYTES
-LEAST_COLD_BLOCK_BYTES: Final = 32 * 1024
+MIN_BLOCK_BYTES: Final = 2 * PAGE_BYTES
+MIN_COLD_BLOCK_BYTES: Final = 32 * 1024
 """The SSD tier does not take less than 16 KiB."""
 SSD_HEADER_BYTES: Final = PAGE_BYTES
 SSD_UNUSED: Final = 0.35
 """Of an SSD as small as here: segments that are being written, or kept free, and what does not fill them."""
-LEAST_SSD_BYTES: Final = 512 * MIB
+MIN_SSD_BYTES: Final = 512 * MIB
 LOOK_SECONDS: Final = 1.0
 """Counters of a peer that is killed are those of the last look."""
 
@@ -140,7 +140,7 @@ class Scale:
         """An SSD with room for at least `blocks` blocks beside the free segments of its log."""
         pages = -(-self.value_bytes // PAGE_BYTES)
         record = SSD_HEADER_BYTES + pages * PAGE_BYTES
-        return max(LEAST_SSD_BYTES, round(blocks * record / (1 - SSD_UNUSED)))
+        return max(MIN_SSD_BYTES, round(blocks * record / (1 - SSD_UNUSED)))
 
 
 @dataclass(slots=True)

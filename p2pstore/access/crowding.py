@@ -78,7 +78,7 @@ HOST_SHARE: Final = 2
 """The same of a host (`host_group`)."""
 
 
-class Holder(NamedTuple):
+class PlaceOwner(NamedTuple):
     """The owner of a place. `busy`: in use now; `used_at`: its last use."""
 
     host: str
@@ -96,14 +96,14 @@ class Crowd(NamedTuple):
     host_places: int
 
 
-def crowd(holders: Sequence[Holder]) -> Crowd:
+def crowd(holders: Sequence[PlaceOwner]) -> Crowd:
     """The largest owners; empty where all places are free."""
     members = Counter(each.member for each in holders).most_common(1)
     hosts = Counter(each.host for each in holders).most_common(1)
     return Crowd(*(members[0] if members else (b"", 0)), *(hosts[0] if hosts else ("", 0)))
 
 
-def yielding(holders: Sequence[Holder], host: str, member: bytes, limit: int) -> int | None:
+def yielding(holders: Sequence[PlaceOwner], host: str, member: bytes, limit: int) -> int | None:
     """The index of the holder that makes room for a newcomer when all `limit` places are taken; None for that the
     newcomer has to go.
 
@@ -115,7 +115,7 @@ def yielding(holders: Sequence[Holder], host: str, member: bytes, limit: int) ->
     hosts = Counter(each.host for each in holders)
     members = Counter(each.member for each in holders)
 
-    def may_yield(each: Holder) -> bool:
+    def may_yield(each: PlaceOwner) -> bool:
         if not each.busy:
             return True
         if each.host != host and hosts[each.host] * HOST_SHARE >= limit:

@@ -207,7 +207,7 @@ class _Batch:
             versions = [version_of(self._plans[number]) for number in group.numbers]
             await self._copy_nearby(copy, group.numbers, versions)
         elif is_silence(failure):
-            self._silent.add(copy.member, hurried=bool(group.others))
+            self._silent.add(copy.member, has_alternatives=bool(group.others))
 
     async def _fetch_the_rest(self) -> None:
         """Read the remaining objects one by one, large ones from all their holders. Objects on the local peer's SSD,
@@ -230,7 +230,7 @@ class _Batch:
                     key, self._rooms.digests[number], self._rooms.destination(number), plan
                 )
             except (P2PStoreError, ValueError) as error:
-                self._fetcher.ended(error)
+                self._fetcher.count_miss(error)
                 self._settle(number, plain_error(error))
             else:
                 self._settle(number, done.length)
@@ -269,7 +269,7 @@ class _Batch:
         ]
         outcomes = await self._holders.pull_many(copy, asked, others)
         if any(is_silence(outcome) for outcome in outcomes):
-            self._silent.add(copy.member, hurried=bool(others))
+            self._silent.add(copy.member, has_alternatives=bool(others))
         for number, outcome in zip(numbers, outcomes, strict=True):
             if isinstance(outcome, int):
                 self._settle(number, outcome)
@@ -311,7 +311,7 @@ class _Batch:
         if failure is None:
             return [number for number in numbers if number in self._wanted]
         if is_silence(failure):
-            self._silent.add(copy.member, hurried=bool(others))
+            self._silent.add(copy.member, has_alternatives=bool(others))
             return ()
         failed = set(small[len(lengths) :])
         return [number for number in numbers if number in self._wanted and number not in failed]

@@ -26,7 +26,7 @@ D = TypeVar("D", bound="NewMemory")
 COPIED_BYTES: Final = 16 * KIB
 """Values up to this length are received together and copied to memory of their own: that costs less than a request
 each."""
-MOST_COPIED: Final = 1024
+MAX_COPIED: Final = 1024
 
 DigestsOf = Callable[[Sequence[str]], list[bytes]]
 RoomsOf = Callable[[Sequence[Any]], Sequence[R]]
@@ -236,7 +236,7 @@ class NewMemoryRooms(Rooms[D]):
         """Where the first one is small, all of them are likely to be: in memory that they share."""
         if not 0 < fetcher.holders.known.expected_bytes(self.digests[numbers[0]]) <= COPIED_BYTES:
             return SmallRooms((), (), 0)
-        small = numbers[:MOST_COPIED]
+        small = numbers[:MAX_COPIED]
         shared = np.empty(len(small) * COPIED_BYTES, np.uint8).data
         starts = range(0, len(shared), COPIED_BYTES)
         views = [shared[start : start + COPIED_BYTES] for start in starts]

@@ -36,7 +36,7 @@ AT_ONCE_BYTES: Final = 4 * 1024 * 1024
 
 _PORTABLE: Final = 1
 """A flag of cudaHostRegister: for all GPUs."""
-LEAST_BYTES: Final = 64 * KIB
+MIN_BYTES: Final = 64 * KIB
 """Smaller tensors are read by way of pinned memory: a lease takes longer than the copy."""
 ALONE_BYTES: Final = 16 * MIB
 """Up to this length one thread verifies: more threads take as long to start."""
@@ -364,7 +364,7 @@ async def read_in_place(
 
 
 def _leased(link: PeerLink, mapping: GpuMapping, digest: bytes, device: OnDevice) -> _Leased | None:
-    view = shared_view(link, digest) if device.nbytes >= LEAST_BYTES else None
+    view = shared_view(link, digest) if device.nbytes >= MIN_BYTES else None
     if not view or len(view) > device.nbytes:
         return None
     offset, seen = mapping.offset_of(view), link.leases.sighting(digest)

@@ -17,7 +17,7 @@ from p2pstore.client.read_plan import (
     AFTER_ONLY_HOLDER,
     FIRST_PLACES,
     WATCHED_PLACES,
-    Place,
+    ReadPlace,
     ReadPlan,
 )
 from p2pstore.errors import (
@@ -101,7 +101,7 @@ class Fetcher:
         if length is not None:
             self._link.ledger.read(digest, length)
             return length
-        only = self._known.only(digest)
+        only = self._known.only_holder(digest)
         outcome: int | PullReport | None = None
         is_long = False
         if only is not None:
@@ -120,7 +120,7 @@ class Fetcher:
         A small value is read into scratch memory, as `fetch_into` reads."""
         if (copied := await self.read_here(digest, room)) is not None:
             return copied.length
-        only = self._known.only(digest)
+        only = self._known.only_holder(digest)
         outcome: int | PullReport | None = None
         is_short = only is not None and 0 < only.expected_bytes <= SMALL_OBJECT_BYTES
         if only is not None and is_short:
@@ -149,7 +149,7 @@ class Fetcher:
             except (NoSuchKey, Unavailable) as error:  # each holder just dropped it, or died
                 left_seconds = wait_until - time.monotonic()
                 if left_seconds <= 0:
-                    self.ended(error)
+                    self.count_miss(error)
                     raise
             await self._link.driver.sleep(min(pause_seconds, left_seconds))
             pause_seconds = min(2 * pause_seconds, LAST_PAUSE_SECONDS)
@@ -169,23 +169,23 @@ class Fetcher:
         while (place := plan.next()) is not None:
             done: Copied | Pulled | None = None
             match place:
-                case Place.HERE:
+                case ReadPlace.HERE:
                     done = await self._read_here_watched(digest, destination)
-                case Place.ONLY_HOLDER:
+                case ReadPlace.ONLY_HOLDER:
                     done = await self._pull_only(key, digest, destination, plan)
-                case Place.OWN_PLAN:
+                case ReadPlace.OWN_PLAN:
                     # A local object that could not be read just now is left to the local peer.
-                    own = None if self._link.lists(digest) else self._known.plan(digest)
+                    own = None if self._link.seems_here(digest) else self._known.plan(digest)
                     if own is not None:
                         plan.planned(own)
-                case Place.PLAN:
+                case ReadPlace.PLAN:
                     plan.planned(await self._plan_watched(key, digest, destination, wait_seconds, plan))
                     wait_seconds = 0.0
-                case Place.UNDER_LEASE:
+                case ReadPlace.UNDER_LEASE:
                     done = await self._read_under_lease(digest, destination, plan)
-                case Place.THROUGH_PEER | Place.KEPT:
+                case ReadPlace.THROUGH_PEER | ReadPlace.KEPT:
                     done = await self._read_through_peer(key, digest, destination, plan, place)
-                case Place.HOLDERS:
+                case ReadPlace.HOLDERS:
                     report = await self.holders.pull(key, digest, destination, plan)
                     done = report.pulled
                     if done is None:
@@ -197,8 +197,8 @@ class Fetcher:
     async def _pull_only(
         self, key: str, digest: bytes, destination: ResumableDestination, plan: ReadPlan
     ) -> Pulled | None:
-        only = self._known.only(digest)
-        if only is None or self._link.lists(digest):
+        only = self._known.only_holder(digest)
+        if only is None or self._link.seems_here(digest):
             return None
         outcome = await self.holders.pull_only(only, key, digest, destination)
         if isinstance(outcome, PullReport):
@@ -206,7 +206,7 @@ class Fetcher:
             return None
         return outcome
 
-    def ended(self, error: Exception) -> None:
+    def count_miss(self, error: Exception) -> None:
         """Count a miss of the statistics where a read of one object failed because the object is not there."""
         if isinstance(error, NoSuchKey | Unavailable):
             self._link.ledger.missed()
@@ -216,8 +216,8 @@ class Fetcher:
     def which_are_here(self, digests: Sequence[bytes]) -> list[int]:
         """The places of those objects that the local peer seems to have."""
         if len(digests) <= FEW_LISTED:
-            lists = self._link.lists
-            return [place for place, digest in enumerate(digests) if lists(digest)]
+            seems_here = self._link.seems_here
+            return [place for place, digest in enumerate(digests) if seems_here(digest)]
         packed = b"".join(digests)
         here = np.zeros(len(digests), np.bool_)
         for reader in self._link.readers:
@@ -343,11 +343,11 @@ class Fetcher:
         return copied
 
     async def _read_through_peer(
-        self, key: str, digest: bytes, destination: Destination, plan: ReadPlan, place: Place
+        self, key: str, digest: bytes, destination: Destination, plan: ReadPlan, place: ReadPlace
     ) -> Copied | None:
         """Have the local peer bring the object to its memory and hold it there, and copy it. None when it cannot and
         other places are left; otherwise raises its reason."""
-        item = plan.item if place is Place.THROUGH_PEER else None
+        item = plan.item if place is ReadPlace.THROUGH_PEER else None
         left_to_others: tuple[type[Exception], ...] = ()
         if item is None:
             left_to_others = CapacityExceeded, LeaseLimitExceeded, NoSuchKey, Unavailable
@@ -369,7 +369,7 @@ class Fetcher:
         began = time.monotonic()
         reply = await self._lease_fetched(key, digest)
         full = reply.items[0].error.code == Code.LEASE_LIMIT_EXCEEDED
-        if full and self._link.make_room():  # leases of the reads before this one
+        if full and self._link.give_back_idle():  # leases of the reads before this one
             reply = await self._lease_fetched(key, digest)
         try:
             grant = reply.items[0]

@@ -32,19 +32,19 @@ from p2pstore.transfer.transport import (
     RemoteCopy,
     Transport,
     failed_report,
-    hurried,
     pull_with_failover,
+    with_alternatives,
 )
 
-MOST_HOLDERS: Final = 8
+MAX_HOLDERS: Final = 8
 """Holders that one batch is read from at once."""
-MOST_ALONE: Final = 4
+MAX_ALONE: Final = 4
 """Concurrent single reads from one holder: as many as idle connections are kept. A smaller batch is slower."""
 MANY: Final = 8
 """After a batch of this size, at most one read is alone: the next batch begins when it has ended."""
 GATHER_SECONDS: Final = 5e-3
 """Minimum time between two yields of a lone reader. A yield costs about 10 us."""
-MOST_TOGETHER: Final = 256
+MAX_TOGETHER: Final = 256
 """Reads in one batch."""
 Came = tuple[int, PullFailed | None]
 """The length of an object, or -1 when it takes another way of reading; and how the connection failed."""
@@ -176,12 +176,12 @@ class HolderReads:
         if len(reads) == 1:
             await reads[0]()
         else:
-            await together(self._link.driver, reads, MOST_HOLDERS)
+            await together(self._link.driver, reads, MAX_HOLDERS)
 
     async def map_nearby(self, copy: RemoteCopy, others: Collection[bytes]) -> PullFailed | None:
         """Map the memory of a peer of this host, for `copy_many_nearby`. Returns the failure, if any."""
         try:
-            await self._shm.open(_hurried(copy, others))
+            await self._shm.open(_with_alternatives(copy, others))
         except PullFailed as failure:
             return failure
         return None
@@ -219,7 +219,7 @@ class HolderReads:
         """Many objects over one connection; per item what came, or why not. `others`: peers that hold each of them as
         well, or none."""
         with self._share_of_time() as seconds:
-            outcomes = await self._pool.pull_many(_hurried(copy, others), items)
+            outcomes = await self._pool.pull_many(_with_alternatives(copy, others), items)
             lengths = [
                 each if isinstance(each, int) else each.length
                 for each in outcomes
@@ -235,7 +235,9 @@ class HolderReads:
         """`pull_many` of objects of at most one chunk each, in fewer steps: their lengths, -1 where `pull_many` is to
         say more; and the failure that left the rest open."""
         with self._share_of_time() as seconds:
-            lengths, failure = await self._pool.pull_small_parts(_hurried(copy, others), wanted)
+            lengths, failure = await self._pool.pull_small_parts(
+                _with_alternatives(copy, others), wanted
+            )
             came = lengths if lengths.count(-1) == 0 else [each for each in lengths if each >= 0]
             self._batch_ended(copy, came, len(wanted.views), len(wanted.views) - len(lengths), seconds())
         return lengths, failure
@@ -274,8 +276,8 @@ class HolderReads:
             )
 
 
-def _hurried(copy: RemoteCopy, others: Collection[bytes]) -> RemoteCopy:
-    return hurried(copy, others, soon=True) if others else copy
+def _with_alternatives(copy: RemoteCopy, others: Collection[bytes]) -> RemoteCopy:
+    return with_alternatives(copy, others, soon=True) if others else copy
 
 
 class _Waiting:
@@ -310,7 +312,7 @@ class _Holder:
     def __init__(self) -> None:
         self.alone = 0
         self.gathered_at = -math.inf
-        self.most_alone = MOST_ALONE
+        self.most_alone = MAX_ALONE
         self.leads = False
         self.queue: list[_Waiting] = []
 
@@ -318,7 +320,7 @@ class _Holder:
     def is_to_gather(self) -> bool:
         """Whether the next reader yields first."""
         return not self.alone and (
-            self.most_alone < MOST_ALONE or time.monotonic() - self.gathered_at >= GATHER_SECONDS
+            self.most_alone < MAX_ALONE or time.monotonic() - self.gathered_at >= GATHER_SECONDS
         )
 
 
@@ -384,20 +386,20 @@ class ReadingTogether:
         """Yield; then `first` leads, or the few readers read alone."""
         first.leads = holder.leads = True
         await self._driver.sleep(0)
-        if holder.most_alone < MOST_ALONE:
+        if holder.most_alone < MAX_ALONE:
             # The others of the last batch were called when `first` was, and their turn may come after it.
             await self._driver.sleep(0)
         holder.gathered_at = time.monotonic()
-        if first.leads and len(holder.queue) <= MOST_ALONE:
+        if first.leads and len(holder.queue) <= MAX_ALONE:
             first.leads = holder.leads = False
-            holder.most_alone = MOST_ALONE
+            holder.most_alone = MAX_ALONE
             _call_next(holder)
 
     async def _lead(self, copy: RemoteCopy, holder: _Holder) -> None:
         """Read for those that wait, the caller first. When cancelled, the next one leads the others."""
-        some = holder.queue[:MOST_TOGETHER]
-        del holder.queue[:MOST_TOGETHER]
-        holder.most_alone = 1 if len(some) >= MANY else MOST_ALONE
+        some = holder.queue[:MAX_TOGETHER]
+        del holder.queue[:MAX_TOGETHER]
+        holder.most_alone = 1 if len(some) >= MANY else MAX_ALONE
         try:
             ends = list(accumulate((each.room_bytes for each in some), initial=0))
             memory = memoryview(bytearray(ends[-1]))

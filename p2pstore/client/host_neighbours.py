@@ -19,7 +19,7 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_messages import Holder
 from p2pstore.local.local_protocol import Access
-from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
+from p2pstore.transfer.transport import HOLDER_ANSWER_SECONDS
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Neighbours:
     def __init__(self, own: PeerLink, namespace: str) -> None:
         self._own = own
         self._namespace = namespace
-        self._timeout_seconds = min(own.timeout_seconds, HURRIED_ANSWER_SECONDS)
+        self._timeout_seconds = min(own.timeout_seconds, HOLDER_ANSWER_SECONDS)
         self._opening = own.driver.lock()
         self._state = threading.Lock()  # held for microseconds, never awaited in
         self._open: dict[Name, _Companion] = {}
@@ -148,7 +148,7 @@ class Neighbours:
             self._leave_alone(name)
             return None
         link.connection.silence.patience_seconds = self._own.connection.silence.patience_seconds
-        link.on_busy = self._own.stir
+        link.on_busy = self._own.wake_janitor
         companion = _Companion(link)
         with self._state:
             self._open[name] = companion
@@ -183,7 +183,7 @@ class Neighbours:
                 del self._open[name]
                 companion.retired = True
                 self._retired.append(companion)
-        self._own.stir()
+        self._own.wake_janitor()
 
     # --- tidying up, with the own link -------------------------------------------------------
 
@@ -218,10 +218,10 @@ class Neighbours:
         for companion in over:
             companion.link.close()
 
-    def rest(self) -> None:
+    def end_tidying(self) -> None:
         """Nothing is left to tidy up, unless something came just now."""
         for companion in self._all():
-            companion.link.rest()
+            companion.link.end_tidying()
 
 
 def _is_usable(link: PeerLink) -> bool:

@@ -41,7 +41,7 @@ from p2pstore.transfer.transport import RemoteCopy
 
 TRUSTED_SECONDS: Final = 50.0
 """A ticket is good for 60 s at least when the peer hands it out."""
-ASKED_SECONDS: Final = 10.0
+DISTRUST_SECONDS: Final = 10.0
 """Time for which a member that did not deliver is not chosen without the peer."""
 MAX_HOLDERS: Final = 1024
 HOLDERS_PER_PLAN: Final = 8
@@ -50,7 +50,7 @@ T = TypeVar("T")
 FRESH_NANOSECONDS: Final = 2_000_000_000
 """Age from which on the table is not trusted: its peer may be stopped, which a request finds out."""
 _TRIES: Final = 3
-_MOST_ROWS: Final = 4096
+_MAX_ROWS: Final = 4096
 """Rows that are looked at for a key: links that are being changed may lead in a circle."""
 _AT_ONCE: Final = 1024
 """Keys looked up between two looks at the peer's count of changes."""
@@ -64,7 +64,7 @@ _CHANGES, _ALIVE_AT = int(Word.CHANGES), int(Word.ALIVE_AT)
 _AFTER, _BEFORE = int(Word.BELIEVED_AFTER), int(Word.BELIEVED_BEFORE)
 
 
-class _Named(NamedTuple):
+class _Route(NamedTuple):
     """The facts that the peer told of a member, and the time until which they are trusted."""
 
     trusted_until: float
@@ -84,8 +84,8 @@ class KnownHolders:
     def __init__(self, elsewhere: KnownElsewhere | None, rng: Random) -> None:
         self._elsewhere = elsewhere
         self._rng = rng
-        self._named: dict[int, _Named] = {}
-        self._asked_until: dict[int, float] = {}
+        self._named: dict[int, _Route] = {}
+        self._distrusted_until: dict[int, float] = {}
         """Members that did not deliver, and the end of their distrust: the local peer orders the holders until then."""
         self._changing = threading.Lock()
 
@@ -101,7 +101,7 @@ class KnownHolders:
                 for holder in () if plan.through_peer else plan.holders:
                     self._named.pop(holder.member, None)
                     way = way_to(holder)
-                    named = _Named(trusted_until, holder, way, is_far(way))
+                    named = _Route(trusted_until, holder, way, is_far(way))
                     self._named[holder.member] = named
             while len(self._named) > MAX_HOLDERS:
                 del self._named[next(iter(self._named))]
@@ -112,14 +112,14 @@ class KnownHolders:
         with self._changing:
             for member in members:
                 self._named.pop(member, None)
-                self._asked_until.pop(member, None)
-                self._asked_until[member] = now + ASKED_SECONDS
+                self._distrusted_until.pop(member, None)
+                self._distrusted_until[member] = now + DISTRUST_SECONDS
             for member in list(
-                takewhile(lambda each: self._asked_until[each] <= now, self._asked_until)
+                takewhile(lambda each: self._distrusted_until[each] <= now, self._distrusted_until)
             ):
-                del self._asked_until[member]
+                del self._distrusted_until[member]
 
-    def only(self, digest: bytes, most_bytes: float = 0) -> OnlyHolder | None:
+    def only_holder(self, digest: bytes, most_bytes: float = 0) -> OnlyHolder | None:
         """The holder, when just one is known, and objects of up to `most_bytes` are best asked for there as well; None
         when `plan` is to say more."""
         elsewhere = self._elsewhere  # another thread may close it
@@ -138,7 +138,7 @@ class KnownHolders:
 
     def expected_bytes(self, digest: bytes) -> int:
         """The length at most of an object that one other peer is known to hold; 0 where that is not known."""
-        only = self.only(digest)
+        only = self.only_holder(digest)
         return 0 if only is None else only.expected_bytes
 
     def only_many(
@@ -207,11 +207,11 @@ class KnownHolders:
             holders.sort(key=lambda holder: not holder.same_host)
         return holders
 
-    def _trusted(self, member: int, now: float) -> _Named | None:
+    def _trusted(self, member: int, now: float) -> _Route | None:
         named = self._named.get(member)
         if named is None or named.trusted_until < now:
             return None
-        asked = self._asked_until and self._asked_until.get(member, 0.0) > now
+        asked = self._distrusted_until and self._distrusted_until.get(member, 0.0) > now
         return None if asked else named
 
 
@@ -308,7 +308,7 @@ class KnownElsewhere:
             return None
         counted = self._counted
         answer: bool | None = False
-        for _, slot, record in self._table.find_few(digest, _MOST_ROWS):
+        for _, slot, record in self._table.find_few(digest, _MAX_ROWS):
             if counted[slot]:
                 clock = int.from_bytes(record[CLOCK], "little")
                 after, before = self._believed(digest)
@@ -323,7 +323,7 @@ class KnownElsewhere:
         counted, members = self._counted, self._table.members
         found = [
             _known_record(members[slot], record)
-            for _, slot, record in self._table.find_few(digest, _MOST_ROWS)
+            for _, slot, record in self._table.find_few(digest, _MAX_ROWS)
             if counted[slot]
         ]
         after, before = self._believed(digest)
@@ -351,7 +351,7 @@ class KnownElsewhere:
         count = len(digests) // DIGEST_BYTES
         held, asked = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         begins = _beginnings(digests)
-        matches = table.find_many(digests, _MOST_ROWS)
+        matches = table.find_many(digests, _MAX_ROWS)
         counts = table.counts.take(matches.slots) != 0
         believed = counts & self._are_believed(begins.take(matches.queries), matches.rows)
         held[matches.queries[believed]] = True
@@ -373,7 +373,7 @@ class KnownElsewhere:
         after, before = self._words[_AFTER], self._words[_BEFORE]
         only: dict[int, tuple[int, bytes]] = {}
         matched = set()
-        for number, slot, record in self._table.find_few(digests, _MOST_ROWS):
+        for number, slot, record in self._table.find_few(digests, _MAX_ROWS):
             if counted[slot]:
                 begin, clock, writer = _BEGIN_AND_STAMP.unpack_from(record)
                 if (
@@ -392,7 +392,7 @@ class KnownElsewhere:
     def _match_only(self, digests: bytes) -> list[int]:
         table = self._table
         begins = _beginnings(digests)
-        matches = table.find_many(digests, _MOST_ROWS)
+        matches = table.find_many(digests, _MAX_ROWS)
         queries, rows, slots = matches.queries, matches.rows, matches.slots
         counted = table.counts.take(slots).nonzero()[0]
         if counted.size < slots.size:

@@ -16,14 +16,14 @@ from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import Holder, LeaseGrant
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.local_requests import MOST_ITEMS
+from p2pstore.local.local_requests import MAX_ITEMS
 from p2pstore.objects import Announced, Version
 from p2pstore.transfer.reading.shm import ShmTransport
-from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
+from p2pstore.transfer.transport import HOLDER_ANSWER_SECONDS
 from p2pstore.wire import Code
 
 T = TypeVar("T")
-LEASES_PER_REQUEST: Final = MOST_ITEMS[LocalKind.LEASE]
+LEASES_PER_REQUEST: Final = MAX_ITEMS[LocalKind.LEASE]
 LEASES_PER_TURN: Final = 256
 """Taken without a request, before others of this program's event loop have their turn: 4 ms."""
 FETCHED_AT_ONCE: Final = 16
@@ -109,9 +109,9 @@ def shared_view(link: PeerLink, digest: bytes, announced: Announced | None = Non
         if view is None:  # a view of no bytes is one, too
             view = _share_seen(link, digest, announced)
         if view is not None:
-            link.stir()
+            link.wake_janitor()
     except BaseException:  # interrupted: a taken lease is to be given back
-        link.stir()
+        link.wake_janitor()
         raise
     return view
 
@@ -166,11 +166,11 @@ async def ask(
         raise
 
 
-def forsake(link: PeerLink, grant: local.LeaseGrant | None) -> None:
+def give_back_unused(link: PeerLink, grant: local.LeaseGrant | None) -> None:
     """Give back a lease, if it is one, of which no view was made."""
     if grant is not None and not grant.error.code:
         link.leases.forsake(grant.lease)
-        link.stir()
+        link.wake_janitor()
 
 
 def view_under(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memoryview:
@@ -181,7 +181,7 @@ def view_under(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memory
         link.connection.segment(grant.segment),
         (grant.offset, grant.length, version_of(grant)),
     )
-    link.stir()
+    link.wake_janitor()
     return view
 
 
@@ -290,13 +290,13 @@ class _Batch:
         for number, plan in zip(numbers, plans, strict=True):
             if plan.error.code == Code.NO_SUCH_KEY:
                 error = error_in(self._keys[number], plan.error)
-                self._fetcher.ended(error)
+                self._fetcher.count_miss(error)
                 self._settle(number, error)
                 continue
             near = neighbours_in(plan.holders)
             if len(near) == 1 or not self._shared_at_any(number, near):
                 left.append((number, near))
-        give_up_at = time.monotonic() + HURRIED_ANSWER_SECONDS
+        give_up_at = time.monotonic() + HOLDER_ANSWER_SECONDS
         while time.monotonic() < give_up_at and (
             left := [(number, near) for number, near in left if near and number in self._wanted]
         ):
@@ -354,7 +354,7 @@ class _Batch:
         except BaseException:  # Ctrl-C, too, at any moment
             _forsake_all(link, grants)
             raise
-        if refused and link.make_room():
+        if refused and link.give_back_idle():
             await self._lease(link, [number for number, _ in refused], fetch=fetch, again=True)
         else:
             for number, grant in refused:
@@ -389,14 +389,14 @@ class _Batch:
                 elif code == Code.LEASE_LIMIT_EXCEEDED:
                     refused.append((number, holder))
                 else:  # an older one may be forbidden
-                    forsake(link, grant)
+                    give_back_unused(link, grant)
         except BaseException as error:  # Ctrl-C, too, at any moment
             _forsake_all(link, grants)
             if is_cold and isinstance(error, DeadlineExceeded):
                 return False  # its SSD takes long: that says nothing of what it has in memory
             raise
         note_viewed(self._link, holder, viewed)
-        if refused and not again and link.make_room():
+        if refused and not again and link.give_back_idle():
             return await self._lease_at(refused, link, again=True)
         return True
 
@@ -424,7 +424,7 @@ class _Batch:
 
 def _forsake_all(link: PeerLink, grants: Sequence[LeaseGrant]) -> None:
     for grant in grants:
-        forsake(link, grant)
+        give_back_unused(link, grant)
 
 
 def _slices(some: Sequence[T], count: int) -> Iterator[Sequence[T]]:

@@ -25,7 +25,7 @@ from p2pstore.errors import AnswerTooLarge, NoSuchKey, P2PStoreError, ProtocolEr
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
-from p2pstore.local.local_requests import MOST_ITEMS, Cuts, text_bytes
+from p2pstore.local.local_requests import MAX_ITEMS, Cuts, text_bytes
 from p2pstore.local.socket_paths import find_socket
 from p2pstore.objects import DEFAULT_NAMESPACE, batch_key_hasher, encode_key, key_hasher
 from p2pstore.results import (
@@ -224,7 +224,7 @@ class AskCalls(OpenSession):
         limit = arguments.whole_number("limit", limit)
         local, pinned = arguments.flag("local", local), arguments.flag("pinned", pinned)
         whole = KeyPage([], True)  # made of as many pages of at most 2,000 keys as it takes
-        most = MOST_ITEMS[LocalKind.LIST]
+        most = MAX_ITEMS[LocalKind.LIST]
         while whole.more and len(whole.keys) < limit:
             request = _ListKeys(
                 self.namespace,

@@ -63,7 +63,7 @@ class PeerLink:
         self._busy = False
         self._aborts: deque[int] = deque()
         self._give_all_back = False
-        self.ledger = ReadLedger(self.stir)
+        self.ledger = ReadLedger(self.wake_janitor)
         self._reported_at = 0.0
         self._ahead_checked_at = 0.0
         self._alive_at = 0.0
@@ -137,7 +137,7 @@ class PeerLink:
             )
         except BaseException:
             if on_late_reply is not None:
-                self.stir()
+                self.wake_janitor()
             raise
 
     # --- what the peer is told ---------------------------------------------------------------
@@ -145,9 +145,9 @@ class PeerLink:
     def abort(self, reservations: Iterable[int]) -> None:
         """Give reservations back, with what is sent next."""
         self._aborts.extend(reservations)
-        self.stir()
+        self.wake_janitor()
 
-    def make_room(self) -> bool:
+    def give_back_idle(self) -> bool:
         """Have idle leases and reservations given back before the next request. True when there are any: then a
         refused request is worth repeating."""
         self._give_all_back = self.leases.keeps
@@ -161,9 +161,9 @@ class PeerLink:
         for grant in reply.items:
             if not grant.error.code:
                 self.leases.give_back(grant.lease)
-        self.stir()
+        self.wake_janitor()
 
-    def lists(self, digest: bytes) -> bool:
+    def seems_here(self, digest: bytes) -> bool:
         """Whether the local peer's memory seems to have the object now. A key may be missed for the moment in which its
         entry moves."""
         for reader in self.readers:  # noqa: SIM110 - `any` takes as long as two looks
@@ -191,7 +191,7 @@ class PeerLink:
 
     # --- tidying up --------------------------------------------------------------------------
 
-    def stir(self) -> None:
+    def wake_janitor(self) -> None:
         """Have the janitor tidy up soon. Not for finalizers."""
         if not self._busy:
             self._busy = True
@@ -234,13 +234,13 @@ class PeerLink:
         if self.companions is not None:
             await self.companions.tidy()
 
-    def rest(self) -> None:
+    def end_tidying(self) -> None:
         """Nothing is left to tidy up, unless something came just now."""
         self._busy = False
         if self.companions is not None:
-            self.companions.rest()
+            self.companions.end_tidying()
         if self.needs_tidying:
-            self.stir()
+            self.wake_janitor()
 
 
 def _one_way(kind: LocalKind, message: Message) -> bytes:

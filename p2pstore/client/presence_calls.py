@@ -64,12 +64,12 @@ class Presence:
 
     def _look_up_one(self, digest: bytes) -> bool | None:
         """The answer without a request; None: the peer must be asked."""
-        if self._link.lists(digest):
+        if self._link.seems_here(digest):
             return True
         elsewhere = self._link.elsewhere
         known = None if elsewhere is None else elsewhere.contains(digest)
         # A local object may be missed for the moment in which its entry moves.
-        return self._link.lists(digest) if known is False else known
+        return self._link.seems_here(digest) if known is False else known
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:
         """`contains` for many keys, in at most one request per 4,096: the peer looks some up while the next

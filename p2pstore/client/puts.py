@@ -12,7 +12,7 @@ from xxhash import xxh3_64
 
 from p2pstore.errors import GpuCopyFailed
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.local_requests import MOST_ITEMS
+from p2pstore.local.local_requests import MAX_ITEMS
 from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
 from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
 from p2pstore.runtime.streams import Driver
@@ -24,11 +24,11 @@ AHEAD_MAX_BYTES: Final = MIB
 AHEAD_SHARE: Final = 256
 """A reservation made ahead takes at most this fraction of the peer's memory."""
 MAX_AHEAD: Final = 4
-WINDOW_ITEMS: Final = MOST_ITEMS[LocalKind.COMMIT]
+WINDOW_ITEMS: Final = MAX_ITEMS[LocalKind.COMMIT]
 FIRST_ITEMS: Final = 64
 """Of the first window: the peer has something to do while the next one is written."""
 WINDOW_BYTES: Final = 16 * MIB
-LEAST_WINDOW_BYTES: Final = 4 * MIB
+MIN_WINDOW_BYTES: Final = 4 * MIB
 WINDOW_SHARE: Final = 16
 """A window takes at most this fraction of the peer's memory: up to three have room at a time."""
 
@@ -148,13 +148,13 @@ def windows(sizes: Sequence[int], most_bytes: int = WINDOW_BYTES) -> list[range]
     cuts: list[range] = []
     start = total = 0
     left = sum(sizes)
-    limit = min(most_bytes, max(LEAST_WINDOW_BYTES, left // 2))
+    limit = min(most_bytes, max(MIN_WINDOW_BYTES, left // 2))
     for index, size in enumerate(sizes):
         most_items = WINDOW_ITEMS if cuts else FIRST_ITEMS
         if index > start and (total + size > limit or index - start >= most_items):
             cuts.append(range(start, index))
             left -= total
-            limit = min(most_bytes, max(LEAST_WINDOW_BYTES, left // 2))
+            limit = min(most_bytes, max(MIN_WINDOW_BYTES, left // 2))
             start, total = index, 0
         total += size
     if start < len(sizes):

@@ -67,10 +67,10 @@ class _Pulls:
 
 
 class ReadLedger:
-    """Counts until `take`. `stir` is called when there is something to tell; it never waits."""
+    """Counts until `take`. `wake` is called when there is something to tell; it never waits."""
 
-    def __init__(self, stir: Callable[[], None]) -> None:
-        self._stir = stir
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
         self._reads: dict[bytes, list[int]] = {}
         """Of the local peer's memory, by digest: how often, how long, and how often as a view."""
         self._failures: deque[HolderFailure] = deque(maxlen=MAX_REPORTED_FAILURES)
@@ -106,7 +106,7 @@ class ReadLedger:
             counted[2] += is_view
         elif len(self._reads) < MAX_REPORTED_KEYS:
             self._reads[digest] = [1, length, int(is_view)]
-            self._stir()
+            self._wake()
 
     def read_many(self, digests: Sequence[bytes], lengths: Sequence[int]) -> None:
         """`read` of a batch; length -1 for what was not read."""
@@ -118,13 +118,13 @@ class ReadLedger:
             elif length >= 0 and len(reads) < MAX_REPORTED_KEYS:
                 reads[digest] = [1, length, 0]
         if reads:
-            self._stir()
+            self._wake()
 
     def touched(self, digests: Sequence[bytes]) -> None:
         """Objects of the local peer's memory are in use elsewhere: they count as recent, and as read 0 times."""
         for digest in digests[: MAX_REPORTED_KEYS - len(self._reads)]:
             self._reads.setdefault(digest, [0, 0, 0])
-        self._stir()
+        self._wake()
 
     def timed(
         self, member: int, length_bytes: int, seconds: float, *, requests: int = 1, on_ssd: bool = False
@@ -132,7 +132,7 @@ class ReadLedger:
         """A holder (or OWN_COPY) delivered these bytes in that time. The peer learns its speed from that."""
         if length_bytes <= 0:
             return
-        self._stir()
+        self._wake()
         timing = self._timings.get((member, on_ssd))
         if timing is None:
             if len(self._timings) >= MAX_HOLDERS:
@@ -149,11 +149,11 @@ class ReadLedger:
     def missed(self) -> None:
         """A read ended without the value: no reachable peer has it."""
         self._misses += 1
-        self._stir()
+        self._wake()
 
     def pulled(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
         """One object was read from its holders, or was not."""
-        self._stir()
+        self._wake()
         for failure in report.failures:
             self._counted(failure.member, failure.transport).failures += 1
         for fallback in report.fallbacks:
@@ -194,7 +194,7 @@ class ReadLedger:
         self, key: str, digest: bytes, member: int, transport: str, length_bytes: int, seconds: float
     ) -> None:
         """`pulled`, for an object that came from its only holder at once."""
-        self._stir()
+        self._wake()
         counted = self._counts.get((member, transport)) or self._counted(member, transport)
         counted.objects += 1
         counted.bytes += length_bytes
@@ -233,7 +233,7 @@ class ReadLedger:
     ) -> None:
         """Objects came together from one holder: how long each of them is counts as their mean. `unseen`: the digests
         of what the holder did not see read."""
-        self._stir()
+        self._wake()
         if unseen:
             self._unseen_by(member, unseen)
         counted = self._counted(member, transport)

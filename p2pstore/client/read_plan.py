@@ -43,7 +43,7 @@ _OF_THE_HOLDER: Final = (Code.NO_SUCH_KEY, Code.STALE, Code.DEADLINE_EXCEEDED)
 """Failures that mean the same wherever the holder is by now."""
 
 
-class Place(Enum):
+class ReadPlace(Enum):
     """See the module's docstring."""
 
     HERE = auto()
@@ -56,10 +56,10 @@ class Place(Enum):
     HOLDERS = auto()
 
 
-FIRST_PLACES: Final = (Place.HERE, Place.ONLY_HOLDER, Place.OWN_PLAN)
+FIRST_PLACES: Final = (ReadPlace.HERE, ReadPlace.ONLY_HOLDER, ReadPlace.OWN_PLAN)
 AFTER_HERE: Final = FIRST_PLACES[1:]
 AFTER_ONLY_HOLDER: Final = FIRST_PLACES[2:]
-WATCHED_PLACES: Final = (Place.HERE,)
+WATCHED_PLACES: Final = (ReadPlace.HERE,)
 """Of a read that is traced: the local peer says where the object is known to be."""
 
 
@@ -94,7 +94,7 @@ class ReadPlan:
     def __init__(
         self,
         key: str,
-        places: Iterable[Place] = (),
+        places: Iterable[ReadPlace] = (),
         silent: SilentHolders | None = None,
         *,
         hot: bool = False,
@@ -102,7 +102,7 @@ class ReadPlan:
         self._key = key
         self._places = deque(places)
         if hot:
-            self._places.append(Place.KEPT)
+            self._places.append(ReadPlace.KEPT)
         self._silent = SilentHolders() if silent is None else silent
         self._plans_left = PLANS
         self._item: PlanItem | None = None
@@ -139,18 +139,18 @@ class ReadPlan:
         """Whether THROUGH_PEER may fail without ending the read."""
         return self._item is None or has_ways(self._item)
 
-    def next(self) -> Place | None:
+    def next(self) -> ReadPlace | None:
         """The place to try now; None when nothing is left, see `error`."""
         while True:
             if not self._places:
                 if not self._plans_left:
                     return None
                 self._plans_left -= 1
-                return Place.PLAN
+                return ReadPlace.PLAN
             place = self._places.popleft()
-            if place is Place.KEPT:
+            if place is ReadPlace.KEPT:
                 self._insists = True  # if it fails; else nothing is asked after it
-            elif place is Place.HOLDERS and not self._order_holders():
+            elif place is ReadPlace.HOLDERS and not self._order_holders():
                 continue
             return place
 
@@ -186,21 +186,21 @@ class ReadPlan:
         assert report.error is not None
         self.error = name_key(self._key, report.error)
         is_hot = any(each.keep for each in report.failures)
-        if is_hot and not self._insists and Place.KEPT not in self._places:
-            self._places.appendleft(Place.KEPT)
+        if is_hot and not self._insists and ReadPlace.KEPT not in self._places:
+            self._places.appendleft(ReadPlace.KEPT)
 
     def spoilt(self) -> None:
         """UNDER_LEASE gave wrong bytes, though nothing could change them: the local copy is damaged."""
         self._failed.append(OWN_COPY)
 
 
-def places_of(item: PlanItem) -> tuple[Place, ...]:
+def places_of(item: PlanItem) -> tuple[ReadPlace, ...]:
     """The places of the local peer's answer, which is no error."""
     if item.local:
-        return (Place.UNDER_LEASE,)
+        return (ReadPlace.UNDER_LEASE,)
     if not item.through_peer:
-        return (Place.HOLDERS,)
-    return (Place.THROUGH_PEER, Place.HOLDERS) if has_ways(item) else (Place.THROUGH_PEER,)
+        return (ReadPlace.HOLDERS,)
+    return (ReadPlace.THROUGH_PEER, ReadPlace.HOLDERS) if has_ways(item) else (ReadPlace.THROUGH_PEER,)
 
 
 def blamed(report: PullReport, *, own: bool) -> list[HolderReport]:

@@ -111,7 +111,7 @@ async def _keep_tidy(link: PeerLink) -> None:
                 await trio.sleep(TIDY_SECONDS)
                 await link.tidy()
             stirred = trio.Event()
-            link.rest()
+            link.end_tidying()
     except P2PStoreError:
         return  # the next call raises it
 

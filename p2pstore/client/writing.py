@@ -44,8 +44,8 @@ _NO_MEMORY: Final = local.ItemError(
     int(Code.CAPACITY_EXCEEDED), "the local peer offers no memory: it was started with memory 0"
 )
 
-LEAST_AHEAD: Final = 2
-MOST_AHEAD: Final = 4
+MIN_AHEAD: Final = 2
+MAX_AHEAD: Final = 4
 """Windows of small values, which are much work for the peer and little memory: it is not to wait for the next one."""
 NO_ROOM = (Code.CAPACITY_EXCEEDED, Code.OBJECT_TOO_LARGE)
 
@@ -138,7 +138,7 @@ class Writer:
             link.abort(link.ahead.drop_others(item))
         [room] = await self.reserve([item], 1)
         if isinstance(room, local.ItemError):
-            if room.code == Code.CAPACITY_EXCEEDED and link.make_room():
+            if room.code == Code.CAPACITY_EXCEEDED and link.give_back_idle():
                 [room] = await self.reserve([item], 1)
             if isinstance(room, local.ItemError):
                 raise answers.error_in(key, room)
@@ -234,7 +234,7 @@ class PutBatch:
         sizes = self._lengths = list(map(len, sources))
         self._windows = windows(sizes, writer.window_bytes)
         largest = max(sum(sizes[some.start : some.stop]) for some in self._windows)
-        self._ahead = max(LEAST_AHEAD, min(MOST_AHEAD, writer.window_bytes // max(1, largest)))
+        self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, writer.window_bytes // max(1, largest)))
         """Windows that have room before the first one is published."""
         self._rooms: list[Room | None] = [None] * len(keys)
         """Room that was granted, until the peer has said what became of it."""

@@ -166,7 +166,7 @@ class Floors:
             if core.clock.observe(record.clock, core.believed_unix(now)):
                 self._accept(record, signed, now)
             else:
-                core.gossip.future.note_record(record)
+                core.gossip.future_stamps.note_record(record)
                 refused += 1
         if refused:
             raise ProtocolError(

@@ -44,7 +44,7 @@ class OwnObjects:
         length: int,
         trailer_length: int,
         *,
-        holder: Hashable,
+        session: Hashable,
         namespace: str,
         now: float,
         alike: int = 1,
@@ -53,7 +53,7 @@ class OwnObjects:
         steps = self._segment.reserve_in_steps(
             length,
             trailer_length,
-            holder=holder,
+            session=session,
             now=self._core.unix(now),
             namespace=namespace,
             alike=alike,
@@ -75,20 +75,20 @@ class OwnObjects:
         trailer_length = min(MAX_TRAILER_BYTES, SUM_BYTES * chunk_count(length) + USUAL_TRAILER_BYTES)
         if self._segment.room.has_room(length, trailer_length, namespace=namespace):
             return
-        holder = object()
+        session = object()
         with suppress(CapacityExceeded, ObjectTooLarge):
             room = yield from self.reserve(
-                length, trailer_length, holder=holder, namespace=namespace, now=now
+                length, trailer_length, session=session, namespace=namespace, now=now
             )
-            self._segment.abort(room.number, holder=holder)
+            self._segment.abort(room.number, session=session)
 
-    def publish(self, written: Written, *, holder: Hashable, soft: bool, now: float) -> ObjectEntry:
+    def publish(self, written: Written, *, session: Hashable, soft: bool, now: float) -> ObjectEntry:
         """Make a filled reservation an object, and announce it. Raises `NoSuchKey` when a floor forbids the version."""
         digest, version, trailer = written.digest, written.version, written.trailer
         namespace = self._core.namespace_digest(trailer.namespace)
         if self._gossip.cluster_records.floors.forbids(digest, namespace, version):
             raise NoSuchKey("the object was removed, or replaced by a newer version, meanwhile")
-        entry = self._segment.commit(written, holder=holder, soft=soft, now=self._core.unix(now))
+        entry = self._segment.commit(written, session=session, soft=soft, now=self._core.unix(now))
         self._core.cold.came_to_memory(entry)
         self.announce_withdrawn(now)
         self.announce(entry, now)
@@ -164,11 +164,11 @@ class OwnObjects:
         return entry
 
     def lend(self, digest: bytes, now: float, *, decides: bool) -> tuple[Loan, ObjectEntry] | None:
-        """`Views.lend` of an object that may be served, for any thread. None when this takes more than a look, for
-        a thread that is not the one that `decides`."""
+        """`ObjectLeases.lend` of an object that may be served, for any thread. None when this takes more than a look,
+        for a thread that is not the one that `decides`."""
         if self._core.floors.sweep.pending and not (decides and self.find(digest, now)):
             return None
-        return self._segment.views.lend(digest, self._core.unix(now))
+        return self._segment.leases.lend(digest, self._core.unix(now))
 
     def lend_small(
         self,
@@ -177,12 +177,12 @@ class OwnObjects:
         now: float,
         declines: Callable[[ObjectEntry], bool] | None = None,
     ) -> SmallObjectsLent | None:
-        """`Views.lend_small` of the objects that a GET_SMALL asks for, for any thread. None when this takes more than
-        a look."""
+        """`ObjectLeases.lend_small` of the objects that a GET_SMALL asks for, for any thread. None when this takes
+        more than a look."""
         if self._core.floors.sweep.pending:
             return None
         most_bytes = min(most_bytes, CHUNK_BYTES)
-        return self._segment.views.lend_small(
+        return self._segment.leases.lend_small(
             digests, most_bytes, MAX_SMALL_BULK_BYTES, self._core.unix(now), declines
         )
 

@@ -17,20 +17,20 @@ from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
 from p2pstore.core.copies.coldest import Offers, WriteBack
 from p2pstore.core.copies.copy_destination import CopyDestination
-from p2pstore.core.copies.memory_return import EarlierLife
+from p2pstore.core.copies.earlier_life import EarlierLife
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import FetchOperation, Prefetching
 from p2pstore.core.gets.reads import UNSEEN_TRANSPORTS, HotObjects, ReadReports
-from p2pstore.core.gets.serving import PushesComing, rivals_of, serve
 from p2pstore.core.known_copies import Holders, KnownCopies
 from p2pstore.core.operation import AskPeer, Effect, Notes, Operation, PullOutcome, Reply, Then, Timed
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
 from p2pstore.core.puts.comparing import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
+from p2pstore.core.serving import PushesComing, rivals_of, serve
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.gossip_messages import Effect as GossipEffect
@@ -140,10 +140,10 @@ class PeerCore:
         effects, self._effects = self._effects, []
         return effects
 
-    def answered(self, operation: int, tag: int, reply: Reply, now: float) -> None:
+    def answered(self, number: int, tag: int, reply: Reply, now: float) -> None:
         """The outcome of an `AskPeer`: its reply, a `Failure`, or None when nothing came in time."""
-        if operation != TO_HOMES:
-            self.operations.answered(operation, tag, reply, now)
+        if number != TO_HOMES:
+            self.operations.answered(number, tag, reply, now)
         elif isinstance(reply, Pushed):
             self.gossip.partitions.pushed(tag, reply.behind, rivals_of(reply), now)
         else:
@@ -192,7 +192,7 @@ class PeerCore:
         return len(self.operations)
 
     def serve(self, sender: PeerId, kind: int, request: Message, now: float) -> Message | Operation:
-        """Answer another peer's data request: see `p2pstore.core.gets.serving`."""
+        """Answer another peer's data request: see `p2pstore.core.serving`."""
         return serve(self, sender, kind, request, now)
 
     # --- what is known -----------------------------------------------------------------------
@@ -349,23 +349,23 @@ class Operations:
                 return
         operation.cancel(now)
 
-    def abandon(self, operation: int, now: float) -> None:
+    def abandon(self, number: int, now: float) -> None:
         """The shell could not carry out an effect of this operation, by an error of its own."""
-        machine = self._running.get(operation)
-        if machine is not None:
-            machine.cancel(now)
+        operation = self._running.get(number)
+        if operation is not None:
+            operation.cancel(now)
 
     def expect_late(self, operation: Operation, tag: int, peer_id: PeerId) -> None:
         """The operation ends before this question was answered. Whether it ever is says something of that peer."""
         self._late[operation.number, tag] = peer_id
 
-    def pulled(self, operation: int, outcome: PullOutcome, now: float) -> None:
+    def pulled(self, number: int, outcome: PullOutcome, now: float) -> None:
         """The outcome of a `PullObject`."""
-        machine = self._running.get(operation)
-        if isinstance(machine, FetchOperation) and outcome.transport in UNSEEN_TRANSPORTS:
-            self._core.read_reports.note(outcome.source, machine.digest, 1, now)
-        if machine is not None:
-            machine.pulled(outcome, now)
+        operation = self._running.get(number)
+        if isinstance(operation, FetchOperation) and outcome.transport in UNSEEN_TRANSPORTS:
+            self._core.read_reports.note(outcome.source, operation.digest, 1, now)
+        if operation is not None:
+            operation.pulled(outcome, now)
 
     def set_alarm(self, operation: Operation) -> None:
         """Wake the operation at its `wake_at` (called by the operation itself)."""
@@ -406,19 +406,19 @@ class Operations:
         """Whether the object is on its way to this peer's memory."""
         return digest in self._fetches
 
-    def copy_destination(self, operation: int, now: float) -> CopyDestination:
+    def copy_destination(self, number: int, now: float) -> CopyDestination:
         """Where the bytes of a `PullObject` go. The shell calls `commit` or `abort` at its end."""
-        machine = self._running.get(operation)
-        if not isinstance(machine, FetchOperation):
+        operation = self._running.get(number)
+        if not isinstance(operation, FetchOperation):
             raise NoSuchKey("the fetch of this object has ended")
-        return CopyDestination(self._core, machine, now)
+        return CopyDestination(self._core, operation, now)
 
-    def answered(self, operation: int, tag: int, reply: Reply, now: float) -> None:
+    def answered(self, number: int, tag: int, reply: Reply, now: float) -> None:
         """The outcome of an operation's `AskPeer`. A late question without an answer counts against its peer."""
-        machine = self._running.get(operation)
-        late = self._late.pop((operation, tag), None)
-        if machine is not None:
-            machine.answered(machine.asked.pop(tag), reply, now)
+        operation = self._running.get(number)
+        late = self._late.pop((number, tag), None)
+        if operation is not None:
+            operation.answered(operation.asked.pop(tag), reply, now)
         elif late is not None and reply is None:
             self._core.holders.peer_failed(late, now)
 

@@ -106,7 +106,7 @@ class RemoveOperation(AfterLookup):
         self.core.timekeeping.check_key(digest, self._namespace, now)
         versions = [copy.record.version for copy in copies]
         if not versions:  # a version in doubt now may be believed later
-            others = lookup.at_strangers.get(digest, ())
+            others = lookup.at_unknown_members.get(digest, ())
             versions = self.core.copies.versions_heard_of(digest, self._namespace, now, others)
         held_back = self.core.copies.held_back(digest)
         if held_back is not None:

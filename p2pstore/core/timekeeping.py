@@ -92,7 +92,7 @@ class Timekeeping:
             return
         core = self._core
         limit = newest_accepted_clock(core.unix(now))
-        if core.gossip.future.has_floor_of(digest, namespace, limit) or any(
+        if core.gossip.future_stamps.has_floor_of(digest, namespace, limit) or any(
             holding.record.version.clock > limit and not (holding.hidden or holding.hearsay)
             for holding in core.gossip.holders(digest, now)
         ):
@@ -102,7 +102,7 @@ class Timekeeping:
         """As `check_key`, for all keys at once."""
         self.check(now)
         limit = newest_accepted_clock(self._core.unix(now))
-        if self.view(now).may_be_behind and self._core.gossip.future.newest > limit:
+        if self.view(now).may_be_behind and self._core.gossip.future_stamps.newest > limit:
             raise Unavailable(self._unsure("other peers have objects", now))
 
     def _unsure(self, what: str, now: float) -> str:

@@ -88,7 +88,7 @@ class GossipState:
         )
         self.floor_set = self.cluster_records.floors
         self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
-        self.future = FutureRecords()
+        self.future_stamps = FutureRecords()
         """Stamps left out because they are too far ahead of this peer's clock."""
         table = DigestTable(self.membership, self.directory, self.log)
         self.checks = DeltaChecks(
@@ -100,7 +100,7 @@ class GossipState:
             accepts_clock,
             accepts_peer,
             self.time.newest_accepted,
-            self.future,
+            self.future_stamps,
         )
         self.wrong_runs, self.location_shares = self.checks.wrong_runs, self.directory.shares
         self.knowledge = Knowledge(
@@ -129,7 +129,7 @@ class GossipState:
         )
         self.exchanges.hot_for = self.partitions.hot.tell
         self.exchanges.unix_ms = self.time.unix_ms
-        self.fresh = FreshNews(config, self.knowledge, self.view, self.questions, rate)
+        self.eager_news = FreshNews(config, self.knowledge, self.view, self.questions, rate)
         self.probing = Probing(self.membership, self.questions, rng)
         self.own_record = OwnRecord(
             signer, self._describe, config, self.membership, self.log, self.floors
@@ -217,7 +217,7 @@ class GossipState:
             newest = newest_clock(operations, MAX_STAMP)
         self.floors.heard_of(operations, newest, now)
         if newest > self.time.newest_accepted(now):
-            self.future.note(newest)
+            self.future_stamps.note(newest)
 
     def doubts(self, member: Member, version: Version, now: float) -> bool:
         """Whether the member's copy of this version may have been removed while it was away."""
@@ -264,7 +264,7 @@ class GossipState:
         self.partitions.note(operations, now)
         if self.partitions.current.logs_are_read and operations:
             first = self.log.sequence + 1 - len(operations)
-            self.fresh.add_own(first, len(operations))
+            self.eager_news.add_own(first, len(operations))
             self.exchanges.hurry()
 
     def peer_ids(self, members: Iterable[Member]) -> list[PeerId]:

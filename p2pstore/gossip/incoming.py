@@ -84,7 +84,7 @@ class Incoming:
                 theirs = read_request(request, state.knowledge.table)
                 state.record(now)
                 answer = state.exchanges.answer_reader(sender, request, theirs, now)
-                self.limit_step(now)
+                self.defer_homes_if_slow(now)
                 return answer
             case Delta() | Leave():
                 return Empty()
@@ -163,7 +163,7 @@ class Incoming:
         self._state.partitions.hot.learn(hot, now)
         self._state.record(now)
         answer = self._state.exchanges.answer(sender, request, theirs, now)
-        self.limit_step(now)
+        self.defer_homes_if_slow(now)
         return answer
 
     def _take_delta(self, sender: PeerId, delta: Delta, now: float) -> News:
@@ -181,7 +181,7 @@ class Incoming:
         for record in news.own:
             if self._state.own_record.seen(record):
                 self._state.partitions.pushes.voided(now)
-        self._state.fresh.add(news, sender)
+        self._state.eager_news.add(news, sender)
         self._arrived += news.cluster_records
         if news.anything:
             self._state.exchanges.hurry()
@@ -195,7 +195,7 @@ class Incoming:
             # It lives: its record is missing here, or it should hear that it is held dead.
             self._state.exchanges.want(peer_id)
 
-    def limit_step(self, now: float) -> None:
+    def defer_homes_if_slow(self, now: float) -> None:
         """Defer the choice of homes to a later step where this step has made `MANY_ROWS` digest rows anew."""
         if self._state.knowledge.table.take_rows_made() >= MANY_ROWS:
             self._state.partitions.defer(now)

@@ -192,8 +192,8 @@ class Gossip(GossipState):
         effects += self.probing.tick(now, self.view.neighbours())
         effects += map(partial(self._ping_newcomer, now=now), self.membership.newcomers.take())
         effects += self.exchanges.start(now)
-        self.incoming.limit_step(now)
-        effects += self.fresh.spread(now)
+        self.incoming.defer_homes_if_slow(now)
+        effects += self.eager_news.spread(now)
         if self.directory.work_pending and self.directory.work():
             self.exchanges.hurry()
         effects += self._housekeeping.work(now)
@@ -215,7 +215,7 @@ class Gossip(GossipState):
             self.contacts.next_due(),
             self.partitions.pushes.due(),
             self.exchanges.due(),
-            self.fresh.due(),
+            self.eager_news.due(),
             self.view.due(),
         )
         return max(due, now)

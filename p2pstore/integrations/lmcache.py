@@ -35,7 +35,13 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.block_events import CountedBlocks
-from p2pstore.integrations.lasting_client import PROBE_KEY, LastingClient, leading, legal_key, or_else
+from p2pstore.integrations.engine_client import (
+    PROBE_KEY,
+    EngineClient,
+    leading,
+    legal_key,
+    miss_on_error,
+)
 from p2pstore.results import ItemResult
 
 T = TypeVar("T")
@@ -84,9 +90,9 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         super().__init__(local_cpu_backend.config, local_cpu_backend.metadata)
         extra = getattr(config, "extra_config", None) or {}
         version, socket = (extra.get(f"p2pstore_{name}") for name in ("weight_version", "socket"))
-        self._client = LastingClient(version, socket)
+        self._client = EngineClient(version, socket)
         ours = [name for name in extra if name.startswith("p2pstore_")]
-        self._client.say_unknown(ours, ["p2pstore_weight_version", "p2pstore_socket"])
+        self._client.warn_unknown(ours, ["p2pstore_weight_version", "p2pstore_socket"])
         self._loop = loop
         self._memory = local_cpu_backend
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="p2pstore-lmcache")
@@ -97,22 +103,22 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
 
     support_batched_contains = support_batched_get = support_batched_put = support_ping
 
-    @or_else(lambda *_, **__: False)
+    @miss_on_error(lambda *_, **__: False)
     async def exists(self, key: Any) -> bool:
         return await self.batched_async_contains("", [key]) == 1
 
-    @or_else(lambda *_, **__: False)
+    @miss_on_error(lambda *_, **__: False)
     def exists_sync(self, key: Any) -> bool:
         return self.batched_contains([key]) == 1
 
-    @or_else(lambda *_, **__: 0)
+    @miss_on_error(lambda *_, **__: 0)
     def batched_contains(self, keys: Sequence[Any]) -> int:
         """How many chunks, from the first on, are there. A scheduler waits for it: at most 0.1 s, and no time at all
         for a peer that hangs."""
         self._compare_hashes()
         return leading(self._client.look_up_soon([_text(key) for key in keys]))
 
-    @or_else(lambda *_, **__: 0)
+    @miss_on_error(lambda *_, **__: 0)
     async def batched_async_contains(
         self, lookup_id: str, keys: Sequence[Any], pin: bool = False
     ) -> int:
@@ -124,15 +130,15 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
             return leading(await asyncio.get_running_loop().run_in_executor(None, ask))
         return leading(answers)
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     async def get(self, key: Any) -> Any:
         return (await self.batched_get([key]))[0]
 
-    @or_else(lambda _, keys: [None] * len(keys))
+    @miss_on_error(lambda _, keys: [None] * len(keys))
     async def batched_get(self, keys: Sequence[Any]) -> list[Any]:
         return await self._in_thread(lambda: self._get(keys))
 
-    @or_else(lambda *_, **__: [])
+    @miss_on_error(lambda *_, **__: [])
     async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> list[Any]:
         """The chunks from the first one on, as far as they came."""
         got = await self.batched_get(keys)
@@ -142,24 +148,24 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
                 each.ref_count_down()
         return got[:good]
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     async def put(self, key: Any, memory_obj: Any) -> None:
         await self.batched_put([key], [memory_obj])
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
         await self._in_thread(lambda: self._put(keys, memory_objs))
 
-    @or_else(lambda *_, **__: [])
+    @miss_on_error(lambda *_, **__: [])
     async def list(self) -> Keys:
         return await self._in_thread(lambda: self._client.call(_all_keys, Keys()))
 
-    @or_else(lambda *_, **__: False)
+    @miss_on_error(lambda *_, **__: False)
     def remove_sync(self, key: Any) -> bool:
         name = _text(key)
         return self._client.call(lambda client: client.remove(name), False)
 
-    @or_else(lambda *_, **__: -1)
+    @miss_on_error(lambda *_, **__: -1)
     async def ping(self) -> int:
         def ask(client: BlockingClient) -> int:
             client.statistics(cluster=False)
@@ -194,11 +200,11 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
             try:
                 items.append((_text(key), self._value_of(each)))
             except Exception as error:  # whatever it is, the other chunks are stored
-                self._client.say(f"a chunk was not stored: {error!r}")
+                self._client.warn(f"a chunk was not stored: {error!r}")
         failed: list[ItemResult[Any]] = []
         for result in self._client.call(kept.putting(items), failed):
             if result.error is not None:
-                self._client.say(f"a chunk was not stored: {result.error}")
+                self._client.warn(f"a chunk was not stored: {result.error}")
 
     def _value_of(self, memory_obj: Any) -> Any:
         """The value that is stored for a chunk."""
@@ -237,11 +243,11 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
             if result is not None and result.error is None and result.value:
                 return self.reshape_partial_chunk(room, result.value)
         except Exception as error:  # whatever it is, the memory is given back
-            self._client.say(f"a chunk of another size: {error}")
+            self._client.warn(f"a chunk of another size: {error}")
         room.ref_count_down()
         return None
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     def _get_described(self, key: Any) -> Any:
         name = _text(key)
         value = self._client.call(lambda client: client.get(name), b"")
@@ -279,8 +285,8 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None, **_others: Any) -> None:
         super().__init__()
-        self._client = LastingClient(params.get("weight_version", ""), params.get("socket"))
-        self._client.say_unknown(params, ["weight_version", "socket", "threads"])
+        self._client = EngineClient(params.get("weight_version", ""), params.get("socket"))
+        self._client.warn_unknown(params, ["weight_version", "socket", "threads"])
         self._pool = ThreadPoolExecutor(
             int(params.get("threads", THREADS)), thread_name_prefix="p2pstore-l2"
         )
@@ -355,7 +361,7 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
                 if each.value is not None:
                     self._leases[each.key].append(each.value)
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     def submit_unlock(self, keys: Sequence[Any]) -> None:
         with self._lock:
             for name in map(_name, keys):
@@ -378,7 +384,7 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         with self._lock:
             return self._loaded.pop(task_id, None)
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     def delete(self, keys: Sequence[Any]) -> None:
         """Remove chunks everywhere."""
         names = [_name(key) for key in keys]
@@ -446,14 +452,14 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
             try:
                 result = action()
             except Exception as error:  # the controller must hear that the task has ended
-                self._client.say(f"a task failed: {error!r}")
+                self._client.warn(f"a task failed: {error!r}")
                 result = failure
             self._ended(number, result, done, event)
 
         try:
             (pool or self._pool).submit(run)
         except RuntimeError as error:  # it was closed
-            self._client.say(f"a task was not begun: {error}")
+            self._client.warn(f"a task was not begun: {error}")
             self._ended(number, failure, done, event)
         return number
 
@@ -463,7 +469,7 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         try:
             event.notify()
         except (OSError, ValueError) as error:  # closed meanwhile
-            self._client.say(f"the end of a task could not be signalled: {error}")
+            self._client.warn(f"the end of a task could not be signalled: {error}")
 
 
 def _name(key: Any) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from p2pstore.integrations.lasting_client import LastingClient, leading, legal_key, or_else
+from p2pstore.integrations.engine_client import EngineClient, leading, legal_key, miss_on_error
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.results import ItemResult
 from p2pstore.values import source_view
@@ -130,8 +130,8 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
         extra = {**(storage_config.extra_config or {}), **(kwargs or {})}
         self._config = storage_config
-        self._client = LastingClient(extra.get("weight_version", ""), extra.get("socket"))
-        self._client.say_unknown(extra, KNOWN)
+        self._client = EngineClient(extra.get("weight_version", ""), extra.get("socket"))
+        self._client.warn_unknown(extra, KNOWN)
         self._pages = _Pool(_nowhere, [self._named({})], 1)
         self._side_pools: dict[str, _Pool] = {}
         self._only_side_pools = False
@@ -181,19 +181,19 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     # --- pages ---------------------------------------------------------------------------------
 
-    @or_else(lambda *_, **__: 0)
+    @miss_on_error(lambda *_, **__: 0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many pages, from the first on, are there."""
         return leading(self._client.look_up_soon(self._pages.objects(keys))) // self._pages.each
 
-    @or_else(_no_pages)
+    @miss_on_error(_no_pages)
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
         """Read pages into the host's memory; for each whether all of it came."""
         return self._pages.by_page(self._read(self._pages.items(keys, host_indices)), len(keys))
 
-    @or_else(_no_pages)
+    @miss_on_error(_no_pages)
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
@@ -204,7 +204,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     # --- pages of several pools ------------------------------------------------------------------
 
-    @or_else(lambda *_, **__: _nothing_found())
+    @miss_on_error(lambda *_, **__: _nothing_found())
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> Any:
@@ -225,12 +225,12 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             usable = [end for end in usable if end in set(ends)]
         return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
 
-    @or_else(_no_transfers)
+    @miss_on_error(_no_transfers)
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, Any]:
         """Read pages of several pools, in few requests; for each pool and page whether all of it came."""
         return self._move(transfers, self._read)
 
-    @or_else(_no_transfers)
+    @miss_on_error(_no_transfers)
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, Any]:
         """Put pages of several pools, but for those that are there already."""
         return self._move(transfers, self._write)
@@ -293,11 +293,11 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     # --- single values, which older code asks for --------------------------------------------------
 
-    @or_else(lambda *_, **__: False)
+    @miss_on_error(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
@@ -309,11 +309,11 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             lambda client: client.get_many_into([(name, target_location)]), [ItemResult(name)]
         )
         if isinstance(result.error, ValueError):
-            self._client.say(f"{key}: {result.error}")
+            self._client.warn(f"{key}: {result.error}")
         whole = result.value is not None and result.value == target_location.nbytes
         return target_location if whole else None
 
-    @or_else(lambda _, keys, *__, **___: [None] * len(keys))
+    @miss_on_error(lambda _, keys, *__, **___: [None] * len(keys))
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
@@ -322,7 +322,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             for key, target in zip(keys, target_locations or [None] * len(keys), strict=True)
         ]
 
-    @or_else(lambda *_, **__: False)
+    @miss_on_error(lambda *_, **__: False)
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
@@ -334,11 +334,11 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         try:
             view = source_view(source.detach().cpu().contiguous())
         except (RuntimeError, ValueError) as error:
-            self._client.say(f"{key} is not stored: {error}")
+            self._client.warn(f"{key} is not stored: {error}")
             return False
         return self._client.call(lambda client: client.put(name, view), None) is not None
 
-    @or_else(lambda *_, **__: False)
+    @miss_on_error(lambda *_, **__: False)
     def batch_set(
         self,
         keys: Sequence[str],
@@ -353,17 +353,17 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     # -----------------------------------------------------------------------------------------------
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     def get_stats(self) -> Any:
         """The figures since the last call, as SGLang's metrics want them; None where they are off."""
         return self._figures.taken() if self._config.enable_storage_metrics else None
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     def clear(self) -> None:
         """Remove everything of this weight version, everywhere."""
         self._client.call(lambda client: client.flush(), None)
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     def close(self) -> None:
         """Disconnect."""
         self._client.close()

@@ -45,7 +45,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.block_events import BlockEvents
-from p2pstore.integrations.lasting_client import FetchLimit, LastingClient, legal_key, or_else
+from p2pstore.integrations.engine_client import EngineClient, FetchLimit, legal_key, miss_on_error
 
 LOST_SECONDS = 5.0
 MAX_LOST = 100_000
@@ -80,8 +80,8 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._weight_version = options.get("weight_version", "")
-        self._client = LastingClient(self._weight_version, options.get("socket"))
-        self._client.say_unknown(
+        self._client = EngineClient(self._weight_version, options.get("socket"))
+        self._client.warn_unknown(
             options,
             ["weight_version", "socket", "threads", "model", "locality", "enable_kv_events", LIMIT],
         )
@@ -117,7 +117,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     # --- what the scheduler asks -------------------------------------------------------------------
 
-    @or_else(lambda *_, **__: LookupResult.MISS)
+    @miss_on_error(lambda *_, **__: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Whether a block is there. One that could not be read a moment ago counts as missing for some seconds, or it
         would be tried again and again."""
@@ -132,12 +132,12 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
             return _ALLOWED[allowed]
         return LookupResult.HIT if there else LookupResult.MISS
 
-    @or_else(lambda *_, **__: None)
+    @miss_on_error(lambda *_, **__: None)
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Blocks were found in the engine's own memory: the pool keeps them, too, for engines that begin later."""
         if self._client.answers:
             keys = list(keys)
-            self._client.later(_touching(self._prefix, keys))
+            self._client.run_in_worker(_touching(self._prefix, keys))
             _pin_later(self._pool, self._client, _kept(self._client, self._prefix, keys, req_context)[1])
 
     def _waits(self, req_context: Any) -> bool:
@@ -145,7 +145,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         until = self._wait_until.get(req_context.req_id, 0.0)
         return self._client.answers and time.monotonic() < until
 
-    @or_else(lambda *_, **__: RequestOffloadingContext())
+    @miss_on_error(lambda *_, **__: RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> Any:
         """At the first one vLLM has chosen its hash function and seed: `NONE_HASH` is the function's hash of the seed.
         Both are compared with those of the other engines."""
@@ -224,15 +224,15 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     def _begin_events(self, config: Any) -> None:
         if not config.enable_kv_cache_events:
-            self._client.say("enable_kv_events changes nothing: vLLM publishes no KV events")
+            self._client.warn("enable_kv_events changes nothing: vLLM publishes no KV events")
             return
         if not config.self_describing_kv_events:
-            self._client.say(
+            self._client.warn(
                 "set self_describing_kv_events in kv_connector_extra_config: without tokens routers ignore the events"
             )
         self._events = BlockEvents()
 
-    @or_else(lambda *_, **__: ())
+    @miss_on_error(lambda *_, **__: ())
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Blocks that came to the pool by this engine, or were found there, and those that no peer has any more."""
         if self._events is None:
@@ -256,7 +256,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         try:
             future = self._pool.submit(self._run, move, job)
         except RuntimeError as error:  # it was shut down: the engine must hear that the job has ended
-            self._client.say(f"a transfer was not begun: {error}")
+            self._client.warn(f"a transfer was not begun: {error}")
             with self._lock:
                 self._finished.append(JobResult(job.job_id, False))
             return
@@ -278,7 +278,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
             if job.is_promotion and self._read:
                 self._read.get(job.req_context.req_id, []).extend(good)
         except Exception as error:  # whatever it is, the engine must hear that the job has ended
-            self._client.say(f"a transfer of {len(keys)} blocks failed: {error!r}")
+            self._client.warn(f"a transfer of {len(keys)} blocks failed: {error!r}")
             good, failed = [], True
         result = JobResult(
             job.job_id,
@@ -322,7 +322,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         return legal_key(self._prefix + key.hex())
 
 
-def _kept(client: LastingClient, prefix: str, keys: Iterable[bytes], req_context: Any) -> Kept:
+def _kept(client: EngineClient, prefix: str, keys: Iterable[bytes], req_context: Any) -> Kept:
     """The request's wishes about its blocks: their time to live, and the call that pins them."""
     parameters, hints = (getattr(req_context, name, None) for name in ("kv_transfer_params", "kv_hints"))
     wanted = client.retention(parameters, hints)
@@ -334,7 +334,7 @@ def _kept(client: LastingClient, prefix: str, keys: Iterable[bytes], req_context
 
 
 def _pin_later(
-    pool: ThreadPoolExecutor, client: LastingClient, pinning: Callable[[BlockingClient], None] | None
+    pool: ThreadPoolExecutor, client: EngineClient, pinning: Callable[[BlockingClient], None] | None
 ) -> None:
     """Pins take a request each: in a thread, and after what was submitted before."""
     if pinning is not None:

@@ -22,8 +22,8 @@ from p2pstore.runtime.linux import connected_user, is_shortage, shortage
 from p2pstore.runtime.streams import MAX_PASSED_DESCRIPTORS, ByteStream, Driver
 from p2pstore.wire import (
     LOCAL_LIMITS,
-    MAX_PROTOCOL_VERSION,
-    MIN_PROTOCOL_VERSION,
+    LOCAL_MAX_VERSION,
+    LOCAL_MIN_VERSION,
     PREFACE_LOCAL,
     FrameBuffer,
     encode_frame,
@@ -51,8 +51,8 @@ class Opening:
     def hello(self) -> Hello:
         """The first message."""
         return Hello(
-            MIN_PROTOCOL_VERSION,
-            MAX_PROTOCOL_VERSION,
+            LOCAL_MIN_VERSION,
+            LOCAL_MAX_VERSION,
             self.namespace,
             self.access,
             os.getpid(),

@@ -145,9 +145,9 @@ REPLIES: Final = {kind: reply for kind, (_, reply) in MESSAGES.items() if reply 
 
 @dataclass(frozen=True, slots=True)
 class LocalClient:
-    """A connected client. `holder` names it in the segment and is never used again."""
+    """A connected client. `session` names it in the segment and is never used again."""
 
-    holder: int
+    session: int
     namespace: str
     access: Access
     process_id: int
@@ -162,7 +162,7 @@ class LocalClient:
     """Whether it can lease objects by a page of its own."""
 
     def __hash__(self) -> int:
-        return self.holder
+        return self.session
 
 
 class LocalBackend(Protocol):

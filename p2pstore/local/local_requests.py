@@ -206,7 +206,7 @@ MAX_REPORTED_FAILURES: Final = 1024
 """Holders that failed, of one report: each may cost the peer a look at its own copy."""
 REQUEST_BYTES: Final = LOCAL_LIMITS.body_bytes // 2
 """Of the items of one request. The other half of a frame is for the fields around them."""
-MOST_ITEMS: Final[dict[LocalKind, int]] = {
+MAX_ITEMS: Final[dict[LocalKind, int]] = {
     LocalKind.RESERVE: 1024,  # four windows of puts
     LocalKind.COMMIT: 256,
     LocalKind.ABORT: 4096,
@@ -229,7 +229,7 @@ class Cuts:
     they differ; None for digests and numbers, of which as many as are allowed always fit."""
 
     def __init__(self, kind: LocalKind, count: int, sizes: Sequence[int] | None = None) -> None:
-        self._most = MOST_ITEMS[kind]
+        self._most = MAX_ITEMS[kind]
         self._count = count
         self._sizes = sizes
         self._start = 0

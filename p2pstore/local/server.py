@@ -145,7 +145,7 @@ class _Connection:
         if self._client is None:
             return "a local client that had not said hello"
         client = self._client
-        return f"local client {client.name or client.holder} (process {client.process_id})"
+        return f"local client {client.name or client.session} (process {client.process_id})"
 
     async def _serve(self) -> None:
         with trio.move_on_after(HELLO_SECONDS) as scope:

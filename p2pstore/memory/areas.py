@@ -44,7 +44,7 @@ class Area:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SearchArea:
     """An area where room may be taken, and the groups of objects that may be evicted there for it."""
 
     area: Area
@@ -56,7 +56,7 @@ class Place:
         return self.area.owner is not None and self.area.owned not in self.groups
 
 
-Places = tuple[Place, ...]
+SearchAreas = tuple[SearchArea, ...]
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Areas:
         """The largest extent that there could ever be."""
         return max(area.allocator.data_bytes for area in self._all)
 
-    def searches(self, namespace: str) -> tuple[Places, ...]:
+    def searches(self, namespace: str) -> tuple[SearchAreas, ...]:
         """Where to look for room, one after the other: in the namespace's own part, where what others have gives way;
         then everywhere, where whatever is not kept for another namespace may go."""
         return self._searches.get(namespace, self._searches_of_others)
@@ -142,12 +142,12 @@ class Areas:
         """The group of what a namespace with a quota has in its own part."""
         return self._owned[namespace].owned
 
-    def take(self, size_bytes: int, places: Places) -> int | None:
+    def take(self, size_bytes: int, places: SearchAreas) -> int | None:
         """An extent in the first of these places that has room without evicting anything; None when none has."""
         made = self.take_many(size_bytes, 1, places)
         return made[0] if made else None
 
-    def take_many(self, size_bytes: int, count: int, places: Places) -> list[int]:
+    def take_many(self, size_bytes: int, count: int, places: SearchAreas) -> list[int]:
         """`take` up to `count` times: as many extents as there is room for."""
         made: list[int] = []
         for place in places:
@@ -171,7 +171,7 @@ class Areas:
         self.used_bytes += allocator.grow(offset)
         return allocator.size_of(offset)
 
-    def has_room(self, size_bytes: int, places: Places) -> bool:
+    def has_room(self, size_bytes: int, places: SearchAreas) -> bool:
         """Whether `take` would find an extent there."""
         return any(place.area.allocator.largest_free_bytes >= size_bytes for place in places)
 
@@ -219,11 +219,11 @@ class Areas:
             if entry.group == self._owned[entry.namespace].owned:
                 use.kept_bytes += sign * entry.extent_bytes
 
-    def _searches_for(self, namespace: str | None) -> tuple[Places, ...]:
+    def _searches_for(self, namespace: str | None) -> tuple[SearchAreas, ...]:
         own = self._owned.get(namespace) if namespace is not None else None
         others = [area for area in self._all if area is not own]
-        everywhere = tuple(Place(area, (area.guests,)) for area in others)
+        everywhere = tuple(SearchArea(area, (area.guests,)) for area in others)
         if own is None:
             return (everywhere,)
-        all_of_own = Place(own, (own.owned, own.guests))
-        return ((Place(own, (own.guests,)),), (all_of_own, *everywhere))
+        all_of_own = SearchArea(own, (own.owned, own.guests))
+        return ((SearchArea(own, (own.guests,)),), (all_of_own, *everywhere))

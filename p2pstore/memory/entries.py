@@ -13,7 +13,7 @@ import msgspec
 from p2pstore.memory.segment_layout import Pin, SlotState, TrailerBody
 from p2pstore.objects import Version
 
-MAX_RESERVATIONS_PER_HOLDER: Final = 4096
+MAX_RESERVATIONS_PER_SESSION: Final = 4096
 
 _PINS: Final = tuple(Pin)
 
@@ -143,7 +143,7 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
     """Room for a value of up to `length` bytes at `offset` from the segment's start.
 
     `capacity` is the whole extent in bytes, trailer included. It ends with commit or abort, or with
-    its holder.
+    its session.
     """
 
     number: int
@@ -151,11 +151,11 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
     length: int
     capacity: int
     slot: int
-    holder: Hashable
+    session: Hashable
 
 
 class Reservations:
-    """Reservations of each holder, by number."""
+    """Reservations of each session, by number."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0
@@ -166,42 +166,42 @@ class Reservations:
         return chain.from_iterable(each.values() for each in self._of.values())
 
     def add(
-        self, holder: Hashable, offsets: Sequence[int], length: int, capacity: int, slots: Sequence[int]
+        self, session: Hashable, offsets: Sequence[int], length: int, capacity: int, slots: Sequence[int]
     ) -> list[Reservation]:
         """New reservations of one size, with numbers of their own."""
         made = [
-            Reservation(number, offset, length, capacity, slot, holder)
+            Reservation(number, offset, length, capacity, slot, session)
             for offset, slot, number in zip(offsets, slots, self._numbers, strict=False)
         ]
         if made:
-            of_holder = self._of.setdefault(holder, {})
+            of_holder = self._of.setdefault(session, {})
             of_holder.update([(reservation.number, reservation) for reservation in made])
         self.reserved_bytes += capacity * len(made)
         return made
 
-    def of(self, holder: Hashable) -> Mapping[int, Reservation]:
-        """The holder's reservations, by number. To read only, and not while some are made or end."""
-        return self._of.get(holder, _NONE)
+    def of(self, session: Hashable) -> Mapping[int, Reservation]:
+        """The session's reservations, by number. To read only, and not while some are made or end."""
+        return self._of.get(session, _NONE)
 
-    def get(self, number: int, holder: Hashable) -> Reservation:
-        """Raises `ValueError` when the holder has no such reservation (any more)."""
-        reservation = self.of(holder).get(number)
+    def get(self, number: int, session: Hashable) -> Reservation:
+        """Raises `ValueError` when the session has no such reservation (any more)."""
+        reservation = self.of(session).get(number)
         if reservation is None:
-            raise ValueError(f"reservation {number} has ended, or belongs to another holder")
+            raise ValueError(f"reservation {number} has ended, or belongs to another session")
         return reservation
 
-    def end(self, holder: Hashable, *ended: Reservation) -> None:
-        """Forget reservations of a holder that were committed or aborted."""
-        of_holder = self._of.get(holder, {})
+    def end(self, session: Hashable, *ended: Reservation) -> None:
+        """Forget reservations of a session that were committed or aborted."""
+        of_holder = self._of.get(session, {})
         for reservation in ended:
             del of_holder[reservation.number]
             self.reserved_bytes -= reservation.capacity
         if not of_holder:
-            self._of.pop(holder, None)
+            self._of.pop(session, None)
 
-    def left_of(self, holder: Hashable) -> int:
-        """The number of reservations that the holder may still make."""
-        return MAX_RESERVATIONS_PER_HOLDER - len(self.of(holder))
+    def left_of(self, session: Hashable) -> int:
+        """The number of reservations that the session may still make."""
+        return MAX_RESERVATIONS_PER_SESSION - len(self.of(session))
 
 
 _NONE: Final[Mapping[int, Reservation]] = MappingProxyType({})

@@ -20,7 +20,7 @@ MUCH_MORE: Final = 4.0
 """A window at this factor above the cheapest one's cost is not evicted along with it."""
 GROWN_PER_STEP: Final = 64
 """Extents by which a window is grown in one step: a microsecond each, ten where others hold what is in them."""
-MOST_GROWN: Final = 65_536
+MAX_GROWN: Final = 65_536
 """Most extents of all windows together that are compared."""
 
 Window = tuple[float, list[int]]
@@ -245,7 +245,7 @@ class ExtentAllocator:
 
         Each candidate (an evictable extent) is grown over its free and evictable neighbours, the
         cheaper side first, until it is long enough; `cost` is None for an extent that must stay. Of windows of very
-        many extents few are compared (`MOST_GROWN`).
+        many extents few are compared (`MAX_GROWN`).
         """
         much_more = MUCH_MORE if count > 1 else 1.0
         found: list[Window] = []
@@ -262,7 +262,7 @@ class ExtentAllocator:
                 found.append(grown)
                 limit = min(limit, grown[0] * much_more)
                 grown_extents += len(grown[1])
-                if grown_extents >= MOST_GROWN:
+                if grown_extents >= MAX_GROWN:
                     break
         return found
 

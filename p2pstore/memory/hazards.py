@@ -89,13 +89,13 @@ class Hazards:
         """Whether there are any pages."""
         return bool(self._clients)
 
-    def add(self, holder: Hashable, page: memoryview) -> None:
+    def add(self, session: Hashable, page: memoryview) -> None:
         """A client's page, which may be read-only."""
-        self._clients[holder] = _Client(page)
+        self._clients[session] = _Client(page)
 
-    def drop(self, holder: Hashable) -> Collection[ObjectEntry]:
+    def drop(self, session: Hashable) -> Collection[ObjectEntry]:
         """The client is gone; the entries for which a reference was counted."""
-        client = self._clients.pop(holder, None)
+        client = self._clients.pop(session, None)
         return client.known.values() if client is not None else ()
 
     def drop_all(self) -> None:
@@ -107,19 +107,19 @@ class Hazards:
         """Whether any reference is counted."""
         return any(client.known for client in self._clients.values())
 
-    def bytes_of(self, holder: Hashable) -> int:
-        """Payload bytes of what the holder was last seen to look at."""
-        client = self._clients.get(holder)
+    def bytes_of(self, session: Hashable) -> int:
+        """Payload bytes of what the session was last seen to look at."""
+        client = self._clients.get(session)
         return client.known_bytes if client is not None else 0
 
     def settle(
-        self, held: Mapping[int, object], holder: Hashable = None
+        self, held: Mapping[int, object], session: Hashable = None
     ) -> tuple[Collection[ObjectEntry], Collection[ObjectEntry]]:
-        """Look at all pages, or that of one holder: the entries for which a reference is to be counted, and for which
+        """Look at all pages, or that of one session: the entries for which a reference is to be counted, and for which
         one is over. `held` is the entry of each slot; the client is about to see that a freed slot is free."""
         begun: list[ObjectEntry] = []
         ended: list[ObjectEntry] = []
-        clients = self._clients.values() if holder is None else [self._clients.get(holder)]
+        clients = self._clients.values() if session is None else [self._clients.get(session)]
         for client in clients:
             if client is not None and (client.words[0] or client.known):
                 _look(client, held, begun, ended)

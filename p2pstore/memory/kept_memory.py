@@ -24,6 +24,7 @@ import xxhash
 from p2pstore.errors import ProtocolError
 from p2pstore.memory.areas import Areas
 from p2pstore.memory.entries import ObjectEntry, Reservations, pin_of
+from p2pstore.memory.object_leases import Leases
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     MAX_TRAILER_BYTES,
@@ -45,7 +46,6 @@ from p2pstore.memory.segment_layout import (
     trailer_offset,
 )
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, SegmentObjects
-from p2pstore.memory.views import Leases
 
 KEPT_MAGIC: Final = b"P2PSKPT\0"
 KEPT_FORMAT: Final = 1
@@ -303,7 +303,7 @@ class _Scan:
 
 
 EARLIER_CLIENTS: Final = "clients of earlier lives"
-"""The holder of what clients of earlier lives may still look at or write to."""
+"""The session of what clients of earlier lives may still look at or write to."""
 
 
 class ReturnedObjects:

@@ -85,9 +85,9 @@ class References:
         if self.hazards:
             self.settle_hazards()
 
-    def settle_hazards(self, holder: Hashable = None) -> None:
-        """`settle` for the hazards of one holder, or of all holders."""
-        begun, ended = self.hazards.settle(self._held, holder)
+    def settle_hazards(self, session: Hashable = None) -> None:
+        """`settle` for the hazards of one session, or of all sessions."""
+        begun, ended = self.hazards.settle(self._held, session)
         for entry in begun:
             self.acquire(entry)
         for entry in ended:

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Final
 
 from p2pstore.errors import CapacityExceeded
-from p2pstore.memory.areas import Places
+from p2pstore.memory.areas import SearchAreas
 from p2pstore.memory.entries import ObjectEntry, Reservations
 from p2pstore.memory.eviction import SET_ASIDE_PER_STEP, WhoKeeps, rank_of
 from p2pstore.memory.segment_layout import Geometry, SlotState, extent_bytes
@@ -22,17 +22,17 @@ AHEAD_LEFT: Final = 16
 """Evict ahead of demand only while evictable bytes are at least 16 times the request; otherwise the newest object would
 be the victim."""
 
-MOST_TRIES: Final = 4
+MAX_TRIES: Final = 4
 """Attempts to make room. Victims may be leased or sent between the choice and the eviction."""
 
-MOST_LISTED: Final = 4_096
+MAX_LISTED: Final = 4_096
 """Objects outside of its own part that a namespace at its cap is searched for victims."""
 
-MOST_STEPS_AHEAD: Final = 4
+MAX_STEPS_AHEAD: Final = 4
 """Steps of making room ahead of demand: the put itself does the rest."""
 
 
-class Room:
+class RoomMaker:
     """Finds and makes room. Methods that return `Steps` allow any change of the segment between two steps. All `now`
     are Unix seconds."""
 
@@ -96,14 +96,14 @@ class Room:
         steps = self.take(size, namespace, now, 1)
         with suppress(CapacityExceeded), closing(steps):
             try:
-                for _ in range(MOST_STEPS_AHEAD):
+                for _ in range(MAX_STEPS_AHEAD):
                     next(steps)
             except StopIteration as end:
                 extent, slot = end.value
                 self._table.free_slots([slot])
                 self._areas.free(extent)
 
-    def _has_room(self, size: int, places: Places) -> bool:
+    def _has_room(self, size: int, places: SearchAreas) -> bool:
         return self._areas.has_room(size, places) and self._table.has_free_slot
 
     def take(self, size: int, namespace: str, now: float, alike: int) -> Steps[tuple[int, int]]:
@@ -133,7 +133,7 @@ class Room:
             kept = area.owned if area.owner == namespace else None
             others = tuple(group for group in groups if group != kept)
             self._objects.references.settle()
-            for _ in range(MOST_TRIES):  # as for room
+            for _ in range(MAX_TRIES):  # as for room
                 victims = self.victims.for_slots(others, now, alike) or self.victims.for_slots(
                     groups, now, alike
                 )
@@ -177,7 +177,7 @@ class Room:
         for entry in self._order.coldest_of(own):
             if entry in self._order:
                 yield entry
-        for entry in islice(self._objects.listing.entries_of(namespace), MOST_LISTED):
+        for entry in islice(self._objects.listing.entries_of(namespace), MAX_LISTED):
             if entry.group != own and entry in self._order:
                 yield entry
 
@@ -204,11 +204,11 @@ class Room:
         return taken
 
     def _take_made_room(
-        self, size: int, places: Places, now: float, alike: int, *, thoroughly: bool
+        self, size: int, places: SearchAreas, now: float, alike: int, *, thoroughly: bool
     ) -> Steps[int | None]:
         """Evict victims, and take their extent. A victim may be leased or sent before it is evicted: then others are
-        chosen, at most `MOST_TRIES` times. None without victims."""
-        for _ in range(MOST_TRIES):
+        chosen, at most `MAX_TRIES` times. None without victims."""
+        for _ in range(MAX_TRIES):
             self._objects.references.settle()
             victims = yield from self.victims.for_room(size, places, now, alike, thoroughly=thoroughly)
             if not victims:
@@ -279,6 +279,6 @@ class Room:
         )
 
 
-def _groups_of(places: Places) -> tuple[int, ...]:
+def _groups_of(places: SearchAreas) -> tuple[int, ...]:
     """The groups of objects that may be evicted in these places."""
     return tuple(group for place in places for group in place.groups)

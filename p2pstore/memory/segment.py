@@ -14,7 +14,7 @@ from typing import Final
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
 from p2pstore.memory.areas import NO_QUOTAS, Areas
 from p2pstore.memory.entries import (
-    MAX_RESERVATIONS_PER_HOLDER,
+    MAX_RESERVATIONS_PER_SESSION,
     ObjectEntry,
     Reservation,
     Reservations,
@@ -23,11 +23,12 @@ from p2pstore.memory.entries import (
 )
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.kept_memory import Kept, ReturnedObjects
+from p2pstore.memory.object_leases import DROPPED_PER_STEP, ObjectLeases
 from p2pstore.memory.object_table import ObjectTable
 from p2pstore.memory.policies import make_policy
 from p2pstore.memory.policies.interface import EvictionPolicy
 from p2pstore.memory.references import References
-from p2pstore.memory.room import Room
+from p2pstore.memory.room import RoomMaker
 from p2pstore.memory.segment_layout import (
     EXPIRY_BYTES,
     GRANULE_BYTES,
@@ -41,7 +42,6 @@ from p2pstore.memory.segment_layout import (
     round_up,
 )
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, SegmentObjects
-from p2pstore.memory.views import DROPPED_PER_STEP, Views
 from p2pstore.objects import MAX_OBJECT_BYTES, are_sums_of
 from p2pstore.runtime.stepping import Steps, run_through
 
@@ -56,7 +56,7 @@ class Segment:
     their bytes in place, `room` evicts, `returned` has what an earlier life left, `restoring` repairs what clients
     spoilt, `listing` has keys in order.
 
-    A `holder` is a connection or the peer itself; its reservations and leases end with `drop_holder`. The constructor
+    A `session` is a connection or the peer itself; its reservations and leases end with `drop_session`. The constructor
     writes header and an empty table into `buffer`, which has `geometry.total_bytes`. `policy` belongs to this segment
     alone; None for a new one of the default kind. `quotas`: bytes kept for each of some namespaces (`areas`); more than
     there is raises `ValueError`. `caps`: the most bytes that some of these may have.
@@ -97,10 +97,10 @@ class Segment:
         self.references = References(order, held, marks, barrier)
         self.objects = SegmentObjects(geometry, self.areas, self.table, order, held, self.references)
         self.listing = self.objects.listing
-        self.views = Views(buffer, self.objects)
+        self.leases = ObjectLeases(buffer, self.objects)
         self.reservations = Reservations()
-        self.room = Room(geometry, self.objects, self.reservations)
-        self.returned = ReturnedObjects(self.objects, self.views.leases, self.reservations)
+        self.room = RoomMaker(geometry, self.objects, self.reservations)
+        self.returned = ReturnedObjects(self.objects, self.leases.leases, self.reservations)
         self.restoring = Restoring(geometry, self.objects)
         self._live = self.objects.live
         self.returned.begin_with(kept, geometry, now)
@@ -132,11 +132,11 @@ class Segment:
     # --- writing -----------------------------------------------------------------------------
 
     def reserve(
-        self, length: int, trailer_length: int, *, holder: Hashable, now: float, namespace: str = ""
+        self, length: int, trailer_length: int, *, session: Hashable, now: float, namespace: str = ""
     ) -> Reservation:
         """`reserve_in_steps` in one go: milliseconds where little may go, or very many objects have to."""
         return run_through(
-            self.reserve_in_steps(length, trailer_length, holder=holder, now=now, namespace=namespace)
+            self.reserve_in_steps(length, trailer_length, session=session, now=now, namespace=namespace)
         )
 
     def reserve_in_steps(
@@ -144,7 +144,7 @@ class Segment:
         length: int,
         trailer_length: int,
         *,
-        holder: Hashable,
+        session: Hashable,
         now: float,
         namespace: str = "",
         alike: int = 1,
@@ -154,7 +154,7 @@ class Segment:
 
         `namespace` is the value's: where it has a quota, that room is for it, and no room of other quotas. Raises
         `ObjectTooLarge` when it could never fit, and `CapacityExceeded` when what is leased, pinned, kept for other
-        namespaces or being written leaves no room, or the holder has too many reservations.
+        namespaces or being written leaves no room, or the session has too many reservations.
         """
         self.objects.check_open()
         if length < 0 or not 0 <= trailer_length <= MAX_TRAILER_BYTES:
@@ -170,16 +170,16 @@ class Segment:
                 f"the value has {length:,} bytes, takes {capacity:,} with its trailer, and this peer's "
                 f"{largest}: give it more --memory, or split the value over several keys"
             )
-        if self.reservations.left_of(holder) <= 0:
+        if self.reservations.left_of(session) <= 0:
             raise CapacityExceeded(
-                f"{MAX_RESERVATIONS_PER_HOLDER:,} puts are in progress on one connection: let some "
+                f"{MAX_RESERVATIONS_PER_SESSION:,} puts are in progress on one connection: let some "
                 "of them finish first"
             )
         extent, slot = yield from self.room.take(capacity, namespace, now, alike)
-        return self._reserved(holder, [extent], length, capacity, [slot])[0]
+        return self._reserved(session, [extent], length, capacity, [slot])[0]
 
     def reserve_free(
-        self, sizes: Sequence[tuple[int, int]], *, holder: Hashable, namespace: str = ""
+        self, sizes: Sequence[tuple[int, int]], *, session: Hashable, namespace: str = ""
     ) -> list[Reservation]:
         """Room for the first ones of these values, by length and trailer length: for as many as find some where it is
         looked for first, without anything that has to go."""
@@ -187,7 +187,7 @@ class Segment:
         places = self.areas.searches(namespace)[0]
         made: list[Reservation] = []
         taken = 0
-        for (length, trailer_length), alike in groupby(sizes[: self.reservations.left_of(holder)]):
+        for (length, trailer_length), alike in groupby(sizes[: self.reservations.left_of(session)]):
             if not (0 <= length <= MAX_OBJECT_BYTES and 0 <= trailer_length <= MAX_TRAILER_BYTES):
                 break
             wanted = sum(1 for _ in alike)
@@ -197,36 +197,36 @@ class Segment:
             slots = self.table.take_slots(fitting)
             extents = self.areas.take_many(capacity, len(slots), places)
             self.table.free_slots(slots[len(extents) :][::-1])
-            made += self._reserved(holder, extents, length, capacity, slots[: len(extents)])
+            made += self._reserved(session, extents, length, capacity, slots[: len(extents)])
             taken += len(extents) * capacity
             if len(extents) < wanted:
                 break
         return made
 
     def _reserved(
-        self, holder: Hashable, extents: Sequence[int], length: int, capacity: int, slots: Sequence[int]
+        self, session: Hashable, extents: Sequence[int], length: int, capacity: int, slots: Sequence[int]
     ) -> list[Reservation]:
         base = self.geometry.data_offset
         offsets = [base + extent for extent in extents]
-        made = self.reservations.add(holder, offsets, length, capacity, slots)
+        made = self.reservations.add(session, offsets, length, capacity, slots)
         self.objects.held.update(zip(slots, made, strict=True))
         if self.references.marks is not None:
             for reservation in made:
                 self.table.write_reservation(reservation)
         return made
 
-    def reservation_view(self, number: int, holder: Hashable) -> memoryview:
+    def reservation_view(self, number: int, session: Hashable) -> memoryview:
         """Where to write the value. Nothing may write there after commit or abort."""
-        reservation = self.reservations.get(number, holder)
+        reservation = self.reservations.get(number, session)
         return self._buffer[reservation.offset : reservation.offset + reservation.length]
 
-    def reservation_room(self, number: int, holder: Hashable) -> memoryview:
+    def reservation_room(self, number: int, session: Hashable) -> memoryview:
         """`reservation_view` up to the end of the last page: SSD reads fill whole pages."""
-        reservation = self.reservations.get(number, holder)
+        reservation = self.reservations.get(number, session)
         end = reservation.offset + round_up(reservation.length, GRANULE_BYTES)
         return self._buffer[reservation.offset : end]
 
-    def commit(self, written: Written, *, holder: Hashable, soft: bool, now: float) -> ObjectEntry:
+    def commit(self, written: Written, *, session: Hashable, soft: bool, now: float) -> ObjectEntry:
         """Publish the value written into a reservation; granules beyond its length are given back.
 
         An older version of the same digest is withdrawn. Against a version that is not older the
@@ -239,14 +239,14 @@ class Segment:
         if not are_sums_of(written.trailer.sums, written.length, version.root):
             raise ValueError("the chunk sums do not give the version's root checksum")
         self.objects.check_open()
-        reservation = self.reservations.get(written.reservation, holder)
+        reservation = self.reservations.get(written.reservation, session)
         existing = self._live.get(written.digest)
         if existing is not None and existing.version >= version and not existing.expired(now):
-            self.abort(written.reservation, holder=holder)
+            self.abort(written.reservation, session=session)
             if existing.soft and not soft:
                 self.objects.set_soft(existing, False)
             return existing
-        [entry] = self.commit_new([written], holder=holder, now=now, soft=soft)
+        [entry] = self.commit_new([written], session=session, now=now, soft=soft)
         if entry is None:
             raise ValueError(
                 f"{written.length:,} bytes and their trailer exceed reservation {reservation.number}"
@@ -254,12 +254,12 @@ class Segment:
         return entry
 
     def commit_new(
-        self, written: Sequence[Written], *, holder: Hashable, now: float, soft: bool = False
+        self, written: Sequence[Written], *, session: Hashable, now: float, soft: bool = False
     ) -> list[ObjectEntry | None]:
         """`commit` of many objects whose sums give their roots, each newer than what is here of its key. None in place
         of one that does not fit its reservation, which stays (`commit` says why), or whose key came before."""
         self.objects.check_open()
-        reservations = self.reservations.of(holder)
+        reservations = self.reservations.of(session)
         ended: dict[int, Reservation] = {}
         entries: list[ObjectEntry | None] = [None] * len(written)
         new: dict[bytes, ObjectEntry] = {}
@@ -308,14 +308,14 @@ class Segment:
                 follows[digest] = each.follows
             fitting.append(packed)
             ended[number] = reservation
-        self.reservations.end(holder, *ended.values())
+        self.reservations.end(session, *ended.values())
         self.objects.publish(new, fitting, follows, now)
         return entries
 
-    def abort(self, number: int, *, holder: Hashable) -> None:
+    def abort(self, number: int, *, session: Hashable) -> None:
         """Give a reservation back, after the last write into it has ended."""
-        reservation = self.reservations.get(number, holder)
-        self.reservations.end(holder, reservation)
+        reservation = self.reservations.get(number, session)
+        self.reservations.end(session, reservation)
         self.objects.free(reservation)
 
     # --- reading -----------------------------------------------------------------------------
@@ -351,15 +351,15 @@ class Segment:
             self.objects.withdraw(entry)
         return entry
 
-    def drop_holder(self, holder: Hashable) -> None:
-        """`drop_holder_in_steps` in one go."""
-        run_through(self.drop_holder_in_steps(holder))
+    def drop_session(self, session: Hashable) -> None:
+        """`drop_session_in_steps` in one go."""
+        run_through(self.drop_session_in_steps(session))
 
-    def drop_holder_in_steps(self, holder: Hashable) -> Steps[None]:
-        """End all leases and reservations of a holder that is gone. The segment may change between two steps."""
-        yield from self.views.drop_in_steps(holder)
-        for place, number in enumerate([*self.reservations.of(holder)], 1):
-            self.abort(number, holder=holder)
+    def drop_session_in_steps(self, session: Hashable) -> Steps[None]:
+        """End all leases and reservations of a session that is gone. The segment may change between two steps."""
+        yield from self.leases.drop_in_steps(session)
+        for place, number in enumerate([*self.reservations.of(session)], 1):
+            self.abort(number, session=session)
             if place % DROPPED_PER_STEP == 0:
                 yield
 
@@ -374,7 +374,7 @@ class Segment:
         afterwards."""
         self._buffer = memoryview(b"")
         self.references.marks = None
-        self.views.detach()
+        self.leases.detach()
         self.table.detach()
 
 

@@ -8,15 +8,15 @@ from math import inf
 from operator import itemgetter
 from typing import Final
 
-from p2pstore.memory.areas import Place, Places
+from p2pstore.memory.areas import SearchArea, SearchAreas
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.extent_allocator import ExtentAllocator, Window, choose_windows
 from p2pstore.memory.segment_layout import Geometry
 from p2pstore.runtime.stepping import Steps
 
-MOST_WINDOWS: Final = 8
+MAX_WINDOWS: Final = 8
 AHEAD_SHARE: Final = 256
-"""Up to `MOST_WINDOWS` windows a value go at once, as long as those ahead of need are at most 1/256 of the segment."""
+"""Up to `MAX_WINDOWS` windows a value go at once, as long as those ahead of need are at most 1/256 of the segment."""
 EVICTED_PER_STEP: Final = 256
 """Objects that go at once, at some 6 us each."""
 
@@ -32,13 +32,13 @@ class Victims:
         """By the groups of a place, which name it."""
 
     def for_room(
-        self, size: int, places: Places, now: float, alike: int = 1, *, thoroughly: bool
+        self, size: int, places: SearchAreas, now: float, alike: int = 1, *, thoroughly: bool
     ) -> Steps[list[int]]:
         """The objects in the cheapest window of `size` bytes in any of these places. The search looks around
         candidates and, with `thoroughly`, then anywhere; nothing when no window is found. For small values some more
         windows go with it, up to `alike` for a batch of equal ones: the next puts need them, and a search takes longer
         than the rest of a put."""
-        ahead = min(MOST_WINDOWS * alike, 1 + self._data_bytes // AHEAD_SHARE // size)
+        ahead = min(MAX_WINDOWS * alike, 1 + self._data_bytes // AHEAD_SHARE // size)
         count = min(max(ahead, alike), EVICTED_PER_STEP)
         found: list[Window] = []
         hemmed_in = []
@@ -76,7 +76,7 @@ class Victims:
         return [at for _, at in cheapest]
 
     def _windows(
-        self, place: Place, candidates: Iterable[int], size: int, count: int, now: float
+        self, place: SearchArea, candidates: Iterable[int], size: int, count: int, now: float
     ) -> Steps[list[Window]]:
         def cost(extent: int) -> float | None:
             return self._order.cost_at(self._base + extent, now, place.groups)
@@ -84,7 +84,7 @@ class Victims:
         # A list: others may have their turn, and change the order, before all were looked at.
         return place.area.allocator.find_windows(size, list(candidates), cost, count)
 
-    def _search_of(self, place: Place) -> StretchSearch:
+    def _search_of(self, place: SearchArea) -> StretchSearch:
         search = self._searches.get(place.groups)
         if search is None:
 
@@ -105,11 +105,11 @@ class Victims:
             search.opened(extent)
 
 
-MOST_STRETCHES: Final = 8
+MAX_STRETCHES: Final = 8
 """Stretches that are compared, where a search finds several."""
-MOST_OPENED: Final = 4_096
+MAX_OPENED: Final = 4_096
 """Changes that a search keeps track of. With more of them it begins anew."""
-MOST_ROUNDS: Final = 3
+MAX_ROUNDS: Final = 3
 """Times that one search begins anew, because of other searches or too many changes, before it gives up."""
 LOOKED_AT_PER_STEP: Final = 512
 """Extents, at 0.3 us each."""
@@ -141,7 +141,7 @@ class StretchSearch:
         if self._needed == inf:
             return
         self._note(offset)
-        if len(self._opened) > MOST_OPENED:
+        if len(self._opened) > MAX_OPENED:
             self._begin(inf)
 
     def _note(self, offset: int) -> None:
@@ -151,7 +151,7 @@ class StretchSearch:
     def find(self, needed: int) -> Steps[list[int]]:
         """An extent that may go of each of some stretches of at least `needed` bytes; none when there is none."""
         rounds = 0
-        while rounds < MOST_ROUNDS:
+        while rounds < MAX_ROUNDS:
             if needed < self._needed:
                 self._begin(needed)
                 rounds += 1
@@ -173,7 +173,7 @@ class StretchSearch:
         what was asked for last are forgotten."""
         found: dict[int, tuple[int, int]] = {}
         for offset in list(self._opened):
-            if len(found) == MOST_STRETCHES:
+            if len(found) == MAX_STRETCHES:
                 break
             if any(begin <= offset < end for begin, end in found.values()):
                 continue
@@ -222,7 +222,7 @@ class StretchSearch:
         begin = position = self._resumed_at()
         inside: int | None = None
         looked = found = 0
-        while position < last and found < MOST_STRETCHES:
+        while position < last and found < MAX_STRETCHES:
             end = allocator.end_of(position)
             if end is None:  # others had their turn, and it is within another extent now
                 begin = position = self._resumed_at()

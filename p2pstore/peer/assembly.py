@@ -82,7 +82,7 @@ from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.transfer.transport import Transport
 from p2pstore.wire import decode_body
 
@@ -148,8 +148,8 @@ class Assembly:
             core.publishers.load(*self.state.load_publishers())
         node = Node(config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng)
         node.credentials = self.credentials
-        office = TicketOffice(self.identity, self.credentials.ring, core.timekeeping.ahead_of)
-        await self._open_transports(node, office)
+        issuer = TicketIssuer(self.identity, self.credentials.ring, core.timekeeping.ahead_of)
+        await self._open_transports(node, issuer)
         await self._open_control(node, listen)
         core.gossip.addresses.add_bootstrap(config.bootstrap)
         await self.stack.enter_async_context(open_ssd(config, node))
@@ -157,7 +157,7 @@ class Assembly:
             begin_with_kept(node, self.memory)
         core.timekeeping.started(node.now)
         self.node = node
-        await self._serve(node, office, listeners)
+        await self._serve(node, issuer, listeners)
         self.credentials.warn_if_open()
         if node.ssd is not None:  # the first thing of all when this peer ends
             self.stack.callback(node.ssd.ending.set)
@@ -302,9 +302,9 @@ class Assembly:
         core.timekeeping.found(max((*stamps, *known), default=0))
         state.floors.replace(gossip.cluster_records.dump())
 
-    async def _open_transports(self, node: Node, office: TicketOffice) -> None:
+    async def _open_transports(self, node: Node, issuer: TicketIssuer) -> None:
         driver = TrioDriver()
-        node.pool = DataPool(driver, office.for_peers)
+        node.pool = DataPool(driver, issuer.for_peers)
         self.stack.callback(node.pool.close)
         transports: list[Transport] = []
         if self.config.transport in ("auto", "shm"):
@@ -352,7 +352,7 @@ class Assembly:
             [node.host.listening], [config.advertise] if config.advertise else [], config, "advertise"
         )
 
-    async def _serve(self, node: Node, office: TicketOffice, listeners: Sequence[socket.socket]) -> None:
+    async def _serve(self, node: Node, issuer: TicketIssuer, listeners: Sequence[socket.socket]) -> None:
         config = self.config
         nursery = await self.stack.enter_async_context(open_background_nursery())
         await nursery.start(node.run)
@@ -362,13 +362,13 @@ class Assembly:
         checkpoints = self._open_checkpoints(node)
         requests = ClientRequests(checkpoints)
         nursery.start_soon(requests.watch)
-        erasing = Erasing(node, office)
+        erasing = Erasing(node, issuer)
         backend = PeerLocalBackend(
-            node, self.memory, self.location_memory, office, checkpoints=requests, erasing=erasing
+            node, self.memory, self.location_memory, issuer, checkpoints=requests, erasing=erasing
         )
         self.stack.callback(backend.close)
         backends = PeerDataBackend(node, checkpoints.parts, erasing)
-        data_server = self._make_data_server(node, office, backends)
+        data_server = self._make_data_server(node, issuer, backends)
         nursery.start_soon(data_server.serve, listeners)
         if config.metrics is not None:
             await self._serve_status(node, config.metrics, nursery)
@@ -413,7 +413,7 @@ class Assembly:
         return checkpoints
 
     def _make_data_server(
-        self, node: Node, office: TicketOffice, backend: PeerDataBackend
+        self, node: Node, issuer: TicketIssuer, backend: PeerDataBackend
     ) -> DataServer:
         server = DataServer(
             backend,
@@ -431,7 +431,7 @@ class Assembly:
         node.served, node.data_places = server.traffic, server.places
 
         def credentials_changed() -> None:
-            office.renew()
+            issuer.renew()
             node.pool.renew()
             log_expelled(node.core.gossip.expel())
             node.host.recheck()

@@ -248,7 +248,7 @@ class Node:
             await self._checkpoint_news.wait()
         return self._checkpoints_version
 
-    def stir(self) -> None:
+    def tick_soon(self) -> None:
         """Tick soon. For callbacks that the core may call in the middle of a step."""
         self._nap.deadline = -math.inf
 

@@ -170,7 +170,7 @@ class PeerSsd:
 
     # --- leaving -----------------------------------------------------------------------------
 
-    async def keep_memory(self) -> None:
+    async def write_memory(self) -> None:
         """Write what is in memory only, the most recently used first, for the next life of this peer."""
         runs = await self._only_in_memory()
         left: Iterator[ObjectEntry] = heapq.merge(*runs, key=_least_unused)
@@ -217,7 +217,7 @@ class PeerSsd:
         if self.tier.admit(entry.digest, entry.length, entry.hits, entry.namespace) is not None:
             return
         segment.references.acquire(entry)
-        if await self._stored(entry, durable=False):
+        if await self._store_in_background(entry, durable=False):
             self._core.cold.written(entry, self._node.now)
 
     # --- what clients ask for ----------------------------------------------------------------
@@ -230,7 +230,7 @@ class PeerSsd:
         if entry is None:
             raise CapacityExceeded("durable: the object was removed or evicted before it was on the SSD")
         segment.references.acquire(entry)
-        if not await self._stored(entry, durable=True):
+        if not await self._store_in_background(entry, durable=True):
             if entry.state is not SlotState.LIVE:
                 raise CapacityExceeded(
                     "durable: the object was removed, or its bytes were spoilt, before it was on the SSD: put it again"
@@ -242,7 +242,7 @@ class PeerSsd:
         self._core.cold.written(entry, self._node.now)
         self._node.process()
 
-    async def _stored(self, entry: ObjectEntry, *, durable: bool) -> bool:
+    async def _store_in_background(self, entry: ObjectEntry, *, durable: bool) -> bool:
         """Run `_store` in a task of its own, as a hung disk cannot be cancelled, and release the caller's reference at
         its end. Raises `Unavailable` after `ALONE_SECONDS` without progress."""
         ended = trio.Event()
@@ -283,7 +283,7 @@ class PeerSsd:
     def withdraw(self, entries: Sequence[ColdEntry]) -> None:
         """These are about to leave the SSD, or were found to be damaged."""
         self._core.cold.lost(entries, self._node.now)
-        self._node.stir()
+        self._node.tick_soon()
 
     def state_changed(self, health: Health) -> None:
         """The SSD failed. This peer goes on with what it has in memory, and the others are told."""
@@ -303,7 +303,7 @@ class PeerSsd:
             )
             self._core.cold.lose_store()
         self._core.gossip.own_record.changed()
-        self._node.stir()
+        self._node.tick_soon()
 
     def shares(self) -> dict[str, Share]:
         """Shares of namespaces with a quota or cap, less their use of memory."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from p2pstore.config import MemoryPiece, PeerConfig
-from p2pstore.core.copies.memory_return import FATES
+from p2pstore.core.copies.earlier_life import FATES
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.operation import CheckReturned
 from p2pstore.errors import ConfigError

@@ -35,7 +35,7 @@ ENDING_SECONDS: Final = 3.0
 
 
 SEGMENTS_WANTED: Final = 16
-LEAST_SEGMENT_BYTES: Final = 16 * MIB
+MIN_SEGMENT_BYTES: Final = 16 * MIB
 
 
 @asynccontextmanager
@@ -166,7 +166,7 @@ def _open_disk(config: PeerConfig) -> FileDisk:
 def segment_bytes_for(capacity_bytes: int) -> int:
     """A power of two: 256 MiB, or on a small disk what makes some sixteen of them. Reclaim goes by whole segments, and
     parts of large objects are 64 MiB."""
-    wanted = max(LEAST_SEGMENT_BYTES, capacity_bytes // SEGMENTS_WANTED)
+    wanted = max(MIN_SEGMENT_BYTES, capacity_bytes // SEGMENTS_WANTED)
     return min(SEGMENT_BYTES, 1 << (wanted.bit_length() - 1))
 
 

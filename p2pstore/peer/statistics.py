@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 import p2pstore
-from p2pstore.access.crowding import Holder, crowd
+from p2pstore.access.crowding import PlaceOwner, crowd
 from p2pstore.access.keyring import rights_of
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.gossip_messages import Status
@@ -223,7 +223,9 @@ class Statistics:
         keeper, data, budget, served = node.host.keeper, node.data_places, node.budget, node.served
         counts = keeper.counts
 
-        def places(holders: Sequence[Holder], limit: int, yielded: int, refused: int) -> dict[str, Any]:
+        def places(
+            holders: Sequence[PlaceOwner], limit: int, yielded: int, refused: int
+        ) -> dict[str, Any]:
             most = crowd(holders)
             largest: dict[str, Any] = {
                 "name": self.core.name_of(most.member) if most.member else "",

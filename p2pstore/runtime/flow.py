@@ -25,7 +25,7 @@ ASSUMED_RATE: Final = 10 * MIB
 """Bytes a second that a holder is expected to bring which was not measured."""
 PATIENCE: Final = 2.0
 """A holder is left when another one is expected to be this many times faster."""
-MOST_LEAST_RATE: Final = 10 * MIB
+MAX_LEAST_RATE: Final = 10 * MIB
 """A holder of at least this rate is never left for its rate, however fast others were: many readers may share the
 reader's own link. Below 64 MiB an object is there within 7 s then; the readers of larger ones compare each other
 (`transfer.reading.span_reads`)."""
@@ -39,7 +39,7 @@ MEASURED_BYTES: Final = 256 * KIB
 MEASURED_SECONDS: Final = 0.5
 """An exchange of at least this time tells a rate whatever it brought."""
 REMEMBERED_SECONDS: Final = 60.0
-LEAST_SOON_SECONDS: Final = 0.2
+MIN_SOON_SECONDS: Final = 0.2
 """Shortest wait for the beginning of an answer: a lost packet is repeated within that."""
 TIMES_USUAL: Final = 4.0
 FORGOTTEN: Final = 0.1
@@ -48,7 +48,7 @@ SHARE_OF_NEWEST: Final = 0.5
 MAX_HOLDERS: Final = 1024
 
 
-class Haste(NamedTuple):
+class HolderLimits(NamedTuple):
     """Limits of one holder in a read: seconds to each answer, and the minimum rate. Tight where others have the
     object."""
 
@@ -60,7 +60,7 @@ class Haste(NamedTuple):
     """For the first answer to begin, where another holder is asked next."""
 
 
-NO_HASTE: Final = Haste()
+NO_LIMITS: Final = HolderLimits()
 
 
 class Outrun(DeadlineExceeded):
@@ -134,7 +134,7 @@ class HolderRates:
         """How long this holder may take to begin with an answer where others have the same; longer each time that it
         does not begin."""
         usual = self._answers.get(peer_id, math.inf)
-        return max(LEAST_SOON_SECONDS, TIMES_USUAL * usual)
+        return max(MIN_SOON_SECONDS, TIMES_USUAL * usual)
 
     def measured(self, peer_id: bytes, flow: Flow, now: float) -> None:
         """An exchange with this holder is over."""
@@ -155,7 +155,7 @@ class HolderRates:
     def least(self, others: Sequence[bytes], now: float, readers: int = 1) -> float:
         """The least rate of a holder where these others have the same, for one of `readers` of one object."""
         best = max((self.expected(each, now) for each in others), default=0.0)
-        return max(LOWEST_RATE, min(best / PATIENCE, MOST_LEAST_RATE) / readers)
+        return max(LOWEST_RATE, min(best / PATIENCE, MAX_LEAST_RATE) / readers)
 
 
 def is_outrun(left_seconds: float, seconds_instead: float) -> bool:

@@ -15,7 +15,7 @@ from typing import Final
 
 POLL_SECONDS: Final = 150e-6
 """Upper bound of one busy-poll, beyond the time in which the other side works on what it was sent."""
-MOST_BUSY_SECONDS: Final = 300e-6
+MAX_BUSY_SECONDS: Final = 300e-6
 """Upper bound of that time."""
 CHEAP_SECONDS: Final = 40e-6
 """A wait with sleep that polling would hardly have made shorter: wake-ups are cheap here, or both sides take turns on
@@ -28,7 +28,7 @@ poll."""
 ALONE_SECONDS: Final = 2e-3
 """A thread polls only if no other thread of its process received for this time: of several, some would wait for each
 other's core, or for the interpreter."""
-MOST_SLEEPS: Final = 1024
+MAX_SLEEPS: Final = 1024
 """Upper bound of waits without polling after one with polling in vain; one after the first, then twice as many. With
 64, where it always is in vain, more than one small read in 100 was kept waiting by it."""
 
@@ -50,7 +50,7 @@ class Polling:
     def sent(self, seconds: float) -> None:
         """It took `seconds` to make and send what the other side has to take in before it sends anything: with what it
         does then, that takes it up to twice as long."""
-        self._busy_seconds = min(2 * seconds, MOST_BUSY_SECONDS)
+        self._busy_seconds = min(2 * seconds, MAX_BUSY_SECONDS)
 
     def receive_into(self, sock: socket.socket, view: memoryview) -> int:
         """`sock.recv_into(view)`, for a blocking socket."""
@@ -77,7 +77,7 @@ class Polling:
 
     def _was_in_vain(self) -> None:
         self._sleeps_left = self._sleeps
-        self._sleeps = min(2 * self._sleeps, MOST_SLEEPS)
+        self._sleeps = min(2 * self._sleeps, MAX_SLEEPS)
 
     def _sleep(self, sock: socket.socket, view: memoryview, began: float) -> int:
         count = sock.recv_into(view)

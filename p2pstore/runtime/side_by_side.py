@@ -26,7 +26,7 @@ PIECE_BYTES: Final = 4 * MIB
 PIECES_A_THREAD: Final = 2
 """Done by each of several threads, on average, between two looks whether they are to stop. A start takes 0.02 ms."""
 FROM_BYTES: Final = 16 * MIB
-MOST_THREADS: Final = 4
+MAX_THREADS: Final = 4
 CORES_A_THREAD: Final = 4
 """The other cores are for other programs. Two threads use two cores where there are no more: a peer does nothing
 meanwhile, and a thread that finds no free core is not waited for."""
@@ -37,7 +37,7 @@ def threads_for(length_bytes: int) -> int:
     if length_bytes < FROM_BYTES:
         return 1
     cores = min(len(os.sched_getaffinity(0)), _processor_limit())
-    return int(max(min(2, cores), min(MOST_THREADS, cores // CORES_A_THREAD), 1))
+    return int(max(min(2, cores), min(MAX_THREADS, cores // CORES_A_THREAD), 1))
 
 
 @cache
@@ -114,7 +114,7 @@ class _Work(Generic[T, R]):
             ended.wait()
 
 
-_others: Final = threading.BoundedSemaphore(MOST_THREADS)
+_others: Final = threading.BoundedSemaphore(MAX_THREADS)
 """How many more threads may be at this, of all values together."""
 
 

@@ -24,9 +24,9 @@ from p2pstore.ssd_tier.log_layout import (
 )
 
 KEEP_FREE: Final = 2
-MOST_FREE: Final = 8
+MAX_FREE: Final = 8
 FREE_SHARE: Final = 8
-"""Reclaim begins when fewer segments can be written than this part of all, at least `KEEP_FREE`, at most `MOST_FREE`: a
+"""Reclaim begins when fewer segments can be written than this part of all, at least `KEEP_FREE`, at most `MAX_FREE`: a
 disk fills one in less time than it takes to give the next its new generation."""
 MOSTLY_DEAD: Final = 0.8
 """A segment with a larger dead share is reclaimed before older ones."""
@@ -118,7 +118,7 @@ class SegmentTable:
     @property
     def wanted_free(self) -> int:
         """How many segments are to be free."""
-        return max(KEEP_FREE, min(MOST_FREE, self.count // FREE_SHARE))
+        return max(KEEP_FREE, min(MAX_FREE, self.count // FREE_SHARE))
 
     def in_state(self, *states: SegmentState) -> list[Segment]:
         """All segments in any of these states, in the order of their numbers."""

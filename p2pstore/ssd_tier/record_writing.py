@@ -35,11 +35,11 @@ ROOM_SECONDS: Final = 5.0
 """Time that a store waits for a segment to become free."""
 
 SPARE_SHARE: Final = 64
-MOST_SPARE_BYTES: Final = 16 * MIB
+MAX_SPARE_BYTES: Final = 16 * MIB
 """A namespace at its cap gives up this part of its share ahead of need, at most."""
 SHARES_SECONDS: Final = 1.0
 """Between two looks whether namespaces have more than their shares."""
-MOST_GIVEN_UP: Final = 4_096
+MAX_GIVEN_UP: Final = 4_096
 """Objects at a time."""
 GIVEN_UP_PER_STEP: Final = 64
 
@@ -103,7 +103,7 @@ class Writer:
             return
         most = share.most_bytes - self._coming[facts.namespace]
         # Some more than that, as all of the index is looked through.
-        spare = min(MOST_SPARE_BYTES, share.most_bytes // SPARE_SHARE)
+        spare = min(MAX_SPARE_BYTES, share.most_bytes // SPARE_SHARE)
         if most < 0 or not await self._give_up(facts.namespace, most, spare):
             raise _Refused(Refusal.OVER_CAP)
 
@@ -113,7 +113,7 @@ class Writer:
         above = counted.bytes_of(namespace) - most_bytes
         if above <= 0:
             return True
-        oldest = log.index.oldest(namespace, above + spare_bytes, MOST_GIVEN_UP)
+        oldest = log.index.oldest(namespace, above + spare_bytes, MAX_GIVEN_UP)
         for begin in range(0, len(oldest), GIVEN_UP_PER_STEP):
             log.measures.evicted_objects += log.drop(oldest[begin : begin + GIVEN_UP_PER_STEP])
             await trio.lowlevel.checkpoint()

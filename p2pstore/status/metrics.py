@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from p2pstore.core.copies.cold_copies import Gone
-from p2pstore.core.copies.memory_return import FATES
+from p2pstore.core.copies.earlier_life import FATES
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.runtime.stepping import Steps
 from p2pstore.ssd_tier.write_admission import Refusal

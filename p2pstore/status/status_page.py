@@ -32,7 +32,7 @@ FORMAT: Final = 1
 """Of the document. It only grows."""
 KEPT_SECONDS: Final = 1.0
 """How long a document is good enough for who asks next."""
-MOST_OF_A_CORE: Final = 0.01
+MAX_OF_A_CORE: Final = 0.01
 """That making documents may take: longer ones, of very large clusters, are kept for longer."""
 MAX_NAMESPACES: Final = 32
 
@@ -64,7 +64,7 @@ class StatusSource:
             began = self._cpu_seconds()
             self._made = json.dumps(self.document(), separators=(",", ":")).encode()
             took = self._cpu_seconds() - began
-            self._keep_until = now + max(KEPT_SECONDS, took / MOST_OF_A_CORE)
+            self._keep_until = now + max(KEPT_SECONDS, took / MAX_OF_A_CORE)
         return self._made
 
     def document(self) -> dict[str, Any]:

@@ -272,8 +272,8 @@ def _entry(
 SEGMENTS: Final = 64
 OPEN_SEGMENTS: Final = 2
 """One for new blocks, one for those that reclaim keeps."""
-_LEAST_SEGMENT: Final = int(1 / KEPT_SHARE)
-LEAST_BLOCKS: Final = _LEAST_SEGMENT * (OPEN_SEGMENTS + 1)
+_MIN_SEGMENT: Final = int(1 / KEPT_SHARE)
+MIN_BLOCKS: Final = _MIN_SEGMENT * (OPEN_SEGMENTS + 1)
 
 
 class ColdBlocks:
@@ -281,10 +281,10 @@ class ColdBlocks:
     oldest one is reclaimed: up to a fifth of it is written again, the rest is gone."""
 
     def __init__(self, capacity: int) -> None:
-        self._segment_blocks = max(_LEAST_SEGMENT, capacity // SEGMENTS)
+        self._segment_blocks = max(_MIN_SEGMENT, capacity // SEGMENTS)
         self._most_sealed = capacity // self._segment_blocks - OPEN_SEGMENTS
         if self._most_sealed < 1:
-            raise ValueError(f"an SSD has room for {LEAST_BLOCKS} blocks at least")
+            raise ValueError(f"an SSD has room for {MIN_BLOCKS} blocks at least")
         self._sealed: deque[list[int]] = deque()
         self._new: list[int] = []
         self._kept: list[int] = []

@@ -21,8 +21,8 @@ from p2pstore.core.copies.coldest import (
     READY_PART,
     ROOMS_SECONDS,
     WRITTEN_SHARE,
-    Room,
-    Rooms,
+    PeerMemories,
+    PeerMemory,
     choose_offers,
 )
 from p2pstore.memory.entries import ObjectEntry
@@ -106,12 +106,12 @@ class _Peer:
         self.memory, self.up = self._empty_memory(), False
 
 
-def _room_of(peer: _Peer, number: int) -> Room[int]:
+def _room_of(peer: _Peer, number: int) -> PeerMemory[int]:
     memory = peer.memory
     first = next(memory.order.coldest(cheap=False), None)
     free = memory.capacity - len(memory)
     coldest = 0.0 if first is None else memory.order.policy.stays_until(first)
-    return Room(number, memory.capacity * GRANULE_BYTES, free * GRANULE_BYTES, coldest)
+    return PeerMemory(number, memory.capacity * GRANULE_BYTES, free * GRANULE_BYTES, coldest)
 
 
 class Pool:
@@ -127,7 +127,7 @@ class Pool:
         self._router = make_router(settings.routing, settings.load_bound, self._rng)
         self._in_memory: dict[int, list[int]] = {}
         self._on_ssd: dict[int, list[int]] = {}
-        self._rooms: dict[int, Rooms[int]] = {}
+        self._rooms: dict[int, PeerMemories[int]] = {}
         self._rooms_told_at = -inf
         self.outcome = PoolOutcome()
 
@@ -253,7 +253,7 @@ class Pool:
         if number not in self._rooms:
             others = enumerate(self._peers)
             rooms = [_room_of(peer, other) for other, peer in others if other != number and peer.up]
-            self._rooms[number] = Rooms(rooms, self._rng)
+            self._rooms[number] = PeerMemories(rooms, self._rng)
         coldest = memory.order.coldest(cheap=False)
         offers = choose_offers(
             coldest, short_bytes, self._is_last, self._rooms[number], memory.order.policy, now

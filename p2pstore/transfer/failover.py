@@ -82,7 +82,7 @@ class HolderReport:
     transport: str = ""
     incarnation: int = 0
     sequence: int = 0
-    hurried: bool = False
+    has_alternatives: bool = False
     """Whether it had little time to begin with its answer, as others were left to ask."""
     keep: bool = False
     others: tuple[int, ...] = ()
@@ -106,22 +106,22 @@ class SilentHolders:
     """Holders that did not answer in time, over the reads of a batch: each is waited for once."""
 
     def __init__(self) -> None:
-        self._hurried: dict[int, bool] = {}
+        self._had_alternatives: dict[int, bool] = {}
 
-    def add(self, member: int, *, hurried: bool) -> None:
-        """A holder did not answer; `hurried`: though it may have, given more time."""
-        self._hurried[member] = hurried and self._hurried.get(member, True)
+    def add(self, member: int, *, has_alternatives: bool) -> None:
+        """A holder did not answer; `with_alternatives`: though it may have, given more time."""
+        self._had_alternatives[member] = has_alternatives and self._had_alternatives.get(member, True)
 
     def learn(self, reports: Iterable[HolderReport]) -> None:
         """`add` for those among the reports that say so."""
         for report in reports:
             if is_silence(report):
-                self.add(report.member, hurried=report.hurried)
+                self.add(report.member, has_alternatives=report.has_alternatives)
 
     def last(self, holders: Sequence[H]) -> list[H]:
         """The holders to try, in order: those that had little time come last, others are left out."""
-        tried = [each for each in holders if self._hurried.get(each.member, True)]
-        return sorted(tried, key=lambda each: each.member in self._hurried)
+        tried = [each for each in holders if self._had_alternatives.get(each.member, True)]
+        return sorted(tried, key=lambda each: each.member in self._had_alternatives)
 
 
 def order_copies(copies: Sequence[RemoteCopy], rng: Random) -> list[RemoteCopy]:
@@ -152,7 +152,7 @@ class Attempt:
 
     copy: RemoteCopy
     transport: int
-    hurried: bool = False
+    has_alternatives: bool = False
     """Whether another holder is better than a long wait for this one, or than this one while it is busy."""
     soon: bool = False
     """Whether that other holder was not asked yet."""
@@ -192,9 +192,9 @@ class PullAttempts:
                 return None
             copy = self._copies.pop(0)
             offered = self._offered(copy)
-            hurried = not self._second_round and bool(self._copies or self._again)
-            soon, others = hurried and bool(self._copies), self._others()
-            self._ways = [Attempt(copy, number, hurried, soon, others) for number in offered]
+            has_alternatives = not self._second_round and bool(self._copies or self._again)
+            soon, others = has_alternatives and bool(self._copies), self._others()
+            self._ways = [Attempt(copy, number, has_alternatives, soon, others) for number in offered]
             if not offered:
                 self.reports.append(
                     HolderReport(copy.member, Code.UNAVAILABLE, "no transport reaches this peer", "")
@@ -218,19 +218,19 @@ class PullAttempts:
         attempt = self._current
         assert attempt is not None, "failed() without an attempt"
         self._current = None
-        report = self._report_of(attempt.copy, attempt.transport, failure, attempt.hurried)
+        report = self._report_of(attempt.copy, attempt.transport, failure, attempt.has_alternatives)
         if failure.retriable and self._ways:
             self.fallbacks.append(report)  # the holder itself is not to blame yet
             return
         self._ways = []
-        was_busy = failure.code is Code.BUSY and attempt.hurried and not failure.keep
+        was_busy = failure.code is Code.BUSY and attempt.has_alternatives and not failure.keep
         if was_busy or (isinstance(failure, AnotherVersion) and not self._second_round):
             self._again.append(attempt.copy)
             return
         self._report(attempt.copy, report, failure)
 
     def _report_of(
-        self, copy: RemoteCopy, transport: int, failure: PullFailed, hurried: bool
+        self, copy: RemoteCopy, transport: int, failure: PullFailed, has_alternatives: bool
     ) -> HolderReport:
         return HolderReport(
             copy.member,
@@ -239,7 +239,7 @@ class PullAttempts:
             self._transports[transport].name,
             failure.incarnation,
             failure.sequence,
-            hurried,
+            has_alternatives,
             failure.keep,
             failure.others,
         )
@@ -282,7 +282,7 @@ class PullAttempts:
         if failure.code is Code.BUSY or isinstance(failure, AnotherVersion):
             self._again.append(copy)
             return
-        self._report(copy, self._report_of(copy, transport, failure, hurried=True), failure)
+        self._report(copy, self._report_of(copy, transport, failure, has_alternatives=True), failure)
 
     def error(self) -> NoSuchKey | Unavailable:
         """The error for the caller after `next` returned None."""

@@ -47,8 +47,8 @@ RECORD_BYTES: Final = 16 * KIB
 """The most that TLS puts into one record. Smaller parts that are sent together share one."""
 SEND_PIECE_BYTES: Final = 64 * KIB
 """Encrypted before any of it is sent: more gained nothing, and each connection keeps the room."""
-LEAST_RECEIVE_BYTES: Final = 32 * KIB
-MOST_RECEIVE_BYTES: Final = 128 * KIB
+MIN_RECEIVE_BYTES: Final = 32 * KIB
+MAX_RECEIVE_BYTES: Final = 128 * KIB
 """Room to receive into, for who reads little and for who reads much at once."""
 MAX_HANDSHAKE_BYTES: Final = 64 * KIB
 """Most bytes from the other side in it; usual are one or two KiB."""
@@ -70,7 +70,7 @@ class TlsStream:
         self._broken = False
         self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
-        self._room = memoryview(bytearray(LEAST_RECEIVE_BYTES))
+        self._room = memoryview(bytearray(MIN_RECEIVE_BYTES))
 
     @property
     def progress_seconds(self) -> float:
@@ -104,7 +104,7 @@ class TlsStream:
             if left_seconds <= 0:
                 raise late
             try:
-                count = await self._receive_some(LEAST_RECEIVE_BYTES)
+                count = await self._receive_some(MIN_RECEIVE_BYTES)
             except DeadlineExceeded:
                 raise late from None
             except ConnectionResetError:
@@ -201,7 +201,7 @@ class TlsStream:
 
     async def _receive_some(self, wanted_bytes: int) -> int:
         """Take encrypted bytes off the stream below; 0 at its end."""
-        size = max(LEAST_RECEIVE_BYTES, min(wanted_bytes, MOST_RECEIVE_BYTES))
+        size = max(MIN_RECEIVE_BYTES, min(wanted_bytes, MAX_RECEIVE_BYTES))
         if len(self._room) < size:
             self._room = memoryview(bytearray(size))
         count = await self._inner.receive_into(self._room)
@@ -325,7 +325,7 @@ class TlsServing:
     async def accept(self, stream: AcceptedStream) -> AcceptedTlsStream:
         """Shake hands on a fresh stream. Raises `Refused` for a peer that speaks plainly, and
         `ProtocolError` for what is no TLS 1.3; the stream is the caller's to close."""
-        buffer = memoryview(bytearray(LEAST_RECEIVE_BYTES))
+        buffer = memoryview(bytearray(MIN_RECEIVE_BYTES))
         received = buffer[: await receive_some(stream, buffer)]
         if bytes(received[: len(PREFACE_DATA)]) == PREFACE_DATA:
             text = (

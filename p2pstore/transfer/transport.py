@@ -28,7 +28,7 @@ from p2pstore.wire import Code
 
 SLICED_BYTES: Final = 64 * MIB
 """Least length of an object that is read from several holders at once. Below, joining costs too much."""
-HURRIED_ANSWER_SECONDS: Final = 1.5
+HOLDER_ANSWER_SECONDS: Final = 1.5
 """Longest wait for a holder while others could be asked. One lost packet of a connection's first two is repeated within
 1 s."""
 
@@ -135,7 +135,7 @@ def check_object(slot_bytes: bytes, trailer_bytes: bytes, digest: bytes) -> tupl
     return slot, trailer
 
 
-class Share(NamedTuple):
+class HolderShare(NamedTuple):
     """The part of an object that one holder brought."""
 
     member: int
@@ -153,14 +153,14 @@ class PullReport(NamedTuple):
     error: P2PStoreError | None = None
     fallbacks: tuple[HolderReport, ...] = ()
     """Transports that gave way to another one to the same holder."""
-    shares: tuple[Share, ...] = ()
+    shares: tuple[HolderShare, ...] = ()
     """The shares, where several holders were read at once; the first is that of `copy`."""
 
-    def brought(self) -> Sequence[Share]:
+    def brought(self) -> Sequence[HolderShare]:
         """The shares of any read that delivered."""
         if self.shares or self.pulled is None or self.copy is None:
             return self.shares
-        return [Share(self.copy.member, self.pulled.transport, self.pulled.length)]
+        return [HolderShare(self.copy.member, self.pulled.transport, self.pulled.length)]
 
     def unwrap(self) -> Pulled:
         """The pulled object. Raises the error."""
@@ -178,10 +178,10 @@ def failed_report(copy: RemoteCopy, transports: Sequence[Transport], failure: Pu
     return PullReport(None, None, tuple(attempts.reports), attempts.error())
 
 
-def hurried(copy: RemoteCopy, others: Iterable[bytes], *, soon: bool = False) -> RemoteCopy:
+def with_alternatives(copy: RemoteCopy, others: Iterable[bytes], *, soon: bool = False) -> RemoteCopy:
     """A copy whose holder gets little time, because others (by their peer ids) have the object, too. `soon`: as for a
     `RemotePeer`, unless an SSD is read for it."""
-    seconds, soon = HURRIED_ANSWER_SECONDS, soon and not copy.on_ssd
+    seconds, soon = HOLDER_ANSWER_SECONDS, soon and not copy.on_ssd
     return replace(copy, answer_seconds=seconds, soon=soon, others=tuple(others))
 
 
@@ -248,8 +248,8 @@ async def _pull(
 ) -> Pulled:
     """One attempt; a large object with the help of others, where the transport can do that."""
     copy, others = attempt.copy, tuple(each.peer_id for each in attempt.others)
-    if attempt.hurried:
-        copy = hurried(copy, others, soon=attempt.soon)
+    if attempt.has_alternatives:
+        copy = with_alternatives(copy, others, soon=attempt.soon)
     elif others:
         copy = replace(copy, others=others)
     if helpers is not None and isinstance(transport, TeamTransport):
@@ -306,15 +306,17 @@ class Helpers:
         elif reason:
             self._watch.failed(reason)
 
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[HolderShare, ...]:
         """The share of each holder, the largest first; empty for one holder alone."""
-        shares = [Share(each, self._name, size) for each, size in self._brought.most_common() if size]
+        shares = [
+            HolderShare(each, self._name, size) for each, size in self._brought.most_common() if size
+        ]
         return tuple(shares) if len(shares) > 1 or self._only_others(shares) else ()
 
-    def _only_others(self, shares: Sequence[Share]) -> bool:
+    def _only_others(self, shares: Sequence[HolderShare]) -> bool:
         return any(each.member != self._attempt.copy.member for each in shares)
 
-    def copy_of(self, share: Share) -> RemoteCopy:
+    def copy_of(self, share: HolderShare) -> RemoteCopy:
         """The copy that it comes from."""
         return self._copies[share.member]
 

@@ -30,7 +30,7 @@ MEMORY_RATE: Final = 20e9
 LATENCY_SECONDS: Final = 0.001
 JITTER: Final = 0.15
 """Standard deviation of the logarithm of the time of a read."""
-MOST_WORSE: Final = 0.02
+MAX_WORSE: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def measure(case: Case) -> Measured:
     return Measured(
         [
             Figure(label + "regret against an oracle", outcome.regret, "", links.most_regret),
-            Figure(label + "worse than always fetching", outcome.worse, "", MOST_WORSE),
+            Figure(label + "worse than always fetching", outcome.worse, "", MAX_WORSE),
             Figure(label + "requests", outcome.requests, "", 1, at_least=True),
         ]
     )

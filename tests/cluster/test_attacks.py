@@ -47,7 +47,7 @@ from p2pstore.transfer.peer_messages import (
 )
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty, Message
 from simulation.segment_checks import check_segment
@@ -186,8 +186,8 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
 async def stranger(scope: Scope = Scope.READ | Scope.PEER) -> AsyncIterator[Callable[..., Any]]:
     """Requests with a valid ticket from a process that is no member."""
     identity = Identity(os.urandom(32))
-    office = TicketOffice(identity, KeyRing())
-    pool = DataPool(TrioDriver(), lambda peer: office.ticket(peer.peer_id, scope))
+    issuer = TicketIssuer(identity, KeyRing())
+    pool = DataPool(TrioDriver(), lambda peer: issuer.ticket(peer.peer_id, scope))
 
     async def ask(peer: Peer, kind: DataKind, message: Message) -> Message:
         remote = RemotePeer(peer.node.core.peer_id, tuple(peer.data))

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from p2pstore import NoSuchKey
-from p2pstore.client.destinations import COPIED_BYTES, MOST_COPIED, BytesDestination
+from p2pstore.client.destinations import COPIED_BYTES, MAX_COPIED, BytesDestination
 from p2pstore.errors import BufferTooSmall
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
@@ -61,7 +61,7 @@ async def test_new_values_of_all_sizes(
 
 
 async def test_more_small_values_than_are_received_together(tmp_path: Path) -> None:
-    items = [(f"k{number}", number.to_bytes(4, "little") * 3) for number in range(MOST_COPIED + 99)]
+    items = [(f"k{number}", number.to_bytes(4, "little") * 3) for number in range(MAX_COPIED + 99)]
     async with (
         peer(tmp_path, "owner", transport="tcp") as owner,
         peer(tmp_path, "reader", owner, transport="tcp") as reader,

@@ -14,7 +14,7 @@ from tests.cluster.older_version import sources_of
 from tests.commands import ran
 from tests.contract.worlds import peer_process
 
-MOST_PACKAGES = 12
+MAX_PACKAGES = 12
 PREVIOUS_VERSION = "5df8ac77c8adaab8e8e9b9a864530574ef5af2d1"
 """A commit: the last before the client had an environment of its own."""
 SECONDS = 60.0
@@ -115,7 +115,7 @@ def test_the_wheel_holds_what_runs_and_nothing_else(built: list[Path]) -> None:
 
 def test_a_client_brings_few_packages_and_wheels_only() -> None:
     packages = needed("p2pstore")
-    assert len(packages) <= MOST_PACKAGES, sorted(packages)
+    assert len(packages) <= MAX_PACKAGES, sorted(packages)
     assert not packages & {"libp2p", "fastecdsa", "trio", "cryptography", "prometheus-client"}
 
 

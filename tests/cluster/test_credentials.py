@@ -30,7 +30,7 @@ from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.data_messages import Ping as DataPing
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.machines import Machine
 from tests.cluster.machines import Peer as Process
@@ -150,8 +150,8 @@ def test_a_key_is_replaced_while_the_cluster_works(machine: Machine) -> None:
 async def member(key: bytes) -> AsyncIterator[tuple[ControlHost, DataPool]]:
     """A stranger who holds `key`: a control host and data connections, without a peer behind them."""
     identity, ring = Identity(bytes(range(32))), KeyRing([key])
-    office = TicketOffice(identity, ring)
-    pool = DataPool(TrioDriver(), lambda peer: office.ticket(peer.peer_id, Scope.READ | Scope.PEER))
+    issuer = TicketIssuer(identity, ring)
+    pool = DataPool(TrioDriver(), lambda peer: issuer.ticket(peer.peer_id, Scope.READ | Scope.PEER))
     with closing(pool):
         async with stranger_host(ring=ring, identity=identity) as host:
             yield host, pool

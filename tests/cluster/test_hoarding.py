@@ -49,7 +49,7 @@ from tests.waiting import eventually, until
 
 OPEN: Final = ("--transport", "tcp", "--insecure")
 SECONDS = 20.0
-MOST_BYTES: Final = 96 * MIB
+MAX_BYTES: Final = 96 * MIB
 """Memory that hoarders may add to a peer: 48 MiB are its budget, the rest is for their connections."""
 QUIET_SECONDS: Final = 0.5
 """Hoarders that get nothing through for this long have got all they can."""
@@ -160,8 +160,8 @@ async def hoarding(victim: Victim) -> AsyncIterator[Hoarders]:
         print(f"the victim grew by {grown / MIB:.0f} MiB")
         name = f"newcomer{time.monotonic_ns()}"
         await trio.to_thread.run_sync(victim.serves, name)
-        assert grown < MOST_BYTES
-        assert victim.memory - victim.before < MOST_BYTES
+        assert grown < MAX_BYTES
+        assert victim.memory - victim.before < MAX_BYTES
         nursery.cancel_scope.cancel()
 
 

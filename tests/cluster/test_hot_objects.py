@@ -15,7 +15,7 @@ from tests.cluster.processes import PeerProcess, new_cluster, until
 SECONDS = 30.0
 PEERS = 16
 FAR = ("--network", "local", "--transport", "tcp", "--memory", "64MiB")
-MOST_TRANSFERS = 3
+MAX_TRANSFERS = 3
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_the_first_holder_sends_it_a_few_times(peers: list[PeerProcess], how: st
         return bytes(room)
 
     assert at_once(readers, read) == [value] * len(readers)
-    assert served(holder) - before <= MOST_TRANSFERS
+    assert served(holder) - before <= MAX_TRANSFERS
 
 
 def test_a_peer_too_small_for_all_that_is_hot_reads_it_where_it_is() -> None:

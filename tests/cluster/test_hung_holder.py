@@ -81,7 +81,7 @@ def test_another_holder_is_asked_soon(
     machine: Machine, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When none begins to answer within a few times what is usual, long before the wait for an answer would end."""
-    monkeypatch.setattr(transports, "HURRIED_ANSWER_SECONDS", HURRIED_SECONDS)
+    monkeypatch.setattr(transports, "HOLDER_ANSWER_SECONDS", HURRIED_SECONDS)
     reader, first, second = cluster(machine, "reader", "first", "second", transport="tcp")
     keys = [f"k{number}" for number in range(8)]  # each read begins at one of the two, by chance
     for key in keys:

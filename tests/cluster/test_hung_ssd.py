@@ -69,7 +69,7 @@ def in_memory(owner: Peer, key: str) -> bool:
 def fetches_reserved(owner: Peer) -> int:
     """Rooms in memory that are kept for what is being read."""
     reservations = owner.node.core.segment.reservations
-    return sum(isinstance(each.holder, tuple) and each.holder[0] == "fetch" for each in reservations)
+    return sum(isinstance(each.session, tuple) and each.session[0] == "fetch" for each in reservations)
 
 
 async def test_an_object_on_an_ssd_that_hangs_is_unavailable_soon_and_there_again_later(

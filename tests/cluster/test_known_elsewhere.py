@@ -207,7 +207,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
     assert all(each.ok for each in far_pair[0].client.put_many(list(values.items())))
     asked: list[int] = []
     unsettled: list[bytes] = []
-    pull_small, only = DataPool.pull_small, KnownHolders.only
+    pull_small, only = DataPool.pull_small, KnownHolders.only_holder
 
     def counted_small(pool: DataPool, copy: RemotePeer, digests: Sequence[bytes], *rest: Any) -> Any:
         asked.append(len(digests))
@@ -220,7 +220,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
 
     # The first one lets the others ask before it reads, however lately it did so.
     monkeypatch.setattr(holder_reads, "GATHER_SECONDS", 0.0)
-    monkeypatch.setattr(KnownHolders, "only", noted_only)
+    monkeypatch.setattr(KnownHolders, "only_holder", noted_only)
     monkeypatch.setattr(DataPool, "pull_small", counted_small)
 
     keys, holder = list(values), far_pair[0]

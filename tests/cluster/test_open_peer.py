@@ -11,11 +11,11 @@ import trio
 
 import p2pstore
 from p2pstore import errors
+from p2pstore.core import serving
 from p2pstore.core.gets import key_pages as listing
-from p2pstore.core.gets import serving
 from p2pstore.gossip.gossip_messages import ControlKind, Ping
 from p2pstore.memory.policies.interface import LeastRecentlyUsed
-from p2pstore.memory.policies.prefix_aware import PrefixAware
+from p2pstore.memory.policies.prefix import PrefixAware
 from p2pstore.memory.segment_layout import SLOT_BYTES, trailer_offset
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer

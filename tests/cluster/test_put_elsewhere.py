@@ -29,7 +29,7 @@ from p2pstore.transfer.peer_messages import Statistics
 from p2pstore.transfer.read_tickets import GrantedTicket, Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving import data_server
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty
 from simulation.segment_checks import check_segment
@@ -299,8 +299,8 @@ NONSENSE: dict[str, dict[str, Any]] = {
 @asynccontextmanager
 async def stranger(peer: Peer, scope: Scope) -> AsyncIterator[Callable[..., Any]]:
     """Stores by a process that holds the cluster's key, and is no member."""
-    office = TicketOffice(Identity(os.urandom(32)), KeyRing())
-    pool = DataPool(TrioDriver(), lambda remote: office.ticket(remote.peer_id, scope))
+    issuer = TicketIssuer(Identity(os.urandom(32)), KeyRing())
+    pool = DataPool(TrioDriver(), lambda remote: issuer.ticket(remote.peer_id, scope))
     remote = RemotePeer(peer.node.core.peer_id, tuple(peer.data))
 
     async def store(request: Store, value: bytes) -> Stored:

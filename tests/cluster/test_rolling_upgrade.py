@@ -28,7 +28,7 @@ WAIT_SECONDS = 90.0
 READERS = 2
 KEYS = 24
 VALUE_BYTES = 200_000
-MOST_WRITES = 60
+MAX_WRITES = 60
 """All values, twice, fit into the memory of two peers: an evicted one would be missed."""
 PACE_SECONDS = 0.01
 
@@ -77,7 +77,7 @@ class Load:
                 if client is None:
                     client = blocking.connect(str(peer.socket), timeout=WAIT_SECONDS)
                     clients[peer, life] = client
-                if rng.random() < 0.1 and self.writes < MOST_WRITES:
+                if rng.random() < 0.1 and self.writes < MAX_WRITES:
                     self._write(client, f"{number}/{self.writes}")
                 elif rng.random() < 0.1:
                     self._read_together(client, [*self.keys])

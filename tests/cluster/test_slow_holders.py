@@ -48,7 +48,7 @@ class World(NamedTuple):
 
 @asynccontextmanager
 async def world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(transport, "HURRIED_ANSWER_SECONDS", HASTE_SECONDS)
+    monkeypatch.setattr(transport, "HOLDER_ANSWER_SECONDS", HASTE_SECONDS)
     tcp: dict[str, object] = {"transport": "tcp"}
     target = f"127.0.0.1:{free_port('127.0.0.1')}"
     way = Trickle(first_bytes=1 << 60, every_seconds=0.1)

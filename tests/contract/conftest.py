@@ -21,7 +21,7 @@ def side(request: pytest.FixtureRequest) -> Side:
 def _patience() -> Iterator[None]:
     """Holders on a busy machine may take their time to begin with an answer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flow, "LEAST_SOON_SECONDS", 60.0)
+        patch.setattr(flow, "MIN_SOON_SECONDS", 60.0)
         yield
 
 

@@ -89,15 +89,15 @@ class SmallBackend:
         )
         descriptors = [self.memory.descriptor if writable else self.read_only]
         if self.gives_pages and client.hazards:
-            page = self.pages[client.holder] = create_page(HAZARD_PAGE_BYTES, "small-peer-hazards")
-            self.segment.views.watch_hazards(client.holder, page.view)
+            page = self.pages[client.session] = create_page(HAZARD_PAGE_BYTES, "small-peer-hazards")
+            self.segment.leases.watch_hazards(client.session, page.view)
             reply = msgspec.structs.replace(reply, hazards=True)
             descriptors.append(page.descriptor)
         return reply, descriptors
 
     def welcomed(self, client: LocalClient) -> None:
-        if client.holder in self.pages:
-            self.pages[client.holder].close_descriptor()
+        if client.session in self.pages:
+            self.pages[client.session].close_descriptor()
 
     def handled(self) -> None:
         self.on_handled()
@@ -109,10 +109,10 @@ class SmallBackend:
         self.on_answered()
 
     def client_gone(self, client: LocalClient) -> None:
-        self.gone.append(client.holder)
-        self.segment.drop_holder(client.holder)
-        if client.holder in self.pages:
-            self.pages.pop(client.holder).close()
+        self.gone.append(client.session)
+        self.segment.drop_session(client.session)
+        if client.session in self.pages:
+            self.pages.pop(client.session).close()
 
     def handle(
         self, client: LocalClient, kind: LocalKind, message: Any
@@ -129,7 +129,7 @@ class SmallBackend:
 
     def _reserve_one(self, client: LocalClient, length: int, trailer_length: int) -> local.Span:
         try:
-            made = self.segment.reserve(length, trailer_length, holder=client.holder, now=time.time())
+            made = self.segment.reserve(length, trailer_length, session=client.session, now=time.time())
         except P2PStoreError as error:
             return local.Span(1, error=_item_error(error))
         return local.Span(1, made.number, made.length, made.offset.to_bytes(8, "little"))
@@ -145,7 +145,7 @@ class SmallBackend:
         digest = key_digest(item.key, namespace)
         existing = self.segment.find(digest, time.time())
         if existing is not None and not item.overwrite:
-            self.segment.abort(item.reservation, holder=client.holder)
+            self.segment.abort(item.reservation, session=client.session)
             same = existing.version.root == item.root and existing.length == item.length
             status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
             version = existing.version
@@ -163,7 +163,7 @@ class SmallBackend:
         )
         self.segment.commit(
             Written(item.reservation, digest, Version(self._clock, 7, item.root), trailer, item.length),
-            holder=client.holder,
+            session=client.session,
             soft=False,
             now=time.time(),
         )
@@ -175,7 +175,7 @@ class SmallBackend:
     def _abort(self, client: LocalClient, message: local.Abort) -> None:
         for number in message.reservations:
             with contextlib.suppress(ValueError):  # it has ended already
-                self.segment.abort(number, holder=client.holder)
+                self.segment.abort(number, session=client.session)
 
     def _lease(self, client: LocalClient, message: local.Lease) -> Message:
         return local.Leased([self._lease_one(client, each) for each in split(message.digests)])
@@ -186,10 +186,10 @@ class SmallBackend:
         if entry is None:
             error = NoSuchKey("no live peer holds this key")
             return local.LeaseGrant(0, 0, 0, 0, 0, error=_item_error(error))
-        if self.segment.views.leased_bytes_of(client.holder) + entry.length > self.max_leased_bytes:
+        if self.segment.leases.leased_bytes_of(client.session) + entry.length > self.max_leased_bytes:
             error = LeaseLimitExceeded("let go of views before you take more")
             return local.LeaseGrant(0, 0, 0, 0, 0, error=_item_error(error))
-        number = self.segment.views.lease(entry, holder=client.holder, now=time.time())
+        number = self.segment.leases.lease(entry, session=client.session, now=time.time())
         version = entry.version
         return local.LeaseGrant(
             *(number, 0, entry.offset, entry.length, entry.trailer_length),
@@ -198,7 +198,7 @@ class SmallBackend:
 
     def _release(self, client: LocalClient, message: local.Release) -> None:
         for lease in message.leases:
-            self.segment.views.release(lease, holder=client.holder)
+            self.segment.leases.release(lease, session=client.session)
 
     def _plan(self, client: LocalClient, message: local.Plan) -> Message | Awaitable[Message]:
         self.excluded.append(message.exclude)
@@ -428,5 +428,5 @@ def small_peer(path: Path, **settings: Any) -> Iterator[SmallPeer]:
         yield peer
     finally:
         peer.stop()
-    assert sorted(peer.backend.gone) == sorted(each.holder for each in peer.backend.clients)
+    assert sorted(peer.backend.gone) == sorted(each.session for each in peer.backend.clients)
     assert math.isfinite(peer.backend.segment.leased_bytes)

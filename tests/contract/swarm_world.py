@@ -21,7 +21,7 @@ from p2pstore.checkpoint.content.manifest import SignedManifest, read_manifest, 
 from p2pstore.checkpoint.content.sources import SourceDirectory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.checkpoint.peer.running import Part, RunningSwarms
+from p2pstore.checkpoint.peer.running import RunningSwarms, SwarmPart
 from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.checkpoint.swarm.selection import SwarmConfig
@@ -42,7 +42,7 @@ from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.serving.read_answers import LentObject
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Message
 
@@ -92,7 +92,7 @@ class MemberHere:
         self.host = host
         self.identity = Identity(bytes([number + 1]) * 32)
         self.own = member_of(self.identity.peer_id)
-        self.pool = DataPool(TrioDriver(), TicketOffice(self.identity, RING).for_peers)
+        self.pool = DataPool(TrioDriver(), TicketIssuer(self.identity, RING).for_peers)
         self.threads = trio.CapacityLimiter(4)
         self.swarms = RunningSwarms()
         self.address = ""
@@ -149,7 +149,9 @@ class MemberHere:
             publishes=publishes,
             config=config,
         )
-        self.swarms.parts[self.run.version] = Part(self.run, trio.CancelScope(), lambda *_: None, b"")
+        self.swarms.parts[self.run.version] = SwarmPart(
+            self.run, trio.CancelScope(), lambda *_: None, b""
+        )
         self.world.nursery.start_soon(self._take_part, self.run)
         self.world.changed()
         return self.run

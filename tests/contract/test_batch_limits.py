@@ -24,8 +24,8 @@ from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import (
+    MAX_ITEMS,
     MAX_REPORTED_FAILURES,
-    MOST_ITEMS,
     REQUEST_BYTES,
     Cuts,
     text_bytes,
@@ -136,9 +136,9 @@ LARGEST: dict[LocalKind, tuple[int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MOST_ITEMS)
+@pytest.mark.parametrize("kind", MAX_ITEMS)
 def test_the_largest_request_of_each_kind_fits_a_frame(kind: LocalKind) -> None:
-    assert MOST_ITEMS[kind] <= MAX_BATCH
+    assert MAX_ITEMS[kind] <= MAX_BATCH
     size, message = LARGEST[kind]
     (some,) = islice(Cuts(kind, 100_000, [size] * 100_000 if size else None), 1)
     assert len(encode_body(message(len(some)))) <= LOCAL_LIMITS.body_bytes
@@ -161,7 +161,7 @@ def test_the_largest_report_fits_a_frame() -> None:
 
 
 def test_requests_are_cut_by_bytes_and_by_items_and_again_where_the_answer_is_too_large() -> None:
-    most = MOST_ITEMS[LocalKind.REMOVE]
+    most = MAX_ITEMS[LocalKind.REMOVE]
     assert list(Cuts(LocalKind.REMOVE, 0)) == []
     assert list(Cuts(LocalKind.REMOVE, most + 1)) == [range(most), range(most, most + 1)]
     half = REQUEST_BYTES // 2

@@ -14,7 +14,7 @@ import trio
 import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint.content.hashing import PieceHashes
-from p2pstore.checkpoint.peer import bringing, fetching
+from p2pstore.checkpoint.peer import fetching, version_fetch
 from p2pstore.checkpoint.peer import fetching as manifest_search
 from p2pstore.checkpoint.peer.stores import MemoryTarget
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
@@ -197,7 +197,7 @@ async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest_search, "MANIFEST_SECONDS", 1.0)
-    monkeypatch.setattr(bringing, "HOPE_SECONDS", 1.0)
+    monkeypatch.setattr(version_fetch, "HOPE_SECONDS", 1.0)
     source = tmp_path / "from"
     make_files(source, FILES)
     async with cluster(tmp_path, 2) as (a, b):

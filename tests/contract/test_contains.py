@@ -17,14 +17,14 @@ from p2pstore.local import local_protocol
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
-from p2pstore.local.local_requests import MOST_ITEMS, Waiter
+from p2pstore.local.local_requests import MAX_ITEMS, Waiter
 from p2pstore.local.server import MAX_IN_FLIGHT, TURN_SECONDS
 from p2pstore.objects import DIGEST_BYTES
 from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.wire import PREFACE_LOCAL, Message, encode_frame
 from tests.contract.small_peer import SmallPeer
 
-CONTAINS_KEYS = MOST_ITEMS[LocalKind.CONTAINS]
+CONTAINS_KEYS = MAX_ITEMS[LocalKind.CONTAINS]
 KEYS = [f"k{number}" for number in range(3 * CONTAINS_KEYS + 100)]
 HELD = range(0, len(KEYS), 1000)
 

@@ -328,7 +328,7 @@ async def test_what_is_in_the_local_peer_is_copied_in_place(
     for size in sizes:
         tensor = filled(device, size)
         assert (await in_place.put(f"k{size}", tensor)).status == "created"
-        into = torch.zeros(size + device_memory.LEAST_BYTES, dtype=torch.uint8, device=device)
+        into = torch.zeros(size + device_memory.MIN_BYTES, dtype=torch.uint8, device=device)
         assert await in_place.get_into(f"k{size}", into) == size
         assert torch.equal(into[:size], tensor)
         assert int(into[size:].sum()) == 0

@@ -30,7 +30,7 @@ import pytest
 
 from p2pstore import blocking
 from p2pstore.errors import CapacityExceeded, ConfigError
-from p2pstore.integrations.lasting_client import LastingClient, legal_key
+from p2pstore.integrations.engine_client import EngineClient, legal_key
 from p2pstore.objects import encode_key
 from tests.contract.worlds import PeerProcess, peer_process
 from tests.optional import require_torch
@@ -77,17 +77,17 @@ def plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 def test_the_weight_version_has_to_be_named() -> None:
     for none in ("", " ", None, 5):
         with pytest.raises(ConfigError, match="weight_version"):
-            LastingClient(none)
+            EngineClient(none)
 
 
 def test_settings_that_mean_nothing_are_named(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = LastingClient(WEIGHTS, peer.socket)
+    client = EngineClient(WEIGHTS, peer.socket)
     known = ["weight_version", "socket", "threads"]
-    client.say_unknown(known, known)
+    client.warn_unknown(known, known)
     assert not caplog.records
-    client.say_unknown(["thread", "weight_version", "else"], known)
+    client.warn_unknown(["thread", "weight_version", "else"], known)
     assert ["'threads'" in each.getMessage() for each in caplog.records] == [False, True]
     assert all("changes nothing" in each.getMessage() for each in caplog.records)
     client.close()
@@ -96,7 +96,7 @@ def test_settings_that_mean_nothing_are_named(
 def test_engines_that_hash_otherwise_are_told(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, other = (LastingClient("hashes@v1", peer.socket) for _ in range(2))
+    one, other = (EngineClient("hashes@v1", peer.socket) for _ in range(2))
     ends = threading.Semaphore(0)
     for client, engine, seed in [
         (one, "vllm", b"seed 1"),
@@ -104,7 +104,7 @@ def test_engines_that_hash_otherwise_are_told(
         (other, "sglang", b"seed 2"),
     ]:
         client.compare_hashes(engine, seed)
-        client.later(lambda _: ends.release())
+        client.run_in_worker(lambda _: ends.release())
         assert ends.acquire(timeout=DEADLINE_SECONDS)
     assert not caplog.records
     other.compare_hashes("vllm", b"seed 2")
@@ -115,7 +115,7 @@ def test_engines_that_hash_otherwise_are_told(
 
 def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(tmp_path: Path) -> None:
     with peer_process(tmp_path, "restarted") as running:
-        client = LastingClient(WEIGHTS, running.socket)
+        client = EngineClient(WEIGHTS, running.socket)
         assert client.call(lambda each: each.put("k", b"v"), None) is not None
         running.process.kill()
         running.process.wait()
@@ -145,7 +145,7 @@ def test_texts_of_any_length_have_legal_keys_of_their_own() -> None:
 def test_whatever_a_call_raises_is_a_miss_and_a_line_in_the_log(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = LastingClient(WEIGHTS, peer.socket)
+    client = EngineClient(WEIGHTS, peer.socket)
     assert client.call(lambda each: each.contains(LONG), False) is False
     assert client.call(lambda each: len(each.contains_many([1, 2])), -1) == -1  # type: ignore[list-item]
     assert client.call(lambda _: "abc".index("x"), -1) == -1
@@ -755,11 +755,11 @@ def test_vllm_computes_what_would_take_longer_to_fetch(
         return [each.name for each in found]
 
     request = SimpleNamespace(req_id="r1")
-    monkeypatch.setattr("p2pstore.integrations.lasting_client.ANSWER_SECONDS", 1000.0)
+    monkeypatch.setattr("p2pstore.integrations.engine_client.ANSWER_SECONDS", 1000.0)
     assert quick.lookup(keys[0], request) == module.LookupResult.RETRY
     assert answers(quick, request) == ["MISS"] * 3
     assert answers(patient, request) == ["HIT", "HIT", "MISS"]
-    monkeypatch.setattr("p2pstore.integrations.lasting_client.ANSWER_SECONDS", -1.0)
+    monkeypatch.setattr("p2pstore.integrations.engine_client.ANSWER_SECONDS", -1.0)
     late = SimpleNamespace(req_id="r2")
     assert quick.lookup(keys[0], late) == module.LookupResult.RETRY
     assert quick.lookup(keys[0], late) == module.LookupResult.HIT, "no answer in time: fetched as ever"
@@ -1045,7 +1045,7 @@ def test_lmcache_engines_that_hash_otherwise_are_told_at_the_first_request(
         for _ in range(2):
             assert connector.batched_contains([ChunkKey("none")]) == 0
         done = threading.Event()
-        connector._client.later(lambda _: done.set())
+        connector._client.run_in_worker(lambda _: done.set())
         assert await asyncio.to_thread(done.wait, DEADLINE_SECONDS)
         await connector.close()
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2pstore.integrations import lasting_client, retention
+from p2pstore.integrations import engine_client as engine_client
+from p2pstore.integrations import retention
 from p2pstore.local.local_connection import LocalConnection
 from tests.contract.test_engine_plugins import (
     LMCACHE,
@@ -35,8 +36,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch, name: str, modules: dict[str, dic
     """A plug-in's module, whose client waits for a second."""
     stand_in(monkeypatch, modules)
     module = plugin(monkeypatch, name)
-    short = functools.partial(lasting_client.LastingClient, timeout=1.0)
-    monkeypatch.setattr(module, "LastingClient", short)
+    short = functools.partial(engine_client.EngineClient, timeout=1.0)
+    monkeypatch.setattr(module, "EngineClient", short)
     return module
 
 
@@ -131,7 +132,7 @@ def test_engines_that_can_share_nothing_are_told_at_the_first_request_and_no_oth
             vllm.kv_cache_utils.NONE_HASH = seed  # vLLM chooses it after it made the tier
             for _ in range(2):
                 tier.on_new_request(None)
-            tier._client.later(lambda _: ends.release())
+            tier._client.run_in_worker(lambda _: ends.release())
             assert ends.acquire(timeout=60)
             tier.shutdown()
             del vllm.kv_cache_utils.NONE_HASH

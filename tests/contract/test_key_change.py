@@ -15,7 +15,7 @@ from p2pstore.transfer.peer_messages import Replicate, Replicated
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.transfer.transport import RemotePeer
 from tests.contract import test_transport as transport
 from tests.contract.test_transport import OWNER, RING, TcpHarness, grant, segment_of
@@ -114,12 +114,12 @@ async def test_new_tickets_and_connections_are_made_with_the_new_key(tcp: TcpHar
     """A pool that is told of the change leaves nothing that depends on the old key."""
     ring = KeyRing([transport.RING.keys[0]])
     identity = Identity(os.urandom(32))
-    office = TicketOffice(identity, ring)
-    first = office.ticket(OWNER.peer_id, Scope.READ)
-    assert office.ticket(OWNER.peer_id, Scope.READ) is first
+    issuer = TicketIssuer(identity, ring)
+    first = issuer.ticket(OWNER.peer_id, Scope.READ)
+    assert issuer.ticket(OWNER.peer_id, Scope.READ) is first
     ring.replace([NEW_KEY, *ring.keys])
-    office.renew()
-    assert office.ticket(OWNER.peer_id, Scope.READ) is not first
+    issuer.renew()
+    assert issuer.ticket(OWNER.peer_id, Scope.READ) is not first
 
     pool = tcp.pool(TrioDriver())
     remote = RemotePeer(OWNER.peer_id, (tcp.address,), grant())

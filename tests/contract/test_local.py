@@ -998,7 +998,7 @@ def test_a_lease_that_is_interrupted_anywhere_is_given_back(
             deadline = time.monotonic() + 10
             while leases.outstanding or peer.call(lambda: peer.backend.segment.leased_bytes):
                 assert time.monotonic() < deadline, f"lost when it was interrupted at {place}"
-                link.make_room()  # at once, not after the usual 50 ms
+                link.give_back_idle()  # at once, not after the usual 50 ms
                 client.locate("k")
     assert len(places) >= 15
 
@@ -1077,7 +1077,7 @@ def test_clients_and_peers_of_version_1_put_in_rows(
     peer: SmallPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of the two is older: neither can tell which."""
-    monkeypatch.setattr("p2pstore.wire.MAX_PROTOCOL_VERSION", 1)
+    monkeypatch.setattr("p2pstore.wire.LOCAL_MAX_VERSION", 1)
     frames: list[int] = []
     decode_header = wire.decode_header
 

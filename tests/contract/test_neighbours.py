@@ -105,7 +105,7 @@ def neighbours_of(store: Store) -> Neighbours:
 
 def until_known(store: Store, key: str) -> None:
     """The far peer is known to have it, and how to get there: the near one has nothing to say."""
-    eventually(lambda: live(store).fetcher.holders.known.only(key_digest(key)) is not None)
+    eventually(lambda: live(store).fetcher.holders.known.only_holder(key_digest(key)) is not None)
 
 
 # --- in every world -----------------------------------------------------------------------------

@@ -38,13 +38,13 @@ def announce(liar: Peer, key: str, value: bytes, version: Version) -> None:
     trailer = TrailerBody("default", key, sums, proof=bytes(98))
     length = len(encode_trailer(trailer))
     room = core.segment.reserve(
-        len(value), length, holder="liar", now=core.unix(now), namespace="default"
+        len(value), length, session="liar", now=core.unix(now), namespace="default"
     )
-    core.segment.reservation_view(room.number, holder="liar")[:] = value
+    core.segment.reservation_view(room.number, session="liar")[:] = value
     named = Version(version.clock, version.writer, root_checksum(len(value), sums))
     digest = key_digest(key)
     written = Written(room.number, digest, named, trailer, len(value))
-    core.objects.publish(written, holder="liar", soft=False, now=now)
+    core.objects.publish(written, session="liar", soft=False, now=now)
     liar.node.process()
 
 

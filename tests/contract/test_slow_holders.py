@@ -23,7 +23,12 @@ from p2pstore.transfer.data_messages import DataKind, Ping
 from p2pstore.transfer.failover import PullFailed, TooSlow
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.transport import BufferDestination, RemoteCopy, hurried, pull_with_failover
+from p2pstore.transfer.transport import (
+    BufferDestination,
+    RemoteCopy,
+    pull_with_failover,
+    with_alternatives,
+)
 from p2pstore.wire import Code
 from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_storing import Stores, store_request, writer
@@ -41,7 +46,7 @@ NEVER = float("inf")
 
 @pytest.fixture(autouse=True)
 def haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "HURRIED_ANSWER_SECONDS", HASTE_SECONDS)
+    monkeypatch.setattr(transport, "HOLDER_ANSWER_SECONDS", HASTE_SECONDS)
 
 
 @dataclass
@@ -217,7 +222,7 @@ async def test_batches(side: Side) -> None:
         segment = there.harness.segment
         digests = [put(segment, f"k{number}", value) for number, value in enumerate(values)]
         pool = there.pool(side)
-        copy = hurried(there.copies[0], [there.copies[1].peer_id])
+        copy = with_alternatives(there.copies[0], [there.copies[1].peer_id])
 
         async def small() -> None:
             views = [memoryview(bytearray(300)) for _ in values]
@@ -281,7 +286,7 @@ async def test_a_queue_for_the_connections_to_a_slow_holder(name: str) -> None:
             with pytest.raises(PullFailed, match="in use") as failed:
                 await side.run(
                     lambda: pool.pull(
-                        hurried(slow, [good.peer_id]),
+                        with_alternatives(slow, [good.peer_id]),
                         there.digest,
                         BufferDestination(bytearray(len(value))),
                     )

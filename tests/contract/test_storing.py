@@ -74,19 +74,19 @@ class Stores:
             raise self.error
         if self.decided is not None:
             return self.decided
-        holder = object()
+        session = object()
         trailer = TrailerBody(request.namespace, request.key, request.sums)
         reservation = self.segment.reserve(
-            request.length, len(encode_trailer(trailer)), holder=holder, now=time.time()
+            request.length, len(encode_trailer(trailer)), session=session, now=time.time()
         )
-        view = self.segment.reservation_view(reservation.number, holder)
-        opened = OpenedStore(view, request.sums, (request, trailer, reservation.number, holder))
+        view = self.segment.reservation_view(reservation.number, session)
+        opened = OpenedStore(view, request.sums, (request, trailer, reservation.number, session))
         self.open.append(opened)
         return opened
 
     async def finish_store(self, opened: OpenedStore) -> Stored:
         await trio.sleep(self.finish_seconds)
-        request, trailer, number, holder = opened.handle
+        request, trailer, number, session = opened.handle
         self.segment.commit(
             Written(
                 number,
@@ -95,7 +95,7 @@ class Stores:
                 trailer,
                 request.length,
             ),
-            holder=holder,
+            session=session,
             soft=False,
             now=time.time(),
         )
@@ -103,7 +103,7 @@ class Stores:
 
     def abandon_store(self, opened: OpenedStore) -> None:
         self.open.remove(opened)
-        self.segment.drop_holder(opened.handle[-1])
+        self.segment.drop_session(opened.handle[-1])
 
     def value(self, key: str = "k") -> bytes | None:
         entry = self.segment.find(key_digest(key), time.time())

@@ -363,7 +363,7 @@ def unreachable() -> socket.socket:
 async def test_nobody_waits_for_a_helper_that_is_still_connecting(
     side: Side, kind: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "HURRIED_ANSWER_SECONDS", 20.0)
+    monkeypatch.setattr(transport, "HOLDER_ANSWER_SECONDS", 20.0)
     buffer = bytearray(len(VALUE))
     with contextlib.closing(kind()) as silent, contextlib.closing(socket.socket()) as waiting:
         if kind is unreachable:

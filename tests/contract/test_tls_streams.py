@@ -19,7 +19,7 @@ from p2pstore.runtime.streams import ByteStream
 from p2pstore.runtime.trio_streams import TrioStream
 from p2pstore.transfer.tls_streams import (
     MAX_HANDSHAKE_BYTES,
-    MOST_RECEIVE_BYTES,
+    MAX_RECEIVE_BYTES,
     RENEW_SECONDS,
     VALID_SECONDS,
     AcceptedTlsStream,
@@ -119,7 +119,7 @@ async def test_nothing_is_read_after_a_farewell() -> None:
         for _ in range(10):
             assert await stream.receive_into(view) == 0
             await stream.wait_readable_forever()
-        assert stream._incoming.pending < 2 * MOST_RECEIVE_BYTES
+        assert stream._incoming.pending < 2 * MAX_RECEIVE_BYTES
         ended.set()
 
     async with tls_server(script) as address:

@@ -117,8 +117,8 @@ from p2pstore.transfer.transport import (
     RemotePeer,
     Transport,
     announcing,
-    hurried,
     pull_with_failover,
+    with_alternatives,
 )
 from p2pstore.wire import (
     HEADER,
@@ -223,7 +223,7 @@ class Backend:
         self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
     ) -> LentObject | ObjectReply | None:
         segment = self._segment
-        lent = segment.views.lend(item.digest, time.time())
+        lent = segment.leases.lend(item.digest, time.time())
         if lent is None:
             absent = ObjectReply(ObjectStatus.NOT_FOUND, incarnation=7, sequence=42)
             return absent if decides else None
@@ -232,12 +232,12 @@ class Backend:
         return LentObject(slot, trailer, segment.payload(entry), loan)
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
-        return self._segment.views.lend_small(
+        return self._segment.leases.lend_small(
             asked.digests, min(asked.most_bytes, CHUNK_BYTES), MAX_SMALL_BULK_BYTES, time.time()
         )
 
     def end_loan(self, handle: Loan) -> None:
-        self._segment.views.end_loan(handle)
+        self._segment.leases.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         self.noted += Counter(counts).elements()
@@ -1222,7 +1222,7 @@ async def test_a_holder_that_misbehaves_fails_the_pull_and_nothing_else(
     side: Side, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, codes = MISBEHAVIOUR[name]
-    monkeypatch.setattr(transport_module, "HURRIED_ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(transport_module, "HOLDER_ANSWER_SECONDS", 60.0)
     good_segment = segment_of(SEGMENT_BYTES)
     digest = put(good_segment, "key", VALUE)
     async with scripted_owner(script) as bad, TcpHarness.open(good_segment) as good:
@@ -1281,7 +1281,7 @@ async def test_a_holder_that_is_hurried_is_given_up_early(side: Side, says_hello
 async def test_a_hurried_read_hurries_no_other_one(tcp: TcpHarness, side: Side) -> None:
     digest = put(tcp.segment, "key", VALUE)
     pool = tcp.pool(side.driver)
-    for copy, seconds in ((hurried(tcp.copy(), ()), 1.5), (tcp.copy(), None)):
+    for copy, seconds in ((with_alternatives(tcp.copy(), ()), 1.5), (tcp.copy(), None)):
         buffer = bytearray(len(VALUE))
         await side.run(
             lambda copy=copy, buffer=buffer: pool.pull(  # type: ignore[misc]  # mypy: defaults of a lambda

@@ -20,8 +20,8 @@ from p2pstore.transfer.transport import (
     BufferDestination,
     PullReport,
     RemoteCopy,
-    hurried,
     pull_with_failover,
+    with_alternatives,
 )
 from p2pstore.wire import DATA_REPLY_LIMITS, HEADER_BYTES, Code, decode_header, encode_frame
 from tests.contract.sides import DRIVERS, Side
@@ -134,14 +134,14 @@ async def test_small_reads_are_never_refused(busy: TcpHarness, side: Side) -> No
     pool = busy.pool(side.driver)
     buffer = bytearray(len(SMALL))
     destination, digest = BufferDestination(buffer), key_digest("small")
-    await side.run(lambda: pool.pull(hurried(busy.copy(), ()), digest, destination))
+    await side.run(lambda: pool.pull(with_alternatives(busy.copy(), ()), digest, destination))
     assert buffer == SMALL
     with pytest.raises(PullFailed) as caught:
         large = BufferDestination(bytearray(len(LARGE)))
-        await side.run(lambda: pool.pull(hurried(busy.copy(), ()), DIGEST, large))
+        await side.run(lambda: pool.pull(with_alternatives(busy.copy(), ()), DIGEST, large))
     assert caught.value.code is Code.BUSY
     assert pool.open_connections == 1  # it is as good as before
-    await side.run(lambda: pool.pull(hurried(busy.copy(), ()), digest, destination))
+    await side.run(lambda: pool.pull(with_alternatives(busy.copy(), ()), digest, destination))
 
 
 async def test_a_place_is_free_when_its_reader_is_done_or_gone() -> None:
@@ -160,7 +160,9 @@ async def test_a_place_is_free_when_its_reader_is_done_or_gone() -> None:
 
 async def _pull(harness: TcpHarness) -> None:
     pool = harness.pool(TrioDriver())
-    await pool.pull(hurried(harness.copy(), ()), DIGEST, BufferDestination(bytearray(len(LARGE))))
+    await pool.pull(
+        with_alternatives(harness.copy(), ()), DIGEST, BufferDestination(bytearray(len(LARGE)))
+    )
     pool.close()
 
 

@@ -126,7 +126,7 @@ REMOVING = (DataKind.REMOVE, DataKind.FLUSH)
 async def data_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     """Mutated requests on a connection that was let in."""
     scope = Scope(rng.choice((1, 1, 2, 3, 4, 5, 7)))
-    granted = victim.office.ticket(victim.peer.node.core.peer_id, scope)
+    granted = victim.issuer.ticket(victim.peer.node.core.peer_id, scope)
     hints = _data_hints(victim, rng)
     others = {kind: each for kind, each in data.REQUESTS.items() if kind not in REMOVING}
     frames = corpus(others, rng, hints, skip=16)

@@ -17,7 +17,7 @@ from p2pstore.gossip.exchange.exchanges import MAX_IN_FLIGHT_EXCHANGES
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import PeerId
 from p2pstore.peer import Peer, open_peer
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.wire import Message, encode_frame
 from simulation.segment_checks import check_segment
 
@@ -58,7 +58,7 @@ class Victim:
         self.friend = friend
         self.mallory = Identity(b"mallory!" * 4)
         self.ring = KeyRing()
-        self.office = TicketOffice(self.mallory, self.ring)
+        self.issuer = TicketIssuer(self.mallory, self.ring)
         self.values: dict[str, bytes] = {}
         self.requests: list[tuple[int, Message]] = []
         """Control requests as honest peers sent them."""

@@ -38,7 +38,7 @@ VIEWS_AT_ONCE: Final = 3
 OFTEN: Final = 1 << 31
 TTL_SECONDS: Final = 8.0
 EPOCH_KEYS: Final = 10_000
-MOST_SAID: Final = 4
+MAX_SAID: Final = 4
 PINS: Final[tuple[PinName, ...]] = ("none", "none", "none", "soft")
 
 Target = tuple[int, Family, int]
@@ -90,7 +90,7 @@ class Notes:
         """An error that is not about what a read found."""
         if not isinstance(error, NoSuchKey):
             self.errors.append(type(error).__name__)
-            if len(self.said) < MOST_SAID:
+            if len(self.said) < MAX_SAID:
                 self.said.append(str(error)[:400])
 
 

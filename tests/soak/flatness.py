@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
-LEAST_SAMPLES: Final = 10
-MOST_SAMPLES: Final = 400
+MIN_SAMPLES: Final = 10
+MAX_SAMPLES: Final = 400
 WARM_SECONDS: Final = 600.0
 """Age of a peer after which nothing may grow any more."""
 SETTLED_SECONDS: Final = 2 * WARM_SECONDS
@@ -51,9 +51,9 @@ def growth_of(samples: Sequence[tuple[float, float]]) -> Growth | None:
     first_at, last_at = samples[0][0], samples[-1][0]
     begin = (first_at + last_at) / 2
     later = np.array([each for each in samples if each[0] >= begin], dtype=np.float64)
-    if len(later) < LEAST_SAMPLES:
+    if len(later) < MIN_SAMPLES:
         return None
-    later = later[:: -(-len(later) // MOST_SAMPLES)]
+    later = later[:: -(-len(later) // MAX_SAMPLES)]
     first, second = np.triu_indices(len(later), 1)
     times = later[second, 0] - later[first, 0]
     slopes = (later[second, 1] - later[first, 1])[times > 0] / times[times > 0]

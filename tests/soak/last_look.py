@@ -25,7 +25,7 @@ REPAIR_SECONDS: Final = 60.0
 """Until kept objects have as many copies as wanted: repair begins half a minute after a loss (scaled)."""
 EMPTY_SECONDS: Final = 40.0
 """After everything was removed, until all memory is free (scaled)."""
-MOST_KEYS: Final = 150
+MAX_KEYS: Final = 150
 """Keys that are looked up at each peer; the others are only counted."""
 PAGE: Final = 2000
 PAUSE_SECONDS: Final = 1.0
@@ -88,7 +88,7 @@ class LastLook:
             clients = self._connect(stack)
             self._differ = sorted(self._truth(clients))
             self._rng.shuffle(self._differ)
-            self._differ = self._differ[:MOST_KEYS]
+            self._differ = self._differ[:MAX_KEYS]
             self._checked[AGREES] += len(self._differ) * len(self._peers)
             if not wait_for(
                 lambda: self._same_by_now(clients), AGREE_SECONDS * self._patience, PAUSE_SECONDS
@@ -105,7 +105,7 @@ class LastLook:
             clients = self._connect(stack)
             given_up = self._given_up(clients)
             held = self._truth(clients)
-            chosen = self._rng.sample(sorted(held), min(MOST_KEYS, len(held)))
+            chosen = self._rng.sample(sorted(held), min(MAX_KEYS, len(held)))
             self.figures["keys in the end"] = len(held)
             not_found: dict[tuple[str, str], list[str]] = {}
             for peer in self._peers:

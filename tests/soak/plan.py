@@ -30,7 +30,7 @@ CALM_SECONDS: Final = 60.0
 """Time without faults, in which the cluster settles and is checked."""
 MEAN_PAUSE_SECONDS: Final = 6.0
 """Between the beginnings of two faults, on average."""
-MOST_PEERS_AT_ONCE: Final = 2
+MAX_PEERS_AT_ONCE: Final = 2
 """Peers that are disturbed at once, not counting splits of the network."""
 BATCH: Final = 6
 KEPT_AT_ONCE: Final = 6
@@ -143,7 +143,7 @@ def _fault(
     if kind in _ON_NETWORK:
         if on_network or (kind == "new key" and under_way):
             return None
-    elif len(on_peers) >= MOST_PEERS_AT_ONCE or any(
+    elif len(on_peers) >= MAX_PEERS_AT_ONCE or any(
         set(each.targets) & set(targets) for each in on_peers
     ):
         return None

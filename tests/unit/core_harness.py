@@ -285,10 +285,10 @@ class Harness:
         """A filled reservation's number."""
         trailer = len(encode_trailer(TrailerBody(NAMESPACE, key, chunk_sums(value)))) + 32
         reservation = self.segment.reserve(
-            len(value), trailer, holder=HOLDER, now=self.core.unix(self.now)
+            len(value), trailer, session=HOLDER, now=self.core.unix(self.now)
         )
         self.core.objects.announce_withdrawn(self.now)
-        self.segment.reservation_view(reservation.number, holder=HOLDER)[:] = value
+        self.segment.reservation_view(reservation.number, session=HOLDER)[:] = value
         return reservation.number
 
     def facts(self, key: str, value: bytes, **options: Any) -> PutFacts:
@@ -301,7 +301,7 @@ class Harness:
 
     def operation(self, facts: PutFacts, namespace: str = NAMESPACE) -> PutOperation:
         """A put that has not begun."""
-        return PutOperation(self.core, facts, holder=HOLDER, namespace=namespace)
+        return PutOperation(self.core, facts, session=HOLDER, namespace=namespace)
 
     def put(self, key: str, value: bytes, namespace: str = NAMESPACE, **options: Any) -> PutOperation:
         """Start a put."""

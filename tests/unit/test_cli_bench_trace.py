@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from mooncake_p2p.commands import bench_trace
-from mooncake_p2p.commands.bench import LEAST_SAMPLES, Figure, document, medians_in_turns
+from mooncake_p2p.commands.bench import MIN_SAMPLES, Figure, document, medians_in_turns
 from mooncake_p2p.main import run
 from mooncake_p2p.output import ExitCode
 from p2pstore.trace.pool import PoolSettings, cases
@@ -161,4 +161,4 @@ def test_turns_alternate_and_the_first_does_not_count() -> None:
 
     taken = medians_in_turns(lambda: turn("a", 99, 2), lambda: turn("b", 99, 1), seconds=0.0)
     assert taken == (2, 1)
-    assert order == ["a", "b"] * (1 + LEAST_SAMPLES)
+    assert order == ["a", "b"] * (1 + MIN_SAMPLES)

@@ -462,8 +462,8 @@ meetings = pytest.mark.parametrize(("own", "theirs", "spoken"), MEETINGS)
 
 
 def speak(monkeypatch: pytest.MonkeyPatch, versions: tuple[int, int]) -> None:
-    monkeypatch.setattr(wire, "MIN_PROTOCOL_VERSION", versions[0])
-    monkeypatch.setattr(wire, "MAX_PROTOCOL_VERSION", versions[1])
+    monkeypatch.setattr(wire, "LOCAL_MIN_VERSION", versions[0])
+    monkeypatch.setattr(wire, "LOCAL_MAX_VERSION", versions[1])
     monkeypatch.setattr(wire, "MIN_CONTROL_VERSION", versions[0])
     monkeypatch.setattr(wire, "MAX_CONTROL_VERSION", versions[1])
     monkeypatch.setattr(data_server_module, "MIN_DATA_VERSION", versions[0])

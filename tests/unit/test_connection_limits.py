@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from p2pstore.access.crowding import (
     ConnectionLimits,
-    Holder,
+    PlaceOwner,
     Strangers,
     Use,
     crowd,
@@ -145,8 +145,8 @@ def test_the_limits_hold_whatever_comes(events: list[tuple[int, bool]]) -> None:
         assert all(len(own) <= 5 for own in strangers._by_host.values())
 
 
-def holder(host: str, member: bytes, used_at: float, *, busy: bool = False) -> Holder:
-    return Holder(host, member, busy, used_at)
+def holder(host: str, member: bytes, used_at: float, *, busy: bool = False) -> PlaceOwner:
+    return PlaceOwner(host, member, busy, used_at)
 
 
 def test_the_longest_unused_one_of_the_largest_member_at_the_largest_host_goes() -> None:

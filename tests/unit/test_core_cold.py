@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from p2pstore.core.copies.coldest import LOOKED_AT
 from p2pstore.core.gets.fetch_operation import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
 from p2pstore.core.gets.key_pages import ListOperation, is_known, known_keys
-from p2pstore.core.gets.serving import ListHereOperation, reply_of
 from p2pstore.core.operation import (
     ColdObject,
     ColdSorted,
@@ -18,6 +17,7 @@ from p2pstore.core.operation import (
     PullOutcome,
     WriteObject,
 )
+from p2pstore.core.serving import ListHereOperation, reply_of
 from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
 from p2pstore.memory.segment_layout import Pin

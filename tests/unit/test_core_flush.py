@@ -4,9 +4,9 @@ import pytest
 
 from p2pstore.core import floors as sweeping
 from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import ColdObject, ColdSorted, Operation
 from p2pstore.core.remove import PUSHES_AT_ONCE, FlushEnd, FlushOperation
+from p2pstore.core.serving import reply_of
 from p2pstore.errors import CapacityExceeded
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.objects import Version, namespace_digest
@@ -219,7 +219,7 @@ def test_threads_are_lent_nothing_that_a_flush_may_end(monkeypatch: pytest.Monke
     def lent(*, decides: bool = False) -> bool:
         found = world.core.objects.lend(entry.digest, world.now, decides=decides)
         if found is not None:
-            world.segment.views.end_loan(found[0])
+            world.segment.leases.end_loan(found[0])
         return found is not None
 
     assert lent()
@@ -237,7 +237,7 @@ def test_what_expired_is_lent_no_longer() -> None:
     entry = world.stored("k", b"value", ttl_seconds=5.0)
     found = world.core.objects.lend(entry.digest, world.now + 4.0, decides=False)
     assert found is not None
-    world.segment.views.end_loan(found[0])
+    world.segment.leases.end_loan(found[0])
     assert world.core.objects.lend(entry.digest, world.now + 5.0, decides=False) is None
 
 

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from p2pstore.core import floors as sweeping
-from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import AskPeer, CheckObject, PullOutcome, PutEnd
 from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.put_operation import PutOperation
+from p2pstore.core.serving import reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import Ask
 from p2pstore.gossip.records import SCOPE_NAMESPACE, writer_of
@@ -110,7 +110,7 @@ def test_a_reservation_that_is_not_there_is_an_error_and_leaves_nothing() -> Non
     operation = world.operation(replace(facts, reservation=facts.reservation + 1))
     world.start(operation)
     assert isinstance(operation.result, ValueError)
-    world.segment.abort(facts.reservation, holder=HOLDER)
+    world.segment.abort(facts.reservation, session=HOLDER)
     world.check_idle()
 
 
@@ -737,7 +737,7 @@ def test_a_put_that_is_cancelled_while_it_compares_leaves_nothing(client_is_gone
     remote = world.hold(world.others[0], "k", b"value")
     operation, ask = compare(world, "k", b"value")
     if client_is_gone:
-        world.segment.drop_holder(HOLDER)
+        world.segment.drop_session(HOLDER)
     world.core.operations.cancel(operation, world.now)
     assert isinstance(operation.result, DeadlineExceeded)
     world.answer(ask, remote.reply)  # too late
@@ -770,7 +770,7 @@ def test_a_client_that_goes_while_a_holder_is_asked_harms_nobody(reply: str) -> 
     world = Harness(others=1)
     remote = world.hold(world.others[0], "k", b"value" if reply == "same" else b"other")
     operation, ask = compare(world, "k", b"value")
-    world.segment.drop_holder(HOLDER)
+    world.segment.drop_session(HOLDER)
     world.answer(ask, None if reply == "silent" else remote.reply)
     if reply == "other":
         vouch(world)

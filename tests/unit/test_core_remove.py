@@ -402,12 +402,12 @@ def test_an_equal_or_older_version_elsewhere_drops_nothing() -> None:
 def test_an_evicted_object_is_withdrawn_before_its_memory_is_written() -> None:
     world = Harness(memory_bytes=64 * 1024)
     world.stored("k", bytes(50_000))
-    reservation = world.segment.reserve(50_000, 100, holder="x", now=world.core.unix(world.now))
+    reservation = world.segment.reserve(50_000, 100, session="x", now=world.core.unix(world.now))
     world.core.objects.announce_withdrawn(world.now)
     assert world.announced("k") is None
     assert world.core.counters["objects_withdrawn"] == 1
     assert world.core.counters["gone_last_copy"] == 1
-    world.segment.abort(reservation.number, holder="x")
+    world.segment.abort(reservation.number, session="x")
     world.core.objects.announce_withdrawn(world.now)
     assert world.core.counters["objects_withdrawn"] == 1
     world.check_idle()
@@ -421,7 +421,7 @@ def test_a_soft_copy_that_was_the_last_one_counts_as_such(holder_leaves: bool, w
     world.deliver(world.pull_wanted(), thing)
     if holder_leaves:
         world.push(world.others[0], thing, removed=True)
-    world.segment.reserve(50_000, 100, holder="x", now=world.core.unix(world.now))
+    world.segment.reserve(50_000, 100, session="x", now=world.core.unix(world.now))
     world.core.objects.announce_withdrawn(world.now)
     assert world.core.counters[f"gone_{why}"] == 1
     assert world.core.counters["last_copies_dropped"] == holder_leaves

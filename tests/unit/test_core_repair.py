@@ -12,7 +12,7 @@ import p2pstore.core.copies.hand_over as hand_over_module
 from p2pstore.core.copies.coldest import SPREAD_SECONDS
 from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
 from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
-from p2pstore.core.copies.repair import MOST_FAILURES, RepairTiming
+from p2pstore.core.copies.repair import MAX_FAILURES, RepairTiming
 from p2pstore.core.operation import AskPeer, LoadObject
 from p2pstore.gossip.gossip_messages import Ack, Ask, ControlKind
 from p2pstore.gossip.homes.partition_homes import weight
@@ -213,7 +213,7 @@ def test_when_nobody_takes_anything_a_pass_ends() -> None:
         for ask in replications(world):
             world.answer(ask, FULL)
             refused += 1
-    assert refused == MOST_FAILURES
+    assert refused == MAX_FAILURES
 
 
 def test_a_peer_that_leaves_repairs_nothing() -> None:
@@ -324,7 +324,7 @@ def test_pinned_objects_go_first_then_those_that_are_asked_for_most() -> None:
 
 
 def test_of_very_many_objects_the_first_in_order_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hand_over_module, "MOST_ORDERED", 5)
+    monkeypatch.setattr(hand_over_module, "MAX_ORDERED", 5)
     monkeypatch.setattr(OwnCopies, "step", partialmethod(OwnCopies.step, 3))
     world = Harness(others=1, memory_bytes=1024 * 1024)
     offering(world, 1 << 20)

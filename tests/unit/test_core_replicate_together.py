@@ -43,7 +43,7 @@ def put(
     """Publish new values together."""
     items = [world.facts(key, bytes(size), replicas=replicas, **options) for key in keys]
     columns = columns_of_facts(items, NAMESPACE)
-    ends = publish_new(world.core, columns, holder=HOLDER, namespace=NAMESPACE, now=world.now)
+    ends = publish_new(world.core, columns, session=HOLDER, namespace=NAMESPACE, now=world.now)
     assert all(isinstance(end, PutAmongMany) for end in ends)
     return [end for end in ends if isinstance(end, PutAmongMany)]
 

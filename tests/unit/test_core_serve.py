@@ -4,8 +4,8 @@ import pytest
 
 from p2pstore.core.copies.proofs import sign_versions
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.serving import MAX_HOLDINGS, reply_of
 from p2pstore.core.operation import AskPeer
+from p2pstore.core.serving import MAX_HOLDINGS, reply_of
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.gossip_messages import Duplicate
 from p2pstore.gossip.records import decode_location, writer_of
@@ -338,12 +338,12 @@ def test_a_limit_below_one_still_gets_somewhere(limit: int) -> None:
 def test_an_item_says_what_the_object_is() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"12345", pin=2, ttl_seconds=50.0)
-    lease = world.segment.views.lease(entry, holder="reader", now=world.core.unix(world.now))
+    lease = world.segment.leases.lease(entry, session="reader", now=world.core.unix(world.now))
     (item,) = list_here(world).items
     assert (item.length, item.pin, item.soft, item.leased) == (5, Pin.HARD, False, True)
     assert (item.clock, item.writer) == (entry.version.clock, entry.version.writer)
     assert item.expires_unix_ms == entry.expires_unix_ms
-    world.segment.views.release(lease, holder="reader")
+    world.segment.leases.release(lease, session="reader")
 
 
 # --- the rest --------------------------------------------------------------------------------

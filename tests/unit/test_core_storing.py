@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from p2pstore.core.operation import Operation
-from p2pstore.core.puts.placing import MAX_INCOMING, Incoming, IncomingStores, digest_of, stored_reply
+from p2pstore.core.puts.placing import (
+    MAX_INCOMING,
+    IncomingStore,
+    IncomingStores,
+    digest_of,
+    stored_reply,
+)
 from p2pstore.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -34,7 +40,7 @@ def request(key: str, value: bytes, **facts: Any) -> Store:
 
 def arrive(
     world: Harness, stores: IncomingStores, wanted: Store, value: bytes
-) -> tuple[Incoming, Operation]:
+) -> tuple[IncomingStore, Operation]:
     """The whole way of a value whose bytes are needed."""
     assert stores.examine(wanted, world.now).result is None
     incoming = run_through(stores.open(wanted, MEMBER, world.now))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from p2pstore.core.copies.copy_destination import CopiesDestination, RoomDestination
 from p2pstore.core.copies.proofs import sign_versions, signature_of
-from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import PullOutcome, PullTogether
+from p2pstore.core.serving import reply_of
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import Tier, writer_of
 from p2pstore.memory.segment_layout import TrailerBody, decode_trailer, encode_slot, encode_trailer

@@ -27,7 +27,7 @@ from p2pstore.transfer.data_messages import (
     split_data_address,
 )
 from p2pstore.transfer.peer_messages import KeyInfo
-from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part, in_parts
+from p2pstore.transfer.reading.small_reads import MAX_ITEMS, Part, in_parts
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
     ERROR,
@@ -230,7 +230,7 @@ def test_parts_are_all_of_them_in_order_and_fit_into_an_answer(sizes: list[int])
     digests = [number.to_bytes(16) for number in range(len(sizes))]
     asked = in_parts(Part(digests, views, most_bytes))
     for part in asked:
-        assert 0 < len(part.views) <= MOST_ITEMS
+        assert 0 < len(part.views) <= MAX_ITEMS
         assert sum(map(len, part.views)) <= MAX_SMALL_BULK_BYTES
     assert [digest for part in asked for digest in part.digests] == digests
     assert [len(view) for part in asked for view in part.views] == sizes

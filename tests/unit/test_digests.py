@@ -26,9 +26,9 @@ from p2pstore.gossip.exchange.digests import (
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import LogChunk
 from p2pstore.gossip.locations.log import (
-    LEAST_PACKED,
     MASK_BYTES,
     MAX_SIGNED_OPERATIONS,
+    MIN_PACKED,
     SignedRun,
     pack_operations,
     unpack_operations,
@@ -245,7 +245,7 @@ def test_any_bytes_are_operations_or_an_error(packed: bytes, count: int) -> None
 
 def test_a_mask_of_more_bytes_than_a_record_has_is_refused() -> None:
     with pytest.raises(ProtocolError, match="mask"):
-        unpack_operations(b"\xff" * 60, 0, LEAST_PACKED)
+        unpack_operations(b"\xff" * 60, 0, MIN_PACKED)
 
 
 def test_a_chunk_says_how_many_it_has_and_no_more() -> None:

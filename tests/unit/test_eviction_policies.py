@@ -12,9 +12,9 @@ import pytest
 from p2pstore.memory.entries import EntryList, ObjectEntry, unlink
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.policies import PolicyName, make_policy
-from p2pstore.memory.policies.interface import LEAST_GHOSTS, MOST_FORGOTTEN, Ghosts
-from p2pstore.memory.policies.prefix_aware import MOST_CREDITS, PrefixAware
-from p2pstore.memory.policies.s3_fifo import MOST_PROMOTED
+from p2pstore.memory.policies.interface import MAX_FORGOTTEN, MIN_GHOSTS, Ghosts
+from p2pstore.memory.policies.prefix import MAX_CREDITS, PrefixAware
+from p2pstore.memory.policies.s3_fifo import MAX_PROMOTED
 from p2pstore.memory.segment_layout import Pin, SlotState
 from p2pstore.trace.one_cache import BlockCache
 from tests.unit.eviction_entries import entry
@@ -127,11 +127,11 @@ def test_s3_reads_give_another_round_in_the_main_queue_each() -> None:
 
 def test_s3_takes_bounded_steps_where_everything_was_read() -> None:
     order = EvictionOrder(make_policy("s3-fifo"))
-    for number in range(2 * MOST_PROMOTED):
+    for number in range(2 * MAX_PROMOTED):
         order.read(admit(order, number, now=number), 2, number)
-    assert evict(order) == MOST_PROMOTED, "those before it moved, this one would have been next"
+    assert evict(order) == MAX_PROMOTED, "those before it moved, this one would have been next"
     order.gone(*order.at(5 << 32), evicted=False)
-    assert len(numbers(order)) == 2 * MOST_PROMOTED - 2
+    assert len(numbers(order)) == 2 * MAX_PROMOTED - 2
 
 
 def test_s3_measures_its_queues_in_bytes() -> None:
@@ -230,7 +230,7 @@ def test_reads_at_once_are_one_read() -> None:
     assert block.standing == 1
     for now in (100.0, 150.0, 200.0, 250.0):
         order.read(block, 1, now)
-    assert block.standing == MOST_CREDITS
+    assert block.standing == MAX_CREDITS
 
 
 def test_what_comes_back_after_it_was_evicted_has_more_credit() -> None:
@@ -267,8 +267,8 @@ def test_ghosts_are_bounded() -> None:
     for number in range(1000):
         ghosts.add([entry(number)], live=1000)
     ghosts.add([entry(1000)], live=0)
-    assert len(ghosts) == 1001 - MOST_FORGOTTEN, "not all at once"
-    assert LEAST_GHOSTS == 65_536
+    assert len(ghosts) == 1001 - MAX_FORGOTTEN, "not all at once"
+    assert MIN_GHOSTS == 65_536
 
 
 def test_a_few_very_long_gaps_do_not_make_the_typical_gap() -> None:

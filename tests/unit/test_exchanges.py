@@ -436,7 +436,7 @@ def test_claims_wait_for_a_message_that_goes() -> None:
         [Run(of.members.tolist().index(other.gossip.member), SignedRun(1, operation, signature))]
     )
     node.gossip.serve(other.peer_id, ControlKind.DELTA, Delta([], [], [], [], of.hash, *runs), now)
-    assert node.gossip.fresh
-    assert node.gossip.fresh.spread(now) == []
+    assert node.gossip.eager_news
+    assert node.gossip.eager_news.spread(now) == []
     claims = node.gossip.membership.claims(to=other.peer_id)
     assert [claim.peer_id for claim in claims] == [peer_id_of(9)]

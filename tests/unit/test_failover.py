@@ -112,18 +112,18 @@ def test_a_holder_without_the_object_is_not_asked_twice() -> None:
 def test_holders_are_hurried_while_others_are_left() -> None:
     attempts = PullAttempts([copy(1, same_host=True), copy(2)], [TCP, SHM])
     first = present(attempts.next())
-    assert first.hurried
+    assert first.has_alternatives
     attempts.failed(PullFailed(Code.DEADLINE_EXCEEDED, "hangs"))
     last = present(attempts.next())
-    assert (last.copy.member, last.hurried) == (2, False)
+    assert (last.copy.member, last.has_alternatives) == (2, False)
     attempts.failed(PullFailed(Code.DEADLINE_EXCEEDED, "hangs"))
-    assert [(each.member, each.hurried) for each in attempts.reports] == [(1, True), (2, False)]
+    assert [(each.member, each.has_alternatives) for each in attempts.reports] == [(1, True), (2, False)]
 
 
 def test_a_holder_is_to_begin_soon_while_another_was_not_asked_yet() -> None:
     attempts, course = PullAttempts([copy(1), copy(2)], [TCP]), []
     while attempt := attempts.next():
-        course.append((attempt.copy.member, attempt.soon, attempt.hurried))
+        course.append((attempt.copy.member, attempt.soon, attempt.has_alternatives))
         attempts.failed(
             TooSlow("silent") if attempt.soon else PullFailed(Code.DEADLINE_EXCEEDED, "hangs")
         )
@@ -136,10 +136,10 @@ def test_busy_holders_are_asked_once_more_when_no_other_delivered() -> None:
     course = []
     for failure in (busy, PullFailed(Code.NO_SUCH_KEY, "gone"), busy, busy):
         attempt = present(attempts.next())
-        course.append((attempt.copy.member, attempt.hurried))
+        course.append((attempt.copy.member, attempt.has_alternatives))
         attempts.failed(failure)
     last = present(attempts.next())
-    course.append((last.copy.member, last.hurried))
+    course.append((last.copy.member, last.has_alternatives))
     assert course == [(1, True), (2, True), (3, True), (1, False), (3, False)]
     attempts.failed(PullFailed(Code.NO_SUCH_KEY, "gone"))
     assert attempts.next() is None
@@ -160,7 +160,7 @@ def test_those_that_were_too_slow_are_asked_once_more_when_no_other_delivered() 
     for failure in (slow, gone, slow, slow, slow):
         attempt = present(attempts.next())
         others = [each.member for each in attempt.others]
-        course.append((attempt.copy.member, attempt.hurried, others))
+        course.append((attempt.copy.member, attempt.has_alternatives, others))
         attempts.failed(failure)
     assert course == [
         (1, True, [2, 3]),
@@ -170,7 +170,7 @@ def test_those_that_were_too_slow_are_asked_once_more_when_no_other_delivered() 
         (3, False, []),
     ]
     assert attempts.next() is None
-    assert [(each.member, each.hurried) for each in attempts.reports] == [
+    assert [(each.member, each.has_alternatives) for each in attempts.reports] == [
         (2, True),
         (1, False),
         (3, False),
@@ -182,7 +182,7 @@ def test_who_was_too_slow_is_told_even_if_another_delivers() -> None:
     attempts.next()
     attempts.failed(TooSlow("too slow"))
     delivers = present(attempts.next())
-    assert (delivers.copy.member, delivers.hurried) == (2, True)
+    assert (delivers.copy.member, delivers.has_alternatives) == (2, True)
     assert [(each.member, each.code) for each in attempts.reports] == [(1, Code.DEADLINE_EXCEEDED)]
     assert is_silence(attempts.reports[0])
 
@@ -190,7 +190,7 @@ def test_who_was_too_slow_is_told_even_if_another_delivers() -> None:
 def test_the_only_holder_is_not_asked_twice() -> None:
     attempts = PullAttempts([copy(1)], [TCP])
     first = present(attempts.next())
-    assert not first.hurried
+    assert not first.has_alternatives
     attempts.failed(PullFailed(Code.BUSY, "much to send"))
     assert attempts.next() is None
     assert [each.code for each in attempts.reports] == [Code.BUSY]
@@ -202,14 +202,14 @@ def test_reads_of_a_batch_wait_for_a_silent_holder_once() -> None:
     assert members(silent.last(holders)) == [1, 2, 3]
     silent.learn(
         [
-            HolderReport(1, Code.DEADLINE_EXCEEDED, "hangs", "tcp", hurried=True),
+            HolderReport(1, Code.DEADLINE_EXCEEDED, "hangs", "tcp", has_alternatives=True),
             HolderReport(2, Code.DEADLINE_EXCEEDED, "hangs", "tcp"),
             HolderReport(3, Code.NO_SUCH_KEY, "gone", "tcp"),
         ]
     )
     assert members(silent.last(holders)) == [3, 1]
-    silent.add(1, hurried=False)
-    silent.add(1, hurried=True)
+    silent.add(1, has_alternatives=False)
+    silent.add(1, has_alternatives=True)
     assert members(silent.last(holders)) == [3]
     assert is_silence(PullFailed(Code.DEADLINE_EXCEEDED, "hangs"))
     assert not is_silence(PullFailed(Code.UNAVAILABLE, "refused"))

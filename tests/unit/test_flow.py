@@ -10,10 +10,10 @@ from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import GIB, KIB, MIB
 from p2pstore.runtime.flow import (
     ASSUMED_RATE,
-    LEAST_SOON_SECONDS,
     LOWEST_RATE,
     MAX_HOLDERS,
-    MOST_LEAST_RATE,
+    MAX_LEAST_RATE,
+    MIN_SOON_SECONDS,
     PATIENCE,
     REMEMBERED_SECONDS,
     TIMES_USUAL,
@@ -88,11 +88,11 @@ def test_a_wait_that_no_stream_allows_was_this_process_standing_still() -> None:
 def test_answers_make_up_for_round_trips() -> None:
     """Small objects over 300 ms: no other holder would be faster there."""
     flow = Flow()
-    flow.begin(1.5, MOST_LEAST_RATE)
+    flow.begin(1.5, MAX_LEAST_RATE)
     for _ in range(100):
         assert flow.moved(1000, 0.29)
         flow.answered()
-    flow.begin(1.5, MOST_LEAST_RATE)
+    flow.begin(1.5, MAX_LEAST_RATE)
     answers = 0
     while flow.moved(1000, 1.0):
         flow.answered()
@@ -144,7 +144,7 @@ def test_the_best_of_the_others_counts() -> None:
     assert rates.least([ONE], 1.0) == MIB / PATIENCE
     assert rates.least([ONE, OTHER, THIRD], 1.0) == ASSUMED_RATE / PATIENCE
     rates.measured(THIRD, brought(GIB, 1.0), 1.0)
-    assert rates.least([THIRD], 1.0) == MOST_LEAST_RATE
+    assert rates.least([THIRD], 1.0) == MAX_LEAST_RATE
 
 
 def test_who_brought_next_to_nothing_is_no_alternative_for_a_while() -> None:
@@ -190,11 +190,11 @@ def test_a_holder_is_to_begin_within_a_few_times_what_is_usual() -> None:
     for seconds in (0.001, 0.5, 0.0):
         flow.answer_seconds = seconds
         rates.answered(ONE, flow)
-        assert rates.begin_seconds(ONE) == max(LEAST_SOON_SECONDS, TIMES_USUAL * (seconds or 0.5))
+        assert rates.begin_seconds(ONE) == max(MIN_SOON_SECONDS, TIMES_USUAL * (seconds or 0.5))
     flow.answer_seconds = 0.001
     for _ in range(100):
         rates.answered(ONE, flow)
-    assert rates.begin_seconds(ONE) == LEAST_SOON_SECONDS
+    assert rates.begin_seconds(ONE) == MIN_SOON_SECONDS
     for number in range(2 * MAX_HOLDERS):
         rates.answered(number.to_bytes(4), flow)
     assert len(rates._answers) == MAX_HOLDERS

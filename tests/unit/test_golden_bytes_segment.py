@@ -130,11 +130,11 @@ def test_a_whole_segment() -> None:
         incarnation=HEADER.incarnation,
         geometry=geometry,
     )
-    reservation = segment.reserve(len(VALUE), len(TRAILER_BYTES), holder=0, now=1.0)
+    reservation = segment.reserve(len(VALUE), len(TRAILER_BYTES), session=0, now=1.0)
     segment.reservation_view(reservation.number, 0)[:] = VALUE
     segment.commit(
         Written(reservation.number, DIGEST, SLOT.version, TRAILER, len(VALUE)),
-        holder=0,
+        session=0,
         soft=True,
         now=1.0,
     )

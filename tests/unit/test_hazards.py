@@ -77,7 +77,7 @@ class OwnerAndClients(RuleBasedStateMachine):
     def connect(self, client: str) -> None:
         stored, shown = bytearray(HAZARD_PAGE_BYTES), bytearray(HAZARD_PAGE_BYTES)
         self.pages[client] = stored, shown
-        self.segment.views.watch_hazards(client, memoryview(shown).toreadonly())
+        self.segment.leases.watch_hazards(client, memoryview(shown).toreadonly())
         self.books[client] = LeaseBook(HazardPage(memoryview(stored)), NO_LIMIT)
 
     def barrier(self) -> None:
@@ -141,7 +141,7 @@ class OwnerAndClients(RuleBasedStateMachine):
 
     @rule(client=st.sampled_from(CLIENTS))
     def kill(self, client: str) -> None:
-        self.segment.drop_holder(client)
+        self.segment.drop_session(client)
         self.seen = [each for each in self.seen if each.client != client]
         self.views = [each for each in self.views if each.client != client]
         self.connect(client)
@@ -157,7 +157,7 @@ class OwnerAndClients(RuleBasedStateMachine):
         """Nothing is kept for clients that are gone."""
         if self.segment_is_made:
             for client in CLIENTS:
-                self.segment.drop_holder(client)
+                self.segment.drop_session(client)
             assert self.segment.leased_bytes == 0
             check_segment(self.segment)
 
@@ -172,7 +172,7 @@ TestOwnerAndClients.settings = settings(max_examples=150, stateful_step_count=40
 
 def client_of(segment: Segment, name: str = "client", max_bytes: int = NO_LIMIT) -> LeaseBook:
     page = memoryview(bytearray(HAZARD_PAGE_BYTES))
-    segment.views.watch_hazards(name, page)
+    segment.leases.watch_hazards(name, page)
     return LeaseBook(HazardPage(page), max_bytes)
 
 
@@ -194,7 +194,7 @@ def test_what_is_viewed_stays_until_its_end(how: str) -> None:
     entry = put(segment, "k", value, expires_unix_ms=expires_unix_ms, now=100.0)
     view = present(view_of(book, buffer, "k"))
     assert segment.leased_bytes == entry.extent_bytes
-    assert segment.views.leased_bytes_of("client") == len(value)
+    assert segment.leases.leased_bytes_of("client") == len(value)
     if how == "removed":
         segment.remove(entry.digest)
     elif how == "replaced":
@@ -301,7 +301,7 @@ def test_two_views_of_one_object_are_two_leases() -> None:
 def test_whatever_a_client_writes_to_its_page_it_only_keeps_objects_in_place(words: list[int]) -> None:
     segment, _ = new_segment(6)
     page = bytearray(HAZARD_PAGE_BYTES)
-    segment.views.watch_hazards("stranger", memoryview(page))
+    segment.leases.watch_hazards("stranger", memoryview(page))
     for number in range(4):
         put(segment, f"k{number}", one_granule(number), now=1.0 + number)
     struct.pack_into(f"{len(words)}I", page, 0, *words)
@@ -309,7 +309,7 @@ def test_whatever_a_client_writes_to_its_page_it_only_keeps_objects_in_place(wor
         for number in range(9):
             put(segment, f"more {number}", one_granule(9 + number), now=10.0 + number)
     check_segment(segment)
-    segment.drop_holder("stranger")
+    segment.drop_session("stranger")
     assert segment.leased_bytes == 0
     check_segment(segment)
 

@@ -9,7 +9,7 @@ import pytest
 
 from p2pstore.core.gets import reads as hot_objects
 from p2pstore.core.gets import reads as read_reports
-from p2pstore.core.gets.fetch_operation import MOST_HOPS, FetchOperation
+from p2pstore.core.gets.fetch_operation import MAX_HOPS, FetchOperation
 from p2pstore.core.gets.reads import (
     ANSWER_SECONDS,
     FIRST_PAUSE_SECONDS,
@@ -17,9 +17,9 @@ from p2pstore.core.gets.reads import (
     KEPT_SHARE,
     LAST_PAUSE_SECONDS,
     LOST_SECONDS,
+    MAX_KEEPERS,
     MAX_LOSERS,
-    MOST_KEEPERS,
-    MOST_TRANSFERS,
+    MAX_TRANSFERS,
     REPORT_SECONDS,
     HotObjects,
     SentOn,
@@ -167,9 +167,9 @@ def test_however_often_it_is_read_what_is_remembered_is_as_much_as_there_are_rea
 
 def test_a_bounded_number_of_readers_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     hot = HotObjects()
-    for reader in range(3 * MOST_KEEPERS):
+    for reader in range(3 * MAX_KEEPERS):
         assert read(hot, reader, Keeps.YES, now=100.0 * reader) is None
-    assert len(hot._objects[KEY].kept_at) == MOST_KEEPERS
+    assert len(hot._objects[KEY].kept_at) == MAX_KEEPERS
     monkeypatch.setattr(hot_objects, "MAX_LOSERS", 8)
     for reader in range(3 * 8):
         hot._lost(reader, 0.0)
@@ -211,10 +211,10 @@ def test_a_holder_serves_a_few_whoever_comes_first(seed: int, readers: int) -> N
         elif keeps is Keeps.BY_PEER:
             asking.append((reader, 0, Keeps.YES, 0))
         else:
-            assert hops < MOST_HOPS
+            assert hops < MAX_HOPS
             asking.append((reader, rng.choice(answer.keepers), Keeps.YES, hops + 1))
     assert served.total() == readers
-    assert max(served.values()) <= MOST_TRANSFERS
+    assert max(served.values()) <= MAX_TRANSFERS
 
 
 # --- a peer that is sent on ------------------------------------------------------------------
@@ -263,11 +263,11 @@ def test_when_the_keeper_has_nothing_the_holder_has_to_send_it() -> None:
 
 
 def test_who_is_sent_from_one_to_the_other_insists_in_the_end() -> None:
-    world = Harness(others=MOST_HOPS + 3)
+    world = Harness(others=MAX_HOPS + 3)
     operation, thing = fetching(world)
-    for hop in range(MOST_HOPS):
+    for hop in range(MAX_HOPS):
         sent_on(world, world.pull_wanted(), world.others[hop + 1])
-    sent_on(world, world.pull_wanted(), world.others[MOST_HOPS + 1])
+    sent_on(world, world.pull_wanted(), world.others[MAX_HOPS + 1])
     pull = world.pull_wanted()
     assert pull.insist
     assert world.others[0].peer_id in asked(pull)

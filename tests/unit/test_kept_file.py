@@ -159,7 +159,7 @@ def test_it_is_known_who_still_has_the_memory_of_earlier_lives(path: Path) -> No
     descriptor = first.read_only_descriptor()
     view = map_read_only(descriptor, first.length)
     os.close(descriptor)
-    segment.views.lease(put(segment, "k", VALUE), holder="client", now=100.0)
+    segment.leases.lease(put(segment, "k", VALUE), session="client", now=100.0)
     segment.detach()
     first.close()
 
@@ -202,8 +202,8 @@ def test_without_clients_nothing_is_kept_in_place(path: Path) -> None:
     memory = open_kept_memory(path, expected())
     memory.is_kept = True
     segment = segment_in(memory, FIRST)
-    segment.views.lease(put(segment, "k", VALUE), holder="client", now=100.0)
-    segment.reserve(5_000, 200, holder="client", now=100.0, namespace=NAMESPACE)
+    segment.leases.lease(put(segment, "k", VALUE), session="client", now=100.0)
+    segment.reserve(5_000, 200, session="client", now=100.0, namespace=NAMESPACE)
     segment.detach()
     memory.close()
     memory = open_kept_memory(path, expected(FIRST))

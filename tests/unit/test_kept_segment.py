@@ -147,7 +147,7 @@ class KeptSegmentAgainstDictionary(SegmentAgainstDictionary):
         self.earlier_rooms: list[tuple[int, int]] = []
 
     def referenced(self) -> list[ObjectEntry]:
-        leases = self.segment.views.leases
+        leases = self.segment.leases.leases
         earlier = [leases._by_number[number][0] for number in leases.of(EARLIER_CLIENTS)]
         return super().referenced() + earlier
 
@@ -156,7 +156,7 @@ class KeptSegmentAgainstDictionary(SegmentAgainstDictionary):
         if clients_stay:
             self.earlier_views += [(entry.offset, value) for _, entry, value in self.leases.values()]
             self.earlier_views += [(entry.offset, value) for entry, value in self.sending]
-            own = [each for each in self.kept_reservations() if each.holder != EARLIER_CLIENTS]
+            own = [each for each in self.kept_reservations() if each.session != EARLIER_CLIENTS]
             self.earlier_rooms += [(each.offset, each.capacity) for each in own]
         else:
             self.earlier_views, self.earlier_rooms = [], []
@@ -189,7 +189,7 @@ class KeptSegmentAgainstDictionary(SegmentAgainstDictionary):
             for held in self.segment.objects.held.values():
                 if isinstance(held, ObjectEntry):
                     assert held.offset >= begin + size or held.offset + held.extent_bytes <= begin
-                elif held.holder != EARLIER_CLIENTS:
+                elif held.session != EARLIER_CLIENTS:
                     assert held.offset >= begin + size or held.offset + held.capacity <= begin
 
 
@@ -236,7 +236,7 @@ def test_a_peer_killed_at_any_step_of_a_batch_has_each_value_whole_or_not_at_all
             version = Version(2, 1, root_checksum(len(value), trailer.sums))
             digest = key_digest(key, NAMESPACE)
             rows.append(Written(room.number, digest, version, trailer, len(value)))
-        assert all(lives.segment.commit_new(rows, holder=ME, now=100.0))
+        assert all(lives.segment.commit_new(rows, session=ME, now=100.0))
 
     images = images_during(lives, put_batch)
     found = set()
@@ -271,7 +271,7 @@ def test_damage_costs_objects_and_never_shows_other_bytes(
             segment.remove(key_digest(rng.choice(KEYS), NAMESPACE))
     viewed = [entry for entry in segment.entries() if rng.random() < 0.4]
     for entry in viewed:
-        segment.views.lease(entry, holder="client", now=100.0)
+        segment.leases.lease(entry, session="client", now=100.0)
     before = {entry.offset: entry.extent_bytes for entry in viewed}
     begin, end = 0, len(lives.buffer)
     if where == "slots":
@@ -308,7 +308,7 @@ def test_damage_costs_objects_and_never_shows_other_bytes(
 def test_a_slot_torn_while_a_client_looks_at_its_bytes_ends_the_memory() -> None:
     lives = Lives(8)
     entry = put(lives.segment, "k", b"value")
-    lives.segment.views.lease(entry, holder="client", now=100.0)
+    lives.segment.leases.lease(entry, session="client", now=100.0)
     lives.buffer[lives.geometry.slots_offset + entry.slot * SLOT_BYTES + 40] ^= 1
     assert "earlier lives cannot be told from the rest" in str(lives.read(has_users=True))
     assert lives.read(has_users=False) == Kept(1, [], [])
@@ -318,7 +318,7 @@ def test_of_two_versions_the_newer_comes_back_and_the_viewed_one_keeps_its_bytes
     """Killed between publishing one and withdrawing the other."""
     lives = Lives(8)
     old = put(lives.segment, "k", b"old", clock=1)
-    lives.segment.views.lease(old, holder="client", now=100.0)
+    lives.segment.leases.lease(old, session="client", now=100.0)
     begin = lives.geometry.slots_offset + old.slot * SLOT_BYTES
     slot = bytes(lives.buffer[begin : begin + SLOT_BYTES])
     put(lives.segment, "k", b"new", clock=2)
@@ -352,7 +352,7 @@ def test_what_has_returned_gives_way_like_everything_else() -> None:
     assert [entry.key for entry in segment.returned.entries()] == ["pinned"]
     assert segment.objects.take_withdrawn() == [], "nobody was told of these"
     with pytest.raises(CapacityExceeded):
-        segment.reserve(4 * 3900, 200, holder="x", now=100.0)
+        segment.reserve(4 * 3900, 200, session="x", now=100.0)
     check_segment(segment)
 
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from p2pstore.client.known_holders import (
-    ASKED_SECONDS,
+    DISTRUST_SECONDS,
     HOLDERS_PER_PLAN,
     MAX_HOLDERS,
     TRUSTED_SECONDS,
@@ -84,9 +84,9 @@ def test_what_the_peer_reads_faster_it_is_asked_about() -> None:
     for from_bytes, direct in ((0, True), (7 * 4096 + 1, True), (7 * 4096, False), (1, False)):
         found.note([PlanItem([replace(holder(1), through_peer_bytes=from_bytes)])])
         assert (found.plan(DIGEST) is not None) == direct
-        assert (found.only(DIGEST) is not None) == direct
-        assert (found.only(DIGEST, 1) is not None) == direct
-        assert (found.only(DIGEST, 8 * 4096) is not None) == (from_bytes == 0)
+        assert (found.only_holder(DIGEST) is not None) == direct
+        assert (found.only_holder(DIGEST, 1) is not None) == direct
+        assert (found.only_holder(DIGEST, 8 * 4096) is not None) == (from_bytes == 0)
         assert (found.only_many([DIGEST]) != [None]) == (from_bytes == 0)  # no sizes are known
         assert (found.only_many([DIGEST], 7 * 4096) != [None]) == direct
 
@@ -116,7 +116,7 @@ def test_readers_spread_and_this_host_comes_first() -> None:
 
 def test_the_only_holder_on_another_host_is_known_with_the_way_to_it() -> None:
     holders = known(record(1))
-    only = present(holders.only(DIGEST))
+    only = present(holders.only_holder(DIGEST))
     assert (only.copy.member, only.copy.data) == (1, ("127.0.0.1:1",))
     assert (only.slot_hint, only.expected_bytes) == (3, 7 * 4096)
     assert only.is_far
@@ -133,14 +133,14 @@ def test_the_only_holder_on_another_host_is_known_with_the_way_to_it() -> None:
     ],
 )
 def test_otherwise_there_is_no_only_holder(holders: KnownHolders) -> None:
-    assert holders.only(DIGEST) is None
+    assert holders.only_holder(DIGEST) is None
     assert holders.only_many([DIGEST]) == [None]
 
 
 def test_on_this_host_the_only_holder_is_known() -> None:
     holders = KnownHolders(Table(record(1)), Random(1))
     holders.note([PlanItem([holder(1, same_host=True)])])
-    only = present(holders.only(DIGEST))
+    only = present(holders.only_holder(DIGEST))
     assert not only.is_far
     assert holders.only_many([DIGEST]) == [only.copy]
     assert planned(holders) == [1]
@@ -158,7 +158,7 @@ def test_a_holder_named_for_what_is_on_its_ssd_is_read_in_its_memory_otherwise()
 def test_an_only_holder_that_did_not_deliver_is_asked_about() -> None:
     holders = known(record(1))
     holders.forget([1])
-    assert holders.only(DIGEST) is None
+    assert holders.only_holder(DIGEST) is None
     assert holders.only_many([DIGEST]) == [None]
 
 
@@ -179,10 +179,12 @@ def test_who_did_not_deliver_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> 
     holders.forget([1])
     holders.note([PlanItem([holder(1)])])
     assert planned(holders) is None
-    monkeypatch.setattr("p2pstore.client.known_holders.time.monotonic", lambda: now + ASKED_SECONDS + 1)
+    monkeypatch.setattr(
+        "p2pstore.client.known_holders.time.monotonic", lambda: now + DISTRUST_SECONDS + 1
+    )
     assert planned(holders) == [1]
     holders.forget([2])
-    assert list(holders._asked_until) == [2]
+    assert list(holders._distrusted_until) == [2]
 
 
 def test_threads_may_note_and_forget_at_once() -> None:

@@ -294,7 +294,7 @@ def test_a_segment_of_no_memory_can_be_mapped_and_holds_nothing() -> None:
     memory = memoryview(bytearray(geometry.total_bytes))
     segment = Segment(memory, segment_id=bytes(16), incarnation=1, geometry=geometry)
     with pytest.raises(CapacityExceeded, match="offers no memory"):
-        segment.reserve(0, 1, holder="h", now=0.0)
+        segment.reserve(0, 1, session="h", now=0.0)
     check_segment(segment)
     reader = SegmentReader(memory)
     assert not reader.contains(b"d" * 16)

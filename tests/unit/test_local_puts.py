@@ -39,7 +39,7 @@ class Loop:
 
     def __init__(self, world: Harness) -> None:
         node: Any = SimpleNamespace(core=world.core, now=world.now, ssd=None)
-        self.puts = LocalPuts(node, office=None)  # type: ignore[arg-type]  # no ticket is asked for
+        self.puts = LocalPuts(node, issuer=None)  # type: ignore[arg-type]  # no ticket is asked for
         reserved = self.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE))
         assert isinstance(reserved, local.Reserved)
         self.room = reserved.spans[0]
@@ -47,7 +47,7 @@ class Loop:
     def put(self, key: str, again: tuple[int, int, int] | None = ROOM) -> local.Committed:
         number = self.room.first
         segment = self.puts._segment
-        segment.reservation_view(number, holder=CLIENT.holder)[: len(VALUE)] = VALUE
+        segment.reservation_view(number, session=CLIENT.session)[: len(VALUE)] = VALUE
         columns = [key], [(number, 1)], [len(VALUE)], chunk_sums(VALUE), [PutOptions()]
         commit = local.Commit(NAMESPACE, *columns, again=[again] if again else [])
         answer = self.puts.commit(CLIENT, commit)
@@ -77,7 +77,7 @@ def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
         loop.put(f"k{number}")
         assert world.segment.object_count == there + 1
     assert world.announced("before 0") is None
-    world.segment.drop_holder(CLIENT.holder)
+    world.segment.drop_session(CLIENT.session)
     check_segment(world.segment)
 
 
@@ -98,7 +98,7 @@ def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
     loop = Loop(world)
     while world.segment.free_bytes:
         entry = world.stored(f"k{world.segment.object_count}", b"x")
-        world.segment.views.lease(entry, holder=HOLDER, now=world.core.unix(world.now))
+        world.segment.leases.lease(entry, session=HOLDER, now=world.core.unix(world.now))
     assert loop.put("the last one that fits").again[0].error.code == Code.CAPACITY_EXCEEDED
     loop.puts.make_room_ahead()
     assert world.find("the last one that fits") is not None
@@ -132,7 +132,7 @@ def gets_of(world: Harness) -> LocalGets:
     node: Any = SimpleNamespace(
         core=world.core, now=world.now, complete=complete, routes=SimpleNamespace(reading_order=list)
     )
-    return LocalGets(node, office=None, max_leased_bytes=0)  # type: ignore[arg-type]  # no ticket is asked for
+    return LocalGets(node, issuer=None, max_leased_bytes=0)  # type: ignore[arg-type]  # no ticket is asked for
 
 
 @pytest.mark.parametrize(("homes_answer", "code"), [(False, Code.UNAVAILABLE), (True, Code.NO_SUCH_KEY)])

@@ -317,8 +317,8 @@ KEYS = 50
 DEAD_KEPT_SECONDS = 10.0
 KEPT_SECONDS = 5.0
 """Memory that may be needed again for a while."""
-MOST_LEFT_BYTES_AN_OPERATION = 20
-MOST_LEFT_BYTES_A_MEMBER = 4000
+MAX_LEFT_BYTES_AN_OPERATION = 20
+MAX_LEFT_BYTES_A_MEMBER = 4000
 """An observer keeps a few numbers of who wrote; its member's record alone takes 3,000 bytes."""
 
 
@@ -366,7 +366,7 @@ def test_operations_leave_nothing_behind(network: Network) -> None:
     hold_and_release(range(1250, 2500))
     growth = settled_bytes(network) - before
     assert second.knows(first)
-    assert growth < 2 * 1250 * MOST_LEFT_BYTES_AN_OPERATION
+    assert growth < 2 * 1250 * MAX_LEFT_BYTES_AN_OPERATION
 
 
 @pytest.mark.slow
@@ -389,7 +389,7 @@ def test_members_that_joined_and_left_are_forgotten(network: Network) -> None:
     come_and_go(range(20, 28))
     growth = settled_bytes(network) - before
     assert [len(node.gossip.membership) for node in network.nodes.values()] == [2, 2]
-    assert growth < 2 * 8 * MOST_LEFT_BYTES_A_MEMBER
+    assert growth < 2 * 8 * MAX_LEFT_BYTES_A_MEMBER
 
 
 PROGRAM = """

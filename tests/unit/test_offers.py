@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from p2pstore.core.copies.coldest import (
     LOOK_SECONDS,
-    MOST_OFFERED,
-    MOST_OFFERED_BYTES,
+    MAX_OFFERED,
+    MAX_OFFERED_BYTES,
     MUCH_OLDER,
     READY_PART,
     SPREAD_SECONDS,
-    Room,
-    Rooms,
+    PeerMemories,
+    PeerMemory,
     choose_offers,
 )
 from p2pstore.memory.entries import ObjectEntry
@@ -32,7 +32,7 @@ NOW = 10_000.0
 
 rooms = st.lists(
     st.builds(
-        lambda capacity, free, coldest: Room(0, capacity, min(free, capacity), coldest),
+        lambda capacity, free, coldest: PeerMemory(0, capacity, min(free, capacity), coldest),
         st.integers(1, 64 * MIB),
         st.integers(0, 64 * MIB),
         st.one_of(st.just(0.0), st.floats(1.0, NOW)),
@@ -44,7 +44,7 @@ objects = st.lists(st.tuples(st.integers(1, 8 * MIB), st.floats(0.0, NOW), st.bo
 
 @given(rooms, objects, st.integers(0, 64 * MIB), st.integers(0, 99))
 def test_offers_keep_to_what_the_rooms_have(
-    told: list[Room[int]], things: list[tuple[int, float, bool]], short_bytes: int, seed: int
+    told: list[PeerMemory[int]], things: list[tuple[int, float, bool]], short_bytes: int, seed: int
 ) -> None:
     for number, room in enumerate(told):
         room.peer = number
@@ -56,13 +56,13 @@ def test_offers_keep_to_what_the_rooms_have(
     last = {entry for entry, (_, _, is_last) in zip(coldest, things, strict=True) if is_last}
     policy = LeastRecentlyUsed()
     chosen = choose_offers(
-        coldest, short_bytes, last.__contains__, Rooms(told, Random(seed)), policy, NOW
+        coldest, short_bytes, last.__contains__, PeerMemories(told, Random(seed)), policy, NOW
     )
     entries = [entry for entry, _ in chosen]
     assert entries == [entry for entry in coldest if entry in set(entries)], "the coldest first"
     assert set(entries) <= last
-    assert len(entries) <= MOST_OFFERED
-    assert sum(entry.extent_bytes for entry in entries[1:]) <= MOST_OFFERED_BYTES
+    assert len(entries) <= MAX_OFFERED
+    assert sum(entry.extent_bytes for entry in entries[1:]) <= MAX_OFFERED_BYTES
     before = (
         sum(entry.extent_bytes for entry in coldest[: coldest.index(entries[-1])]) if entries else -1
     )
@@ -76,10 +76,10 @@ def test_offers_keep_to_what_the_rooms_have(
 
 
 def test_a_peer_that_refused_gets_nothing_before_it_tells_anew() -> None:
-    room = Room("other", 64 * MIB, 32 * MIB, coldest=1.0)
+    room = PeerMemory("other", 64 * MIB, 32 * MIB, coldest=1.0)
     entry = make_entry(0, bytes_=MIB, now=NOW)
     room.refused()
-    told = Rooms([room], Random(1))
+    told = PeerMemories([room], Random(1))
     assert not told
     assert choose_offers([entry], MIB, lambda each: True, told, LeastRecentlyUsed(), NOW) == []
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from p2pstore.core.puts.placing import MAX_HOLDERS, MAX_TARGETS, Room, choose_rooms, place
+from p2pstore.core.puts.placing import MAX_HOLDERS, MAX_TARGETS, OfferedMemory, choose_rooms, place
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import MIB
 from tests.unit.core_harness import Harness, Other, digest_of, remote_object
@@ -14,11 +14,11 @@ from tests.unit.core_harness import Harness, Other, digest_of, remote_object
 HOST = b"h" * 16
 
 
-def room(name: str, capacity: int = 100, free: int = 100, **rest: bool) -> Room:
-    return Room(name.encode(), capacity, free, **rest)
+def room(name: str, capacity: int = 100, free: int = 100, **rest: bool) -> OfferedMemory:
+    return OfferedMemory(name.encode(), capacity, free, **rest)
 
 
-def chosen(rooms: list[Room], length: int = 10, count: int = 8, seed: int = 1) -> list[str]:
+def chosen(rooms: list[OfferedMemory], length: int = 10, count: int = 8, seed: int = 1) -> list[str]:
     return [each.peer_id.decode() for each in choose_rooms(rooms, length, count, Random(seed))]
 
 

@@ -9,8 +9,8 @@ from p2pstore.runtime import polling
 from p2pstore.runtime.polling import (
     ALONE_SECONDS,
     CHEAP_SECONDS,
-    MOST_BUSY_SECONDS,
-    MOST_SLEEPS,
+    MAX_BUSY_SECONDS,
+    MAX_SLEEPS,
     POLL_SECONDS,
     SHORT_SECONDS,
     Polling,
@@ -99,12 +99,12 @@ def test_it_sleeps_where_that_costs_little(line: Line) -> None:
 def test_it_polls_longer_while_the_other_side_takes_in_what_was_sent(line: Line) -> None:
     some = Polling()
     line.ask(some, POLL_SECONDS / 2)
-    long = POLL_SECONDS + MOST_BUSY_SECONDS / 2
-    some.sent(MOST_BUSY_SECONDS * 0.6)
+    long = POLL_SECONDS + MAX_BUSY_SECONDS / 2
+    some.sent(MAX_BUSY_SECONDS * 0.6)
     assert line.ask(some, long) == "polled"
     some.sent(1.0)
     assert line.ask(some, long) == "polled"
-    assert line.ask(some, POLL_SECONDS + 2 * MOST_BUSY_SECONDS) == "polled in vain", "not for a second"
+    assert line.ask(some, POLL_SECONDS + 2 * MAX_BUSY_SECONDS) == "polled in vain", "not for a second"
     line.ask(some, POLL_SECONDS / 2)
     some.sent(0.0)
     assert line.ask(some, long) == "polled in vain"
@@ -113,10 +113,10 @@ def test_it_polls_longer_while_the_other_side_takes_in_what_was_sent(line: Line)
 def test_polling_in_vain_becomes_seldom_and_often_again(line: Line) -> None:
     some = Polling()
     delay = (POLL_SECONDS + SHORT_SECONDS) / 2
-    asked = [line.ask(some, delay) for _ in range(4 * MOST_SLEEPS)]
+    asked = [line.ask(some, delay) for _ in range(4 * MAX_SLEEPS)]
     vain = [number for number, each in enumerate(asked) if each == "polled in vain"]
     gaps = [later - earlier for earlier, later in itertools.pairwise(vain)]
-    assert gaps == [2**power + 1 for power in range(11)] + [MOST_SLEEPS + 1]
+    assert gaps == [2**power + 1 for power in range(11)] + [MAX_SLEEPS + 1]
     while line.ask(some, POLL_SECONDS / 2) == "slept":
         pass
     assert line.ask(some, delay) == "polled in vain"

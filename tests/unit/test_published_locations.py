@@ -264,7 +264,7 @@ def test_links_that_lead_anywhere_end() -> None:
 
 
 def test_keys_that_very_many_hold_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pstore.client.known_holders._MOST_ROWS", 5)
+    monkeypatch.setattr("p2pstore.client.known_holders._MAX_ROWS", 5)
     published, directory, client = known_table()
     assert client.contains(KEYS[0])
     for member in range(2, 12):

@@ -21,7 +21,7 @@ from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, clock_at, digest
 
 def publish(world: Harness, items: list[PutFacts]) -> list[PutEnd | PutAmongMany | None]:
     columns = columns_of_facts(items, NAMESPACE)
-    return publish_new(world.core, columns, holder=HOLDER, namespace=NAMESPACE, now=world.now)
+    return publish_new(world.core, columns, session=HOLDER, namespace=NAMESPACE, now=world.now)
 
 
 def test_values_of_new_keys_are_published_under_one_stamp() -> None:

@@ -155,7 +155,7 @@ def test_a_peer_that_grants_another_number_of_rooms_is_not_believed(count: int, 
 
 def puts_of(world: Harness) -> LocalPuts:
     node: Any = SimpleNamespace(core=world.core, now=world.now, ssd=None)
-    return LocalPuts(node, office=None)  # type: ignore[arg-type]  # no ticket is asked for
+    return LocalPuts(node, issuer=None)  # type: ignore[arg-type]  # no ticket is asked for
 
 
 async def answer_of(answer: Any) -> Any:

@@ -21,12 +21,12 @@ class World:
 
     def come(self, *members: int) -> None:
         for member in members:
-            self.quorum.came(member, self.now)
+            self.quorum.member_joined(member, self.now)
             self.living.add(member)
 
     def go(self, *members: int, left: bool = False) -> None:
         for member in members:
-            self.quorum.went(member, self.now, left=left)
+            self.quorum.member_gone(member, self.now, left=left)
             self.living.remove(member)
 
     def run(self, seconds: float) -> None:
@@ -39,7 +39,7 @@ class World:
 
     @property
     def may_compact(self) -> bool:
-        return self.quorum.may_compact(self.quorum.living)
+        return self.quorum.may_compact(self.quorum.live_count)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_short_restart_misses_nothing_and_a_long_one_may() -> None:
     for away, apart in ((20.0, False), (100.0, True)):
         quorum = Quorum()
         quorum.start((1, 2, 3), WALL, 0.0)
-        quorum.came(1, 1.0)
+        quorum.member_joined(1, 1.0)
         quorum.track(1.0, WALL + away, 1, 0)
         assert quorum.apart is apart
 
@@ -141,7 +141,7 @@ def test_one_member_is_not_followed_where_all_have_just_started(others: int, say
     quorum = Quorum()
     quorum.start((), 0.0, 0.0)
     for member in range(others):
-        quorum.came(member, 0.5)
+        quorum.member_joined(member, 0.5)
     quorum.track(8.0, WALL, others, 0)
     assert quorum.fresh
     for showing in range(1, others + 1):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
-from p2pstore.memory.areas import MAX_QUOTAS, NO_QUOTAS, Areas, Place
+from p2pstore.memory.areas import MAX_QUOTAS, NO_QUOTAS, Areas, SearchArea
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.segment import Segment
@@ -160,7 +160,7 @@ def test_what_is_lent_is_not_looked_through_for_who_has_no_room_of_its_own(
     for number in range(32):
         put(segment, "other", number)
         put(segment, "mine", number)
-    looked: list[Place] = []
+    looked: list[SearchArea] = []
     monkeypatch.setattr(segment.room.victims, "_search_of", looked.append)
     for number in range(20):
         with pytest.raises(CapacityExceeded):
@@ -431,7 +431,7 @@ def test_no_room_within_the_cap_says_so() -> None:
     segment = new_segment(16, {"a": 2}, caps={"a": 3})
     kept = [put(segment, "a", number) for number in range(3)]
     for entry in kept:
-        segment.views.lease(entry, holder="view", now=100.0)
+        segment.leases.lease(entry, session="view", now=100.0)
     with pytest.raises(CapacityExceeded, match=r"12\.0 KiB of the 12\.0 KiB .* \(--cap\)"):
         put(segment, "a", 4)
     with pytest.raises(CapacityExceeded, match=r"--cap"):

@@ -18,7 +18,7 @@ from p2pstore.errors import DeadlineExceeded, Unavailable
 from p2pstore.memory.segment_layout import SLOT_BYTES, plan_geometry
 from p2pstore.transfer.rdma import rdma_reads
 from p2pstore.transfer.rdma.rdma_reads import (
-    MOST_KEPT,
+    MAX_KEPT,
     SLOTS_TOGETHER,
     Line,
     Piece,
@@ -325,10 +325,10 @@ def test_what_was_seen_is_found() -> None:
 
 def test_the_oldest_are_forgotten() -> None:
     seen = SeenSlots(plan_geometry(1 << 30))
-    for number in range(0, MOST_KEPT * SLOTS_TOGETHER, SLOTS_TOGETHER):
+    for number in range(0, MAX_KEPT * SLOTS_TOGETHER, SLOTS_TOGETHER):
         seen.take_in(number, row(number))
     seen.take_in(0, row(0))  # again
-    seen.take_in(MOST_KEPT * SLOTS_TOGETHER, row(0))
+    seen.take_in(MAX_KEPT * SLOTS_TOGETHER, row(0))
     assert seen.find(0) != b""
     assert seen.find(SLOTS_TOGETHER) == b""
     assert seen.find(2 * SLOTS_TOGETHER) != b""

@@ -12,7 +12,7 @@ from p2pstore.client.read_plan import (
     PLANS,
     SSD,
     OwnPlan,
-    Place,
+    ReadPlace,
     ReadPlan,
     blamed,
     groups_by_holder,
@@ -31,7 +31,7 @@ from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.transport import SLICED_BYTES, PullReport
 from p2pstore.wire import Code
 
-OF_A_PLAN: Final = {Place.UNDER_LEASE, Place.THROUGH_PEER, Place.HOLDERS}
+OF_A_PLAN: Final = {ReadPlace.UNDER_LEASE, ReadPlace.THROUGH_PEER, ReadPlace.HOLDERS}
 CODES: Final = (Code.NO_SUCH_KEY, Code.STALE, Code.DEADLINE_EXCEEDED, Code.UNAVAILABLE, Code.BUSY)
 
 
@@ -87,11 +87,11 @@ items = st.builds(
 def test_a_read_ends_and_tries_each_place_once(data: st.DataObject, hot: bool) -> None:
     silent = SilentHolders()
     plan = ReadPlan("k", FIRST_PLACES, silent, hot=hot)
-    tried: list[Place] = []
+    tried: list[ReadPlace] = []
     plans = 0
     failed: set[int] = set()
     while (place := plan.next()) is not None:
-        if place is Place.PLAN:
+        if place is ReadPlace.PLAN:
             plans += 1
             assert set(plan.failed_members) >= failed
             plan.planned(data.draw(items))
@@ -100,10 +100,10 @@ def test_a_read_ends_and_tries_each_place_once(data: st.DataObject, hot: bool) -
         assert place not in tried
         tried.append(place)
         match place:
-            case Place.OWN_PLAN if data.draw(st.booleans()):
+            case ReadPlace.OWN_PLAN if data.draw(st.booleans()):
                 plan.planned(OwnPlan(data.draw(holders.filter(bool))))
-            case Place.HOLDERS | Place.ONLY_HOLDER:
-                asked = [each.member for each in plan.holders] if place is Place.HOLDERS else [1]
+            case ReadPlace.HOLDERS | ReadPlace.ONLY_HOLDER:
+                asked = [each.member for each in plan.holders] if place is ReadPlace.HOLDERS else [1]
                 assert asked
                 own = plan.is_own
                 told = report(
@@ -111,11 +111,11 @@ def test_a_read_ends_and_tries_each_place_once(data: st.DataObject, hot: bool) -
                 )
                 plan.failed(told)
                 failed |= {each.member for each in blamed(told, own=own)}
-            case Place.UNDER_LEASE if data.draw(st.booleans()):
+            case ReadPlace.UNDER_LEASE if data.draw(st.booleans()):
                 plan.spoilt()
                 failed.add(OWN_COPY)
     assert plans <= PLANS
-    assert tried.count(Place.KEPT) <= 1
+    assert tried.count(ReadPlace.KEPT) <= 1
     assert plan.next() is None
 
 
@@ -124,56 +124,56 @@ def test_the_places_of_an_answer(item: PlanItem) -> None:
     places = places_of(item)
     assert places
     if item.local:
-        assert places == (Place.UNDER_LEASE,)
+        assert places == (ReadPlace.UNDER_LEASE,)
     else:
-        assert (Place.THROUGH_PEER in places) == item.through_peer
-        assert (Place.HOLDERS in places) == (not item.through_peer or has_ways(item))
+        assert (ReadPlace.THROUGH_PEER in places) == item.through_peer
+        assert (ReadPlace.HOLDERS in places) == (not item.through_peer or has_ways(item))
 
 
 def test_a_hot_object_is_kept_by_the_local_peer_and_asked_for_again_when_that_fails() -> None:
     plan = ReadPlan("k")
-    assert plan.next() is Place.PLAN
+    assert plan.next() is ReadPlace.PLAN
     plan.planned(PlanItem([holder(1), holder(2)]))
-    assert plan.next() is Place.HOLDERS
+    assert plan.next() is ReadPlace.HOLDERS
     assert plan.keeps is None
     plan.failed(report(1, 2, code=Code.BUSY, keep=True))
-    assert plan.next() is Place.KEPT
-    assert plan.next() is Place.PLAN
+    assert plan.next() is ReadPlace.KEPT
+    assert plan.next() is ReadPlace.PLAN
     assert plan.failed_members == []  # they are well
     plan.planned(PlanItem([holder(1)]))
-    assert plan.next() is Place.HOLDERS
+    assert plan.next() is ReadPlace.HOLDERS
     assert plan.keeps is Keeps.NO
 
 
 def test_what_a_batch_found_hot_is_brought_by_the_local_peer_before_holders_are_asked() -> None:
     plan = ReadPlan("k", hot=True)
     plan.planned(PlanItem([holder(1)]))
-    assert plan.next() is Place.KEPT
-    assert plan.next() is Place.HOLDERS
+    assert plan.next() is ReadPlace.KEPT
+    assert plan.next() is ReadPlace.HOLDERS
     assert plan.keeps is Keeps.NO
 
 
 def test_an_own_plan_counts_for_none_of_the_local_peer() -> None:
-    plan = ReadPlan("k", (Place.OWN_PLAN,))
+    plan = ReadPlan("k", (ReadPlace.OWN_PLAN,))
     assert plan.is_own
-    assert plan.next() is Place.OWN_PLAN
+    assert plan.next() is ReadPlace.OWN_PLAN
     plan.planned(OwnPlan([holder(1)]))
     assert plan.is_own
-    assert plan.next() is Place.HOLDERS
+    assert plan.next() is ReadPlace.HOLDERS
     for _ in range(PLANS):
         plan.failed(report(1))
-        assert plan.next() is Place.PLAN
+        assert plan.next() is ReadPlace.PLAN
         plan.planned(PlanItem([holder(1)]))
         assert not plan.is_own
-        assert plan.next() is Place.HOLDERS
+        assert plan.next() is ReadPlace.HOLDERS
     assert plan.next() is None
 
 
 def test_a_copy_here_is_read_whatever_else_went_wrong() -> None:
     plan = ReadPlan("k")
-    assert plan.next() is Place.PLAN
+    assert plan.next() is ReadPlace.PLAN
     plan.planned(PlanItem([], local=True, error=ItemError(int(Code.NO_SUCH_KEY), "unknown")))
-    assert plan.next() is Place.UNDER_LEASE
+    assert plan.next() is ReadPlace.UNDER_LEASE
 
 
 def test_only_where_no_other_way_is_left_the_local_peer_s_failure_ends_the_read() -> None:
@@ -186,11 +186,11 @@ def test_only_where_no_other_way_is_left_the_local_peer_s_failure_ends_the_read(
 
 
 def test_a_holder_that_did_not_answer_is_passed_over_and_the_first_error_stays() -> None:
-    plan = ReadPlan("k", (Place.ONLY_HOLDER,))
-    assert plan.next() is Place.ONLY_HOLDER
+    plan = ReadPlan("k", (ReadPlace.ONLY_HOLDER,))
+    assert plan.next() is ReadPlace.ONLY_HOLDER
     plan.failed(report(1, code=Code.DEADLINE_EXCEEDED))
     error = plan.error
-    assert plan.next() is Place.PLAN
+    assert plan.next() is ReadPlace.PLAN
     plan.planned(PlanItem([holder(1)]))
     assert plan.next() is None
     assert plan.error is error
@@ -225,7 +225,7 @@ def test_a_way_to_a_holder_is_an_address_or_a_socket() -> None:
 
 def test_an_unknown_key_ends_the_read() -> None:
     plan = ReadPlan("k")
-    assert plan.next() is Place.PLAN
+    assert plan.next() is ReadPlace.PLAN
     plan.planned(PlanItem([], error=ItemError(int(Code.NO_SUCH_KEY), "unknown")))
     assert plan.next() is None
     assert isinstance(plan.error, NoSuchKey)
@@ -233,10 +233,10 @@ def test_an_unknown_key_ends_the_read() -> None:
 
 
 def test_holders_that_could_not_be_reached_outweigh_an_unknown_key() -> None:
-    plan = ReadPlan("k", (Place.ONLY_HOLDER,))
-    assert plan.next() is Place.ONLY_HOLDER
+    plan = ReadPlan("k", (ReadPlace.ONLY_HOLDER,))
+    assert plan.next() is ReadPlace.ONLY_HOLDER
     plan.failed(report(1))
-    assert plan.next() is Place.PLAN
+    assert plan.next() is ReadPlace.PLAN
     plan.planned(PlanItem([], error=ItemError(int(Code.NO_SUCH_KEY), "unknown")))
     assert plan.next() is None
     assert isinstance(plan.error, Unavailable)
@@ -245,11 +245,11 @@ def test_holders_that_could_not_be_reached_outweigh_an_unknown_key() -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_silent_holders_are_not_asked_again(own: bool) -> None:
     silent = SilentHolders()
-    silent.add(1, hurried=False)
+    silent.add(1, has_alternatives=False)
     plan = ReadPlan("k", silent=silent)
     plan.planned((OwnPlan if own else PlanItem)([holder(1)]))
     if own:
-        assert plan.next() is Place.PLAN
+        assert plan.next() is ReadPlace.PLAN
         plan.planned(PlanItem([holder(1)]))
     assert plan.next() is None
     assert isinstance(plan.error, Unavailable)
@@ -258,12 +258,12 @@ def test_silent_holders_are_not_asked_again(own: bool) -> None:
 def test_a_plan_that_was_asked_for_with_others_counts() -> None:
     plan = ReadPlan("k")
     plan.planned(PlanItem([holder(1)]))
-    assert plan.next() is Place.HOLDERS
+    assert plan.next() is ReadPlace.HOLDERS
     plan.failed(report(1))
-    assert plan.next() is Place.PLAN
+    assert plan.next() is ReadPlace.PLAN
     assert plan.failed_members == [1]
     plan.planned(PlanItem([holder(2)]))
-    assert plan.next() is Place.HOLDERS
+    assert plan.next() is ReadPlace.HOLDERS
     plan.failed(report(2))
     assert plan.next() is None
     assert isinstance(plan.error, Unavailable)

@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pstore.client.holder_reads import MANY, MOST_ALONE, MOST_TOGETHER, ReadingTogether
+from p2pstore.client.holder_reads import MANY, MAX_ALONE, MAX_TOGETHER, ReadingTogether
 from p2pstore.runtime.asyncio_streams import AsyncioDriver
 from p2pstore.runtime.streams import Driver
 from p2pstore.runtime.trio_streams import TrioDriver
@@ -21,7 +21,7 @@ from p2pstore.wire import Code
 ROOM = 100
 Answer = tuple[int, PullFailed | None]
 """How many objects of a request come, and how it fails then."""
-WELL: Answer = (MOST_TOGETHER, None)
+WELL: Answer = (MAX_TOGETHER, None)
 
 
 def digest_of(number: int) -> bytes:
@@ -143,20 +143,20 @@ async def readers() -> AsyncIterator[Readers]:
 
 
 async def test_few_reads_go_by_themselves(readers: Readers) -> None:
-    await readers.begin(*range(MOST_ALONE + 1))
-    assert readers.holder.requests == [[]] * MOST_ALONE
+    await readers.begin(*range(MAX_ALONE + 1))
+    assert readers.holder.requests == [[]] * MAX_ALONE
     await readers.answer()
-    assert readers.holder.requests == [[]] * (MOST_ALONE + 1)  # a batch of one is none
-    await readers.answer(MOST_ALONE)
-    assert readers.ended(*range(MOST_ALONE + 1))
+    assert readers.holder.requests == [[]] * (MAX_ALONE + 1)  # a batch of one is none
+    await readers.answer(MAX_ALONE)
+    assert readers.ended(*range(MAX_ALONE + 1))
 
 
 async def test_many_reads_go_together(readers: Readers) -> None:
     await readers.begin(*range(30))
     await readers.answer()
-    assert readers.holder.requests == [*[[]] * MOST_ALONE, list(range(MOST_ALONE, 30))]
+    assert readers.holder.requests == [*[[]] * MAX_ALONE, list(range(MAX_ALONE, 30))]
     await readers.begin(*range(30, 40))  # wait behind the batch
-    await readers.answer(MOST_ALONE)
+    await readers.answer(MAX_ALONE)
     assert readers.ended(*range(30))
     assert readers.holder.requests[-1] == list(range(30, 40))
     await readers.answer()
@@ -197,7 +197,7 @@ def test_answers_that_are_there_at_once_are_asked_for_together(loop: str) -> Non
 async def test_who_gathers_is_cancelled_or_told_of_a_silent_holder(readers: Readers) -> None:
     silence = PullFailed(Code.DEADLINE_EXCEEDED, "it did not answer")
     await readers.begin(*range(30))
-    await readers.answer(MOST_ALONE)
+    await readers.answer(MAX_ALONE)
     await readers.answer()
     scope = trio.CancelScope()
     scope.cancel()
@@ -211,21 +211,21 @@ async def test_who_gathers_is_cancelled_or_told_of_a_silent_holder(readers: Read
 
 
 async def test_what_does_not_fit_takes_another_way(readers: Readers) -> None:
-    await readers.begin(*range(MOST_ALONE))
+    await readers.begin(*range(MAX_ALONE))
     long = 11  # twelve times eight bytes
     await readers.begin(long, 12, room_bytes=90)
-    await readers.answer(MOST_ALONE)
+    await readers.answer(MAX_ALONE)
     await readers.answer()
     assert readers.ends.pop(long) == -1
-    assert readers.ended(*range(MOST_ALONE), 12)
+    assert readers.ended(*range(MAX_ALONE), 12)
 
 
 async def test_one_request_is_no_longer_than_its_most(readers: Readers) -> None:
-    count = MOST_ALONE + MOST_TOGETHER + MANY
+    count = MAX_ALONE + MAX_TOGETHER + MANY
     await readers.begin(*range(count))
-    await readers.answer(MOST_ALONE)
+    await readers.answer(MAX_ALONE)
     await readers.answer()
-    assert [len(each) for each in readers.holder.requests[MOST_ALONE:]] == [MOST_TOGETHER, MANY]
+    assert [len(each) for each in readers.holder.requests[MAX_ALONE:]] == [MAX_TOGETHER, MANY]
     await readers.answer()
     assert readers.ended(*range(count))
 
@@ -233,7 +233,7 @@ async def test_one_request_is_no_longer_than_its_most(readers: Readers) -> None:
 async def test_who_is_cancelled_leaves_the_others_alone(readers: Readers) -> None:
     await readers.begin(*range(20))
     await readers.cancel(0, 15)  # one that reads by itself, and one that waits
-    others = [each for each in range(MOST_ALONE, 20) if each != 15]
+    others = [each for each in range(MAX_ALONE, 20) if each != 15]
     assert readers.holder.requests[-1] == others
     await readers.cancel(7)  # it is being read
     await readers.cancel(4)  # which reads for all
@@ -241,7 +241,7 @@ async def test_who_is_cancelled_leaves_the_others_alone(readers: Readers) -> Non
     assert readers.holder.requests[-1] == others[1:]
     await readers.begin(20)
     await readers.cancel(20)
-    await readers.answer(MOST_ALONE)
+    await readers.answer(MAX_ALONE)
     assert {each: readers.ends.pop(each) for each in (0, 4, 7, 15, 20)} == dict.fromkeys(
         (0, 4, 7, 15, 20), "cancelled"
     )
@@ -250,18 +250,18 @@ async def test_who_is_cancelled_leaves_the_others_alone(readers: Readers) -> Non
 
 async def test_a_holder_that_is_silent_is_waited_for_once(readers: Readers) -> None:
     silence = PullFailed(Code.DEADLINE_EXCEEDED, "it did not answer")
-    await readers.begin(*range(MOST_ALONE + MANY))
+    await readers.begin(*range(MAX_ALONE + MANY))
     await readers.answer(1, (0, silence))  # one by itself
-    assert readers.ends == dict.fromkeys((0, *range(MOST_ALONE, 12)), Code.DEADLINE_EXCEEDED)
-    await readers.answer(MOST_ALONE - 1)
+    assert readers.ends == dict.fromkeys((0, *range(MAX_ALONE, 12)), Code.DEADLINE_EXCEEDED)
+    await readers.answer(MAX_ALONE - 1)
     readers.ends.clear()
     await readers.begin(*range(20))
-    await readers.answer(MOST_ALONE)
+    await readers.answer(MAX_ALONE)
     await readers.begin(20, 21)
     await readers.answer(1, (5, silence))  # a batch, after five of its objects
-    for number in range(MOST_ALONE + 5):
+    for number in range(MAX_ALONE + 5):
         del readers.ends[number]
-    late = range(MOST_ALONE + 5, 22)
+    late = range(MAX_ALONE + 5, 22)
     assert readers.ends == dict.fromkeys(late, Code.DEADLINE_EXCEEDED)
 
 
@@ -271,30 +271,30 @@ async def test_silence_of_one_ends_the_turn_of_another(readers: Readers) -> None
     for _ in range(10):  # in any order
         readers.ends.clear()
         readers.holder.requests.clear()
-        await readers.begin(*range(MOST_ALONE + MANY))
+        await readers.begin(*range(MAX_ALONE + MANY))
         (first, _), (second, answers) = readers._waiting[:2]
         answers[0] = 0, silence
         first.set()
         second.set()
         await wait_all_tasks_blocked()
-        assert len(readers.holder.requests) == MOST_ALONE
+        assert len(readers.holder.requests) == MAX_ALONE
         assert readers.ends.pop(0) > 0
         assert set(readers.ends.values()) == {Code.DEADLINE_EXCEEDED}
         await readers.begin(12)
-        await readers.answer(MOST_ALONE - 1)
+        await readers.answer(MAX_ALONE - 1)
         assert readers.ends[12] > 0
 
 
 async def test_a_connection_that_breaks_fails_only_who_was_read_there(readers: Readers) -> None:
     broken = PullFailed(Code.UNAVAILABLE, "it broke", retriable=True)
     await readers.begin(*range(20))
-    await readers.answer(MOST_ALONE)
+    await readers.answer(MAX_ALONE)
     await readers.begin(20, 21)
     await readers.answer(1, (5, broken))
-    failed = range(MOST_ALONE + 5, 20)
+    failed = range(MAX_ALONE + 5, 20)
     assert {each: readers.ends.pop(each) for each in failed} == dict.fromkeys(failed, Code.UNAVAILABLE)
     await readers.answer()
-    assert readers.ended(*range(MOST_ALONE + 5), 20, 21)
+    assert readers.ended(*range(MAX_ALONE + 5), 20, 21)
 
 
 # --- all of it at once ---------------------------------------------------------------------------

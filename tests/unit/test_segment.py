@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from p2pstore.client.leases import LeaseBook
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.memory.entries import (
-    MAX_RESERVATIONS_PER_HOLDER,
+    MAX_RESERVATIONS_PER_SESSION,
     ObjectEntry,
     Reservation,
     SmallObjectsLent,
@@ -86,10 +86,10 @@ def trailer_for(value: bytes, key: str, pin: int = 0, expires_unix_ms: int = 0) 
     return TrailerBody(NAMESPACE, key, chunk_sums(value), expires_unix_ms, 1, pin)
 
 
-def fill(segment: Segment, value: bytes, key: str, holder: object, now: float) -> Reservation:
+def fill(segment: Segment, value: bytes, key: str, session: object, now: float) -> Reservation:
     room = len(encode_trailer(trailer_for(value, key)))
-    reservation = segment.reserve(len(value), room, holder=holder, now=now)
-    segment.reservation_view(reservation.number, holder)[: len(value)] = value
+    reservation = segment.reserve(len(value), room, session=session, now=now)
+    segment.reservation_view(reservation.number, session)[: len(value)] = value
     return reservation
 
 
@@ -116,7 +116,7 @@ def put(
             len(value),
             key_digest(follows, NAMESPACE) if follows else b"",
         ),
-        holder=ME,
+        session=ME,
         soft=soft,
         now=now,
     )
@@ -161,16 +161,16 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         self.now = 1000.0
         self.clocks = itertools.count(10)
         self.seeds = itertools.count()
-        for holder in HOLDERS:
-            self.connect(holder)
+        for session in HOLDERS:
+            self.connect(session)
 
-    def connect(self, holder: str) -> None:
+    def connect(self, session: str) -> None:
         """A client that may lease without asking, unless the memory outlives its owner."""
         if self.segment.references.marks is not None:
             return
         page = memoryview(bytearray(HAZARD_PAGE_BYTES))
-        self.segment.views.watch_hazards(holder, page.toreadonly())
-        self.books[holder] = LeaseBook(HazardPage(page), 1 << 40)
+        self.segment.leases.watch_hazards(session, page.toreadonly())
+        self.books[session] = LeaseBook(HazardPage(page), 1 << 40)
 
     # --- what the model derives
 
@@ -217,20 +217,20 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
 
     @rule(
         key=st.sampled_from(KEYS),
-        holder=st.sampled_from(HOLDERS),
+        session=st.sampled_from(HOLDERS),
         length=st.one_of(st.integers(0, 20), st.integers(0, 9 * GRANULE_BYTES)),
     )
-    def reserve(self, key: str, holder: str, length: int) -> None:
+    def reserve(self, key: str, session: str, length: int) -> None:
         value = value_of(next(self.seeds), length)
         room = len(encode_trailer(trailer_for(value, key)))
         size = extent_bytes(length, room)
         if size > self.segment.data_bytes:
             with pytest.raises(ObjectTooLarge):
-                self.segment.reserve(length, room, holder=holder, now=self.now)
+                self.segment.reserve(length, room, session=session, now=self.now)
             return
         slots_left = self.segment.geometry.slots - len(self.segment.objects.held)
         try:
-            reservation = fill(self.segment, value, key, holder, self.now)
+            reservation = fill(self.segment, value, key, session, self.now)
         except CapacityExceeded:
             self.collect()
             evictable = [e for e in self.model.values() if e.entry in self.segment.objects.order]
@@ -238,7 +238,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             return
         self.collect()
         assert reservation.capacity == size
-        self.reservations[reservation.number] = (holder, key, value)
+        self.reservations[reservation.number] = (session, key, value)
 
     @rule(length=st.one_of(st.integers(0, 20), st.integers(0, 9 * GRANULE_BYTES)))
     def make_room_ahead(self, length: int) -> None:
@@ -246,10 +246,10 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         self.segment.room.make_ahead(length, 100, now=self.now)
         self.collect()
         with contextlib.suppress(CapacityExceeded, ObjectTooLarge):
-            made = self.segment.reserve(length, 100, holder="next", now=self.now)
+            made = self.segment.reserve(length, 100, session="next", now=self.now)
             assert not can_spare or self.segment.objects.take_withdrawn() == []
             self.collect()
-            self.segment.abort(made.number, holder="next")
+            self.segment.abort(made.number, session="next")
 
     @precondition(lambda self: self.reservations)
     @rule(
@@ -272,7 +272,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         follows: str | None,
     ) -> None:
         number = data.draw(st.sampled_from(sorted(self.reservations)))
-        holder, key, value = self.reservations.pop(number)
+        session, key, value = self.reservations.pop(number)
         value = value[: len(value) - int(shorter * len(value))]
         expires = int((self.now + ttl) * 1000) if ttl else 0
         trailer = trailer_for(value, key, pin, expires)
@@ -288,13 +288,13 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
                     len(value),
                     key_digest(follows, NAMESPACE) if follows else b"",
                 ),
-                holder=holder,
+                session=session,
                 soft=soft,
                 now=self.now,
             )
         except ValueError:  # the expiry made the trailer longer than what was reserved
             assert expires
-            self.segment.abort(number, holder=holder)
+            self.segment.abort(number, session=session)
             return
         expired = before is not None and 0 < before.expires_unix_ms <= self.now * 1000
         if before is not None and before.entry.version >= version and not expired:
@@ -310,29 +310,29 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.reservations)))
-        holder, _, _ = self.reservations.pop(number)
-        with pytest.raises(ValueError, match="another holder"):
-            self.segment.abort(number, holder="a stranger")
-        self.segment.abort(number, holder=holder)
+        session, _, _ = self.reservations.pop(number)
+        with pytest.raises(ValueError, match="another session"):
+            self.segment.abort(number, session="a stranger")
+        self.segment.abort(number, session=session)
         with pytest.raises(ValueError, match="has ended"):
-            self.segment.abort(number, holder=holder)
+            self.segment.abort(number, session=session)
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), holder=st.sampled_from(HOLDERS))
-    def lease(self, data: st.DataObject, holder: str) -> None:
+    @rule(data=st.data(), session=st.sampled_from(HOLDERS))
+    def lease(self, data: st.DataObject, session: str) -> None:
         key = data.draw(st.sampled_from(sorted(self.model)))
         expected = self.model[key]
-        number = self.segment.views.lease(expected.entry, holder=holder, now=self.now)
-        self.leases[number] = (holder, expected.entry, expected.value)
+        number = self.segment.leases.lease(expected.entry, session=session, now=self.now)
+        self.leases[number] = (session, expected.entry, expected.value)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.leases)))
-        holder, _, _ = self.leases.pop(number)
-        self.segment.views.release(number, holder=holder)
+        session, _, _ = self.leases.pop(number)
+        self.segment.leases.release(number, session=session)
         with pytest.raises(ValueError, match="has ended"):
-            self.segment.views.release(number, holder=holder)
+            self.segment.leases.release(number, session=session)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -350,7 +350,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def borrow(self, key: str) -> None:
         """As another thread does, in between."""
-        lent = self.segment.views.lend(key_digest(key, NAMESPACE), self.now)
+        lent = self.segment.leases.lend(key_digest(key, NAMESPACE), self.now)
         found = self.segment.find(key_digest(key, NAMESPACE), self.now)
         assert (lent[1] if lent else None) is found
         if lent is not None:
@@ -360,7 +360,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     def borrow_small(self, keys: list[str], room: int) -> None:
         """Many at once."""
         digests = [key_digest(key, NAMESPACE) for key in keys]
-        lent = present(self.segment.views.lend_small(b"".join(digests), room, 4 * room, self.now))
+        lent = present(self.segment.leases.lend_small(b"".join(digests), room, 4 * room, self.now))
         expected, slots, total = [], [], 0
         for digest in digests:
             found = self.segment.find(digest, self.now)
@@ -384,31 +384,31 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         number = data.draw(st.integers(0, len(self.small_loans) - 1))
         lent, _, values = self.small_loans.pop(number)
         assert [bytes(each) for each in lent.payloads] == values
-        self.segment.views.end_loan(lent.handle)
+        self.segment.leases.end_loan(lent.handle)
 
     @precondition(lambda self: self.loans)
     @rule(data=st.data())
     def end_borrowing(self, data: st.DataObject) -> None:
         loan, _, _ = self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1)))
-        self.segment.views.end_loan(loan)
+        self.segment.leases.end_loan(loan)
 
     @precondition(lambda self: self.model and self.books)
-    @rule(data=st.data(), holder=st.sampled_from(HOLDERS))
-    def view(self, data: st.DataObject, holder: str) -> None:
+    @rule(data=st.data(), session=st.sampled_from(HOLDERS))
+    def view(self, data: st.DataObject, session: str) -> None:
         """A client that maps the memory leases without asking (more of that in test_hazards)."""
         expected = self.model[data.draw(st.sampled_from(sorted(self.model)))]
         sighting = present(self.reader.sight(expected.entry.digest))
         memory = memoryview(self.buffer)
-        view = self.books[holder].take(expected.entry.digest, sighting, memory)
+        view = self.books[session].take(expected.entry.digest, sighting, memory)
         assert (view is None) == sighting.expired
         if view is not None:
-            self.views.append((holder, expected.entry, view, expected.value))
+            self.views.append((session, expected.entry, view, expected.value))
 
     @precondition(lambda self: self.views)
     @rule(data=st.data())
     def let_go_of_a_view(self, data: st.DataObject) -> None:
-        holder = self.views.pop(data.draw(st.integers(0, len(self.views) - 1)))[0]
-        assert self.books[holder].take_ended(everything=True) == []
+        session = self.views.pop(data.draw(st.integers(0, len(self.views) - 1)))[0]
+        assert self.books[session].take_ended(everything=True) == []
 
     @rule(key=st.sampled_from(KEYS))
     def remove(self, key: str) -> None:
@@ -442,13 +442,13 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         for expected in self.model.values():
             assert not 0 < expected.entry.pin_until <= self.now
 
-    @rule(holder=st.sampled_from(HOLDERS))
-    def drop_holder(self, holder: str) -> None:
-        self.segment.drop_holder(holder)
-        self.views = [each for each in self.views if each[0] != holder]
-        self.connect(holder)
-        self.leases = {n: lease for n, lease in self.leases.items() if lease[0] != holder}
-        self.reservations = {n: r for n, r in self.reservations.items() if r[0] != holder}
+    @rule(session=st.sampled_from(HOLDERS))
+    def drop_session(self, session: str) -> None:
+        self.segment.drop_session(session)
+        self.views = [each for each in self.views if each[0] != session]
+        self.connect(session)
+        self.leases = {n: lease for n, lease in self.leases.items() if lease[0] != session}
+        self.reservations = {n: r for n, r in self.reservations.items() if r[0] != session}
 
     @rule(prefix=st.sampled_from(["", "key/", "key/1", "no"]), after=st.sampled_from(["", *KEYS]))
     def list_keys(self, prefix: str, after: str) -> None:
@@ -502,13 +502,13 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             assert self.segment.payload(entry) == value
         for _, _, view, value in self.views:
             assert view == value
-        for number, (holder, _, value) in self.reservations.items():
-            assert self.segment.reservation_view(number, holder) == value
-        for holder in HOLDERS:
-            leased = [entry.length for owner, entry, _ in self.leases.values() if owner == holder]
-            viewed = {id(entry): entry for owner, entry, *_ in self.views if owner == holder}
+        for number, (session, _, value) in self.reservations.items():
+            assert self.segment.reservation_view(number, session) == value
+        for session in HOLDERS:
+            leased = [entry.length for owner, entry, _ in self.leases.values() if owner == session]
+            viewed = {id(entry): entry for owner, entry, *_ in self.views if owner == session}
             leased += [entry.length for entry in viewed.values()]
-            assert self.segment.views.leased_bytes_of(holder) == sum(leased)
+            assert self.segment.leases.leased_bytes_of(session) == sum(leased)
         held = {id(entry): entry.extent_bytes for entry in self.referenced()}
         if not self.segment.references.loans.any_known:
             assert self.segment.leased_bytes == sum(held.values())
@@ -526,7 +526,7 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
     value = one_granule(1)
     expires_unix_ms = 150_000 if how == "expired" else 0
     entry = put(segment, "lent", value, expires_unix_ms=expires_unix_ms, now=100.0)
-    lent = present(segment.views.lend(entry.digest, 101.0))
+    lent = present(segment.leases.lend(entry.digest, 101.0))
     assert lent[1] is entry
     if how == "removed":
         segment.remove(entry.digest)
@@ -538,7 +538,7 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
         put(segment, f"other {number}", one_granule(10 + number), now=200.0 + number)
         assert segment.payload(entry) == value
         check_segment(segment)
-    segment.views.end_loan(lent[0])
+    segment.leases.end_loan(lent[0])
     for number in range(3):  # and now its room is used again
         put(segment, f"kept {number}", one_granule(20 + number), pin=HARD, now=300.0)
     put(segment, "last", one_granule(30), pin=HARD, now=301.0)
@@ -550,10 +550,10 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
 def test_what_is_given_up_is_not_lent() -> None:
     segment, _ = new_segment(4)
     entry = put(segment, "gone", one_granule(1), expires_unix_ms=150_000, now=100.0)
-    assert segment.views.lend(entry.digest, 200.0) is None
+    assert segment.leases.lend(entry.digest, 200.0) is None
     segment.remove(entry.digest)
-    assert segment.views.lend(entry.digest, 101.0) is None
-    assert segment.views.lend(b"?" * 16, 101.0) is None
+    assert segment.leases.lend(entry.digest, 101.0) is None
+    assert segment.leases.lend(b"?" * 16, 101.0) is None
     assert not segment.references.loans.any_known
 
 
@@ -597,7 +597,7 @@ def test_a_lease_keeps_bytes_that_nobody_can_find_any_more() -> None:
     segment, _ = new_segment(4)
     value = one_granule(1)
     entry = put(segment, "k", value)
-    lease = segment.views.lease(entry, holder="reader", now=100)
+    lease = segment.leases.lease(entry, session="reader", now=100)
     view = segment.payload(entry)
     put(segment, "k", one_granule(2), clock=2)
     assert segment.objects.take_withdrawn() == [entry]
@@ -609,7 +609,7 @@ def test_a_lease_keeps_bytes_that_nobody_can_find_any_more() -> None:
     assert view == value
     assert view.readonly
     used = segment.used_bytes
-    segment.views.release(lease, holder="reader")
+    segment.leases.release(lease, session="reader")
     assert segment.used_bytes == used - GRANULE_BYTES
     with pytest.raises(ValueError, match="freed"):
         segment.references.acquire(entry)
@@ -618,9 +618,9 @@ def test_a_lease_keeps_bytes_that_nobody_can_find_any_more() -> None:
 
 def test_capacity_errors_say_what_keeps_the_memory() -> None:
     segment, _ = new_segment(4)
-    segment.views.lease(put(segment, "leased", one_granule(0)), holder="h", now=100)
+    segment.leases.lease(put(segment, "leased", one_granule(0)), session="h", now=100)
     put(segment, "pinned", one_granule(1), pin=HARD)
-    segment.reserve(5000, 100, holder="h", now=100)
+    segment.reserve(5000, 100, session="h", now=100)
     with pytest.raises(CapacityExceeded) as caught:
         put(segment, "k", one_granule(2))
     for figure in ("4.0 KiB are leased", "4.0 KiB hard-pinned", "8.0 KiB being written"):
@@ -628,7 +628,7 @@ def test_capacity_errors_say_what_keeps_the_memory() -> None:
     with pytest.raises(
         ObjectTooLarge, match=r"16,384 bytes, takes 20,480 with its trailer.* 16,384: .*--memory"
     ):
-        segment.reserve(4 * GRANULE_BYTES, 100, holder="h", now=100)
+        segment.reserve(4 * GRANULE_BYTES, 100, session="h", now=100)
     check_segment(segment)
 
 
@@ -735,13 +735,13 @@ def test_nothing_is_evicted_ahead_where_little_may_go() -> None:
 
 
 def test_reservations_of_one_holder_are_limited() -> None:
-    segment, _ = new_segment(MAX_RESERVATIONS_PER_HOLDER + 8, MAX_RESERVATIONS_PER_HOLDER + 8)
-    for _ in range(MAX_RESERVATIONS_PER_HOLDER):
-        segment.reserve(1, 100, holder="greedy", now=100)
+    segment, _ = new_segment(MAX_RESERVATIONS_PER_SESSION + 8, MAX_RESERVATIONS_PER_SESSION + 8)
+    for _ in range(MAX_RESERVATIONS_PER_SESSION):
+        segment.reserve(1, 100, session="greedy", now=100)
     with pytest.raises(CapacityExceeded, match="let some"):
-        segment.reserve(1, 100, holder="greedy", now=100)
-    segment.reserve(1, 100, holder="modest", now=100)
-    segment.drop_holder("greedy")
+        segment.reserve(1, 100, session="greedy", now=100)
+    segment.reserve(1, 100, session="modest", now=100)
+    segment.drop_session("greedy")
     check_segment(segment)
     assert segment.used_bytes == GRANULE_BYTES
 
@@ -866,7 +866,7 @@ def test_sums_that_do_not_match_the_root_are_refused_and_nothing_is_published() 
     def commit(root: int, length: int, trailer: TrailerBody = trailer) -> ObjectEntry:
         return segment.commit(
             Written(reservation.number, digest, Version(1, 1, root), trailer, length),
-            holder=ME,
+            session=ME,
             soft=False,
             now=100,
         )
@@ -886,13 +886,13 @@ def test_sums_that_do_not_match_the_root_are_refused_and_nothing_is_published() 
 def test_a_closed_segment_says_so_and_lets_go() -> None:
     segment, buffer = new_segment(8)
     entry = put(segment, "k", b"value")
-    lease = segment.views.lease(entry, holder=ME, now=100)
+    lease = segment.leases.lease(entry, session=ME, now=100)
     segment.close()
     segment.close()
     assert decode_segment_header(bytes(buffer[:200])).state is SegmentState.CLOSED
     with pytest.raises(StoreClosed):
-        segment.reserve(1, 1, holder=ME, now=100)
-    segment.views.release(lease, holder=ME)
+        segment.reserve(1, 1, session=ME, now=100)
+    segment.leases.release(lease, session=ME)
     check_segment(segment)
 
 
@@ -910,7 +910,7 @@ def test_leases_and_reads_that_others_tell_of_are_counted() -> None:
     leased = put(segment, "leased", b"x" * 100)
     put(segment, "told", b"y" * 100)
     put(segment, "never", b"z" * 100)
-    segment.views.lease(leased, holder=ME, now=101)
+    segment.leases.lease(leased, session=ME, now=101)
     segment.objects.touch(key_digest("told", NAMESPACE), 5, 101)
     segment.objects.touch(key_digest("never", NAMESPACE), 0, 101)
     found = [digest for digest, _ in segment.objects.most_read.most(9, 101)]
@@ -928,7 +928,7 @@ def test_what_clients_write_where_only_the_owner_may_is_restored(data: st.DataOb
     values = {f"k{number}": value_of(number, 3000) for number in range(8)}
     entries = [put(segment, key, value) for key, value in values.items()]
     segment.remove(entries[3].digest)
-    leased = segment.views.lease(entries[4], holder="h", now=0.0)
+    leased = segment.leases.lease(entries[4], session="h", now=0.0)
     segment.remove(entries[4].digest)
     owned = [range(segment.geometry.data_offset)]
     for entry in entries:
@@ -947,7 +947,7 @@ def test_what_clients_write_where_only_the_owner_may_is_restored(data: st.DataOb
         for entry in damaged:
             assert segment.restoring.object(entry, chunk_sums(segment.payload(entry)))
     assert segment.restoring.some(64) == (0, [])
-    segment.views.release(leased, holder="h")
+    segment.leases.release(leased, session="h")
     check_segment(segment)
     reader = SegmentReader(memoryview(buffer))
     for key, value in values.items():

@@ -58,9 +58,9 @@ class World:
         elif what == "read":
             objects.touch(key_digest(of), 1, self.now)
         elif what == "lease" and entry is not None:
-            self.segment.views.lease(entry, holder=of, now=self.now)
+            self.segment.leases.lease(entry, session=of, now=self.now)
         elif what == "end":
-            self.segment.drop_holder(of)
+            self.segment.drop_session(of)
         elif what == "remove":
             self.segment.remove(key_digest(of))
         return []
@@ -72,7 +72,7 @@ class World:
         for key, length, pin, namespace, expires, before, wrong in rows:
             digest, sums = key_digest(key), chunk_sums(bytes(length))
             self.segment.remove(digest)
-            [room] = self.segment.reserve_free([(length, 120)], holder="c", namespace=namespace)
+            [room] = self.segment.reserve_free([(length, 120)], session="c", namespace=namespace)
             open_lengths[room.number] = length
             number = (room.number, room.number + 999, last)[wrong]  # or that of the row before
             last = room.number
@@ -86,10 +86,10 @@ class World:
                 seen.add(digest)
                 del open_lengths[number]
         windows = [written] if self.together else [[each] for each in written]
-        made = [self.segment.commit_new(each, holder="c", now=self.now) for each in windows]
+        made = [self.segment.commit_new(each, session="c", now=self.now) for each in windows]
         published = [entry.digest for window in made for entry in window if entry is not None]
         assert set(published) == seen
-        self.segment.drop_holder("c")
+        self.segment.drop_session("c")
         return published
 
     def state(self) -> list[object]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from p2pstore.config import MOST_MEMORY_BYTES, PeerConfig
+from p2pstore.config import MAX_MEMORY_BYTES, PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.objects import GIB, MIB
 from p2pstore.settings import Settings, load_settings, misspelled_variables, option_of, shown_settings
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be(tmp_path: Path) -> None:
 def test_every_setting_is_shown_with_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     for usable, memory, why in (
         (24 * GIB, 3 * GIB, "default: an eighth of the 24.0 GiB this process may use"),
-        (80 * GIB, MOST_MEMORY_BYTES, "default: at most 4.0 GiB"),
+        (80 * GIB, MAX_MEMORY_BYTES, "default: at most 4.0 GiB"),
         (256 * MIB, 64 * MIB, "default: at least 64.0 MiB"),
     ):
         for module in ("config", "settings"):

@@ -68,13 +68,13 @@ def test_where_there_may_be_no_more_threads_it_goes_without(monkeypatch: pytest.
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(side_by_side, "start_new_thread", refused)
-    for _ in range(3 * side_by_side.MOST_THREADS):
+    for _ in range(3 * side_by_side.MAX_THREADS):
         assert side_by_side.side_by_side(3, str, range(4)) == ["0", "1", "2", "3"]
 
 
 def test_all_values_together_take_a_few_threads() -> None:
     at_once: list[int] = []
-    begun = threading.Barrier(8 + side_by_side.MOST_THREADS)
+    begun = threading.Barrier(8 + side_by_side.MAX_THREADS)
 
     def piece(number: int) -> int:
         begun.wait(20)  # all threads that may run at once are here
@@ -89,14 +89,14 @@ def test_all_values_together_take_a_few_threads() -> None:
     for caller in callers:
         caller.start()
     wide = threading.Thread(
-        target=lambda: side_by_side.side_by_side(100, piece, range(1 + side_by_side.MOST_THREADS)),
+        target=lambda: side_by_side.side_by_side(100, piece, range(1 + side_by_side.MAX_THREADS)),
         daemon=True,
     )
     wide.start()
     for thread in (*callers, wide):
         thread.join(20)
         assert not thread.is_alive()
-    assert max(at_once) <= before + 8 + side_by_side.MOST_THREADS
+    assert max(at_once) <= before + 8 + side_by_side.MAX_THREADS
 
 
 @pytest.mark.parametrize("strike", [interrupted_at_each_line, interrupted_after_each_call])

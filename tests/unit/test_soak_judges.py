@@ -28,7 +28,7 @@ from tests.soak.ledger import (
     Limits,
 )
 from tests.soak.peers import ROLES, error_lines, left_over
-from tests.soak.plan import MOST_PEERS_AT_ONCE, plan_faults, plan_load
+from tests.soak.plan import MAX_PEERS_AT_ONCE, plan_faults, plan_load
 from tests.soak.timeline import Timeline
 from tests.soak.values import length_of, number_in, number_of, value_of
 
@@ -318,7 +318,7 @@ def test_the_plan_is_a_function_of_the_seed_and_leaves_most_peers_alone() -> Non
         others = [each for each in plan.faults[:number] if each.until > fault.at]
         network = [each for each in others if each.kind in ON_NETWORK]
         assert not (network if fault.kind in ON_NETWORK else [])
-        assert len(others) - len(network) <= MOST_PEERS_AT_ONCE
+        assert len(others) - len(network) <= MAX_PEERS_AT_ONCE
         if fault.kind in ("kill", "restart", "leave", "full disk", "kill client"):
             assert not set(fault.targets) & set(steady)
     loads = [list(islice(plan_load(*each, 8, 5.0), 50)) for each in ((1, 2, 0), (2, 2, 0))]

@@ -62,7 +62,7 @@ class Life:
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
         self._nursery.start_soon(function)
 
-    def stir(self) -> None:
+    def tick_soon(self) -> None:
         pass  # the test lets the core go on
 
     async def go_on(self, seconds: float) -> None:
@@ -210,11 +210,11 @@ async def test_what_the_time_to_drain_was_too_short_for_is_said(
         for number in range(20):
             first.world.stored(f"k{number}", VALUE)
         with trio.move_on_after(0.0) as scope:
-            await first.ssd.keep_memory()
+            await first.ssd.write_memory()
         assert scope.cancelled_caught
         assert "16 objects were not written to the SSD before this peer left" in caplog.text
         caplog.clear()
-        await first.ssd.keep_memory()
+        await first.ssd.write_memory()
         assert "not written" not in caplog.text
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import trio
 
-from p2pstore.core import peer_core
+from p2pstore.core import peer_core, serving
 from p2pstore.core import peer_core as operations
-from p2pstore.core.copies.memory_return import COLD_PER_STEP
+from p2pstore.core.copies.earlier_life import COLD_PER_STEP
 from p2pstore.core.floors import WITHDRAWN_PER_STEP
-from p2pstore.core.gets import serving
 from p2pstore.core.operation import ColdObject, ColdSorted, Operation
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP
 from p2pstore.core.puts.put_operation import PutOperation
@@ -30,12 +29,12 @@ from p2pstore.local.local_protocol import Access, LocalClient
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.extent_allocator import GROWN_PER_STEP
 from p2pstore.memory.key_listing import RUN_KEYS, KeyListing
+from p2pstore.memory.object_leases import DROPPED_PER_STEP
 from p2pstore.memory.references import References
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.memory.segment_objects import EXPIRED_PER_STEP, SegmentObjects
 from p2pstore.memory.victims import EVICTED_PER_STEP, LOOKED_AT_PER_STEP
-from p2pstore.memory.views import DROPPED_PER_STEP
 from p2pstore.objects import Version, chunk_sums
 from p2pstore.peer import statistics
 from p2pstore.peer.for_clients.local_gets import LocalGets
@@ -119,7 +118,7 @@ def test_a_failed_search_for_room_is_made_once(monkeypatch: pytest.MonkeyPatch) 
     looked = []
     with counted(monkeypatch, EvictionOrder, "may_go") as calls:
         for _ in range(100):
-            steps = world.segment.reserve_in_steps(60_000, 200, holder="c", now=1.9e9)
+            steps = world.segment.reserve_in_steps(60_000, 200, session="c", now=1.9e9)
             most, error = most_in_a_step(steps, calls)
             assert isinstance(error, CapacityExceeded)
             assert most <= LOOKED_AT_PER_STEP
@@ -135,7 +134,7 @@ def test_many_small_objects_go_for_a_large_one_some_at_a_time(monkeypatch: pytes
     assert not segment.free_bytes
     value = 700 * GRANULE
     with counted(monkeypatch, SegmentObjects, "free") as freed:
-        steps = segment.reserve_in_steps(value - 500, 200, holder="c", now=1.9e9)
+        steps = segment.reserve_in_steps(value - 500, 200, session="c", now=1.9e9)
         most, room = most_in_a_step(steps, freed)
     assert most <= EVICTED_PER_STEP
     assert room.length == value - 500
@@ -146,7 +145,7 @@ def test_others_get_none_of_what_is_cleared_for_a_large_one() -> None:
     world = new_world(1_024)
     fill(world, 1_024)
     segment = world.segment
-    steps = segment.reserve_in_steps(700 * GRANULE, 200, holder="c", now=1.9e9)
+    steps = segment.reserve_in_steps(700 * GRANULE, 200, session="c", now=1.9e9)
     small, room = 0, None
     while room is None:
         try:
@@ -154,7 +153,7 @@ def test_others_get_none_of_what_is_cleared_for_a_large_one() -> None:
         except StopIteration as end:
             room = end.value
         if segment.object_count < 1_024:  # it has begun
-            segment.reserve(10, 10, holder="other", now=1.9e9)
+            segment.reserve(10, 10, session="other", now=1.9e9)
             small += 1
             check_segment(segment)
     assert small > 700 // EVICTED_PER_STEP
@@ -167,11 +166,11 @@ def test_a_reservation_that_is_called_off_in_the_middle_leaves_nothing_behind() 
     fill(world, 1_024)
     segment = world.segment
     for made in range(5, 40, 7):
-        steps = segment.reserve_in_steps(600 * GRANULE, 200, holder="c", now=1.9e9)
+        steps = segment.reserve_in_steps(600 * GRANULE, 200, session="c", now=1.9e9)
         for _ in range(made):
             next(steps, None)
         steps.close()
-        segment.drop_holder("c")
+        segment.drop_session("c")
         check_segment(segment)
     assert segment.used_bytes == segment.object_count * GRANULE
 
@@ -180,12 +179,12 @@ def test_a_large_one_is_refused_when_something_in_its_place_is_leased_meanwhile(
     world = new_world(512)
     fill(world, 512)
     segment = world.segment
-    steps = segment.reserve_in_steps(511 * GRANULE, 200, holder="c", now=1.9e9)
+    steps = segment.reserve_in_steps(511 * GRANULE, 200, session="c", now=1.9e9)
     next(steps)
     while segment.object_count > 512 - EVICTED_PER_STEP:
         next(steps)
     entry = min(segment.entries(), key=lambda each: abs(each.offset - segment.geometry.total_bytes))
-    segment.views.lease(entry, holder="reader", now=1.9e9)
+    segment.leases.lease(entry, session="reader", now=1.9e9)
     with pytest.raises(CapacityExceeded):
         run_through(steps)
     check_segment(segment)
@@ -196,7 +195,7 @@ def test_windows_of_many_extents_are_grown_in_steps(monkeypatch: pytest.MonkeyPa
     world = new_world(1_024)
     fill(world, 1_024, pinned=lambda number: number == 512)
     with counted(monkeypatch, EvictionOrder, "cost_at") as calls:
-        steps = world.segment.reserve_in_steps(900 * GRANULE, 200, holder="c", now=1.9e9)
+        steps = world.segment.reserve_in_steps(900 * GRANULE, 200, session="c", now=1.9e9)
         most, error = most_in_a_step(steps, calls)
     assert isinstance(error, CapacityExceeded)
     assert most <= 4 * GROWN_PER_STEP + 32
@@ -226,7 +225,7 @@ def test_room_of_what_has_expired_is_used_before_anything_else_goes() -> None:
         world.put(f"short {number}", b"v", ttl_seconds=10.0)
     world.now += 20.0
     assert not world.segment.free_bytes
-    world.segment.reserve(500 * GRANULE, 200, holder="c", now=world.core.unix(world.now))
+    world.segment.reserve(500 * GRANULE, 200, session="c", now=world.core.unix(world.now))
     assert all(world.find(f"k{number}") for number in range(200))
 
 
@@ -294,7 +293,7 @@ class Peer:
         node: Any = SimpleNamespace(
             core=world.core, now=world.now, ssd=None, start_soon=lambda function: None
         )
-        self.puts = LocalPuts(node, office=None)  # type: ignore[arg-type]  # no ticket is asked for
+        self.puts = LocalPuts(node, issuer=None)  # type: ignore[arg-type]  # no ticket is asked for
         self.gets = LocalGets(node, None, 1 << 40)  # type: ignore[arg-type]
 
 
@@ -411,11 +410,11 @@ def test_what_a_client_holds_ends_in_steps(monkeypatch: pytest.MonkeyPatch) -> N
     world = new_world(1_024)
     fill(world, 800)
     for entry in world.segment.entries():
-        world.segment.views.lease(entry, holder="c", now=1.9e9)
+        world.segment.leases.lease(entry, session="c", now=1.9e9)
     for _ in range(200):
-        world.segment.reserve(1, 100, holder="c", now=1.9e9)
+        world.segment.reserve(1, 100, session="c", now=1.9e9)
     with counted(monkeypatch, References, "let_go") as calls:
-        most, _ = most_in_a_step(world.segment.drop_holder_in_steps("c"), calls)
+        most, _ = most_in_a_step(world.segment.drop_session_in_steps("c"), calls)
     assert most <= DROPPED_PER_STEP
     assert not world.segment.leased_bytes
     assert world.segment.used_bytes == 800 * GRANULE

@@ -20,7 +20,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Effect,
     Event,
     Failure,
-    Fetch,
+    FetchPiece,
     Found,
     Grant,
     Invite,
@@ -198,16 +198,16 @@ def test_a_grant_is_used_for_the_rarest_piece() -> None:
     peer.neighbour(1, 0, 1, 2)
     peer.neighbour(2, 0, 1)
     peer.on(Received(1, Grant()))
-    assert peer.asked(Fetch) == [Fetch(1, 2)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 2)]
 
 
 def test_a_grant_for_a_certain_piece_is_used_for_it_if_it_is_wanted() -> None:
     peer = Peer([0])
     peer.neighbour(1, *range(8))
     peer.on(Received(1, Grant(6)))
-    assert peer.asked(Fetch) == [Fetch(1, 6)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 6)]
     peer.on(Received(1, Grant(0)))
-    (fetch,) = peer.asked(Fetch)
+    (fetch,) = peer.asked(FetchPiece)
     assert fetch.piece not in (0, 6)
 
 
@@ -216,7 +216,7 @@ def test_a_grant_for_a_piece_that_does_not_exist_is_one_for_any(piece: int) -> N
     peer = Peer()
     peer.neighbour(1, 3)
     peer.on(Received(1, Grant(piece)))
-    assert peer.asked(Fetch) == [Fetch(1, 3)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 3)]
 
 
 def test_grants_are_refused_when_enough_is_on_its_way_or_nothing_is_wanted() -> None:
@@ -241,7 +241,7 @@ def test_who_comes_takes_pieces_of_as_many_as_others_divide_their_links_among(
     for member in range(1, 31):
         peer.neighbour(member, *range(60))
         peer.on(Received(member, Grant(slots=slots)))
-    assert len(peer.asked(Fetch)) == fetched
+    assert len(peer.asked(FetchPiece)) == fetched
 
 
 def test_a_publisher_does_not_wait_to_know_the_network_before_it_fills_its_link() -> None:
@@ -292,7 +292,7 @@ def test_all_pieces_are_here_in_the_end_and_that_is_said_once() -> None:
     peer.neighbour(1, *range(8))
     for _ in range(8):
         peer.on(Received(1, Grant()))
-        (fetch,) = peer.asked(Fetch)
+        (fetch,) = peer.asked(FetchPiece)
         peer.on(PieceArrived(1, fetch.piece))
     assert peer.asked(Complete) == [Complete()]
     assert peer.machine.complete
@@ -318,9 +318,9 @@ def test_a_piece_whose_sender_goes_is_asked_for_elsewhere_at_once() -> None:
     peer.neighbour(1, 0, 1)
     peer.neighbour(2, 0)
     peer.on(Received(1, Grant(0)))
-    peer.asked(Fetch)
+    peer.asked(FetchPiece)
     peer.on(Unlinked(1))
-    assert peer.asked(Fetch) == [Fetch(2, 0)]
+    assert peer.asked(FetchPiece) == [FetchPiece(2, 0)]
 
 
 def test_a_piece_that_is_overdue_is_given_up_and_asked_for_elsewhere() -> None:
@@ -331,15 +331,15 @@ def test_a_piece_that_is_overdue_is_given_up_and_asked_for_elsewhere() -> None:
         peer.on(Received(1, Grant(piece)))
         peer.on(PieceArrived(1, piece), after=0.4)
     peer.on(Received(1, Grant(2)))
-    peer.asked(Fetch)
+    peer.asked(FetchPiece)
     peer.wait(4 * 0.4 - 0.1)
-    assert peer.asked(Fetch) == []
+    assert peer.asked(FetchPiece) == []
     peer.wait(0.2)
-    assert [each for each in peer._effects if isinstance(each, Abandon | Fetch)] == [
+    assert [each for each in peer._effects if isinstance(each, Abandon | FetchPiece)] == [
         Abandon(1, 2),
-        Fetch(2, 2),
+        FetchPiece(2, 2),
     ]
-    peer.asked(Fetch)
+    peer.asked(FetchPiece)
     # Its sender is left alone for a while.
     peer.on(Received(1, Grant(3)))
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.NOTHING))]
@@ -353,15 +353,15 @@ def test_who_sends_a_bad_piece_is_left_alone_and_the_second_time_banned() -> Non
     peer = Peer()
     peer.neighbour(1, *range(8))
     peer.on(Received(1, Grant(0)))
-    assert peer.asked(Fetch) == [Fetch(1, 0)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 0)]
     peer.on(PieceFailed(1, 0, Failure.BAD))
     peer.on(Received(1, Grant(0)))
     peer.wait(29.0)
-    assert peer.asked(Fetch) == []
+    assert peer.asked(FetchPiece) == []
     assert peer.asked(Disconnect) == []
     peer.wait(1.0)
     peer.on(Received(1, Grant(0)))
-    (fetch,) = peer.asked(Fetch)
+    (fetch,) = peer.asked(FetchPiece)
     peer.on(PieceFailed(1, fetch.piece, Failure.BAD))
     assert peer.asked(Disconnect) == [Disconnect(1, banned=True)]
     assert peer.machine.have == 0
@@ -392,21 +392,21 @@ def test_what_a_neighbour_turns_out_to_lack_is_asked_for_elsewhere() -> None:
     peer.neighbour(2, 0)
     peer.on(Received(1, Grant(0)))
     peer.on(PieceFailed(1, 0, Failure.LACKS))
-    assert peer.asked(Fetch) == [Fetch(1, 0), Fetch(2, 0)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 0), FetchPiece(2, 0)]
     peer.on(PieceFailed(2, 0, Failure.LACKS))
     peer.wait(10.0)
-    assert peer.asked(Fetch) == []
+    assert peer.asked(FetchPiece) == []
 
 
 def test_without_offers_it_asks_now_and_then() -> None:
     peer = Peer()
     peer.neighbour(1, 4)
     peer.wait(0.6)
-    assert peer.asked(Fetch) == [Fetch(1, 4)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 4)]
     peer.on(PieceFailed(1, 4, Failure.BUSY))
-    assert peer.asked(Fetch) == []
+    assert peer.asked(FetchPiece) == []
     peer.wait(0.6)
-    assert peer.asked(Fetch) == [Fetch(1, 4)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 4)]
 
 
 def test_what_is_late_in_the_end_is_asked_for_twice_and_the_slower_one_is_given_up() -> None:
@@ -417,13 +417,13 @@ def test_what_is_late_in_the_end_is_asked_for_twice_and_the_slower_one_is_given_
         peer.on(Received(member, Grant(piece)))
         peer.on(PieceArrived(member, piece), after=0.2)
     peer.on(Received(1, Grant(7)))
-    assert peer.asked(Fetch)[-1] == Fetch(1, 7)
+    assert peer.asked(FetchPiece)[-1] == FetchPiece(1, 7)
     peer.wait(0.25)
-    assert peer.asked(Fetch) == []
+    assert peer.asked(FetchPiece) == []
     peer.wait(0.25)  # it takes more than 1.5 times what is usual
-    assert peer.asked(Fetch) == [Fetch(2, 7)]
+    assert peer.asked(FetchPiece) == [FetchPiece(2, 7)]
     peer.wait(0.25)
-    assert peer.asked(Fetch) == []  # never a third time
+    assert peer.asked(FetchPiece) == []  # never a third time
     peer.on(PieceArrived(2, 7))
     assert peer.asked(Abandon) == [Abandon(1, 7)]
     assert peer.machine.complete
@@ -440,7 +440,7 @@ def test_a_grant_in_the_end_is_used_for_what_is_late() -> None:
     assert peer.told(Refuse) == [((2,), Refuse(Refusal.NOTHING))]
     peer.now += 0.31
     peer.on(Received(2, Grant()))
-    assert peer.asked(Fetch) == [Fetch(2, 7)]
+    assert peer.asked(FetchPiece) == [FetchPiece(2, 7)]
 
 
 def test_a_slow_sender_takes_no_place_that_others_would_use() -> None:
@@ -458,7 +458,7 @@ def test_a_slow_sender_takes_no_place_that_others_would_use() -> None:
     assert peer.told(Invite) == [((1,), Invite())]
     for piece in (12, 13):
         peer.on(Received(1, Grant(piece)))
-    assert peer.asked(Fetch) == [Fetch(1, 12), Fetch(1, 13)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 12), FetchPiece(1, 13)]
     peer.on(Received(1, Grant(14)))
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.FULL))]
 
@@ -674,20 +674,20 @@ def test_peers_of_one_host_fetch_different_pieces_and_the_rest_from_each_other()
     fetched = set()
     for _ in range(2):
         peer.on(Received(1, Grant()))
-        (fetch,) = peer.asked(Fetch)
+        (fetch,) = peer.asked(FetchPiece)
         peer.on(PieceArrived(1, fetch.piece))
         fetched.add(fetch.piece)
     peer.on(Received(1, Grant()))
-    (fetch,) = peer.asked(Fetch)
+    (fetch,) = peer.asked(FetchPiece)
     fetched.add(fetch.piece)
     peer.on(PieceArrived(1, fetch.piece))
     assert fetched == {1, 4, 7}  # the second of three
     peer.on(Received(1, Grant()))
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.NOTHING))]
     peer.on(Received(50, NewPieces([0, 3])))
-    assert sorted(peer.asked(Fetch), key=lambda each: each.piece) == [
-        Fetch(50, 0, same_host=True),
-        Fetch(50, 3, same_host=True),
+    assert sorted(peer.asked(FetchPiece), key=lambda each: each.piece) == [
+        FetchPiece(50, 0, same_host=True),
+        FetchPiece(50, 3, same_host=True),
     ]
 
 
@@ -709,12 +709,12 @@ def test_a_peer_of_this_host_that_brings_nothing_has_its_share_taken_over() -> N
     peer.neighbour(50, same_host=True)
     for _ in range(4):
         peer.on(Received(1, Grant()))
-        peer.on(PieceArrived(1, peer.asked(Fetch)[-1].piece))
+        peer.on(PieceArrived(1, peer.asked(FetchPiece)[-1].piece))
     assert peer.machine.have == map_of([1, 3, 5, 7])
     peer.wait(3.0)
-    assert peer.asked(Fetch) == []
+    assert peer.asked(FetchPiece) == []
     peer.wait(2.5)
-    (fetch,) = peer.asked(Fetch)
+    (fetch,) = peer.asked(FetchPiece)
     assert fetch.piece in (0, 2, 4, 6)
     assert fetch.member == 1
 
@@ -730,9 +730,9 @@ def test_a_peer_of_this_host_that_brings_something_now_and_then_keeps_its_share(
         peer.wait(4.0)
         peer.on(Received(50, NewPieces([piece])))
         peer.on(PieceArrived(50, piece))
-    assert all(fetch.member == 50 or fetch.piece % 2 for fetch in peer.asked(Fetch))
+    assert all(fetch.member == 50 or fetch.piece % 2 for fetch in peer.asked(FetchPiece))
     peer.wait(6.0)
-    assert peer.asked(Fetch) == [Fetch(1, 6)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 6)]
 
 
 def test_peers_of_one_host_have_its_slots_together() -> None:
@@ -748,14 +748,14 @@ def test_a_peer_of_this_host_whose_piece_is_bad_loses_its_share() -> None:
     peer = Peer()
     peer.neighbour(1, *range(8))
     peer.neighbour(50, 0, same_host=True)
-    assert peer.asked(Fetch) == [Fetch(50, 0, same_host=True)]
+    assert peer.asked(FetchPiece) == [FetchPiece(50, 0, same_host=True)]
     peer.on(PieceFailed(50, 0, Failure.BAD))
-    assert peer.asked(Fetch) == [Fetch(1, 0)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 0)]
     peer.on(Received(50, PieceMapMessage(b"\xff")))
     peer.wait(0.6)
-    assert all(fetch.member == 1 for fetch in peer.asked(Fetch))
+    assert all(fetch.member == 1 for fetch in peer.asked(FetchPiece))
     peer.wait(30.0)  # then it is tried again
-    assert any(fetch.member == 50 for fetch in peer.asked(Fetch))
+    assert any(fetch.member == 50 for fetch in peer.asked(FetchPiece))
 
 
 def test_a_peer_of_this_host_needs_no_slot() -> None:
@@ -805,7 +805,7 @@ def test_a_neighbour_that_is_linked_twice_is_one() -> None:
     peer.neighbour(1, 3)
     peer.on(Linked(1))
     peer.on(Received(1, Grant()))
-    assert peer.asked(Fetch) == [Fetch(1, 3)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 3)]
 
 
 def test_for_a_neighbour_that_went_another_is_looked_for_at_once() -> None:
@@ -827,7 +827,7 @@ def test_old_neighbours_are_replaced_now_and_then_those_with_transfers_last() ->
     for member in range(1, 21):
         peer.neighbour(member, member % 8)
     peer.on(Received(1, Grant()))
-    assert peer.asked(Fetch) == [Fetch(1, 1)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 1)]
     peer.on(Received(2, Grant()))
     peer.on(PieceArrived(2, 2))
     peer.wait(5.0)
@@ -862,10 +862,10 @@ def test_who_needs_some_pieces_says_so_and_is_complete_when_it_has_them() -> Non
     assert told == [Needs(b"\x06"), PieceMapMessage(b"\x01")]
     peer.on(Received(1, PieceMapMessage(b"\xff")))
     peer.on(Received(1, Grant(5)))
-    (fetch,) = peer.asked(Fetch)
+    (fetch,) = peer.asked(FetchPiece)
     assert fetch.piece in (1, 2)
     peer.on(Received(1, Grant(3 - fetch.piece)))
-    assert peer.asked(Fetch) == [Fetch(1, 3 - fetch.piece)]
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 3 - fetch.piece)]
     peer.on(Received(1, Grant(5)))
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.FULL))]
     peer.on(PieceArrived(1, 1))
@@ -915,7 +915,7 @@ def test_more_may_be_needed_later() -> None:
     assert peer.told(Needs) == [((1,), Needs(b"\x12"))]
     assert not peer.machine.complete
     peer.wait(1.0)
-    assert peer.asked(Fetch) == [Fetch(1, 4)], "it asks without a grant"
+    assert peer.asked(FetchPiece) == [FetchPiece(1, 4)], "it asks without a grant"
     peer.on(PieceArrived(1, 4))
     assert peer.asked(Complete) == [Complete()]
     peer.on(Needed(map_of([4])))
@@ -932,7 +932,7 @@ def test_a_peer_of_this_host_shares_the_work_only_for_what_it_needs_itself() -> 
         peer.neighbour(2, *range(8))
         for _ in range(8):
             peer.on(Received(2, Grant()))
-        return len(peer.asked(Fetch))
+        return len(peer.asked(FetchPiece))
 
     assert fetched(*range(8)) == 4
     assert fetched(1, 2, 3) == 8

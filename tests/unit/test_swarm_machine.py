@@ -18,7 +18,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Effect,
     Event,
     Failure,
-    Fetch,
+    FetchPiece,
     Grant,
     Linked,
     Needed,
@@ -71,7 +71,7 @@ class SwarmPeer(RuleBasedStateMachine):
 
     def carry_out(self, effect: Effect) -> None:
         match effect:
-            case Fetch(member, piece):
+            case FetchPiece(member, piece):
                 assert member in self.linked
                 assert (member, piece) not in self.fetching
                 assert not self.machine.have >> piece & 1

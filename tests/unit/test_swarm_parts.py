@@ -19,7 +19,13 @@ from p2pstore.checkpoint.content.pieces import (
     unpack_map,
 )
 from p2pstore.checkpoint.swarm.selection import stripe
-from p2pstore.checkpoint.swarm.swarm import FEWEST, FIRST_DIALS, MOST, SETTLE_SECONDS, Neighbours
+from p2pstore.checkpoint.swarm.swarm import (
+    FIRST_DIALS,
+    MAX_NEIGHBOURS,
+    MIN_NEIGHBOURS,
+    SETTLE_SECONDS,
+    Neighbours,
+)
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     MAX_NEW_PIECES,
@@ -306,15 +312,15 @@ def test_few_are_dialled_first_then_as_many_as_are_missing() -> None:
         assert links.linked(member, False, 0.1, worth_nothing) is None
     links.unlinked(first[4], 0.1)
     later, _ = links.tick(SETTLE_SECONDS, worth_nothing)
-    assert len(later) == FEWEST - (FIRST_DIALS - 1)
+    assert len(later) == MIN_NEIGHBOURS - (FIRST_DIALS - 1)
     assert first[4] not in later
     assert not set(first) & set(later)
 
 
 def test_a_small_swarm_is_connected_completely_and_siblings_always_are() -> None:
     links = Neighbours(0, Random(1), now=0.0)
-    links.participants(range(MOST + 1), ())
-    assert sorted(links.tick(0.0, worth_nothing)[0]) == list(range(1, MOST + 1))
+    links.participants(range(MAX_NEIGHBOURS + 1), ())
+    assert sorted(links.tick(0.0, worth_nothing)[0]) == list(range(1, MAX_NEIGHBOURS + 1))
     links = Neighbours(0, Random(1), now=0.0)
     links.participants(range(1000), range(500, 540))
     dialled, _ = links.tick(0.0, worth_nothing)
@@ -325,7 +331,7 @@ def test_a_small_swarm_is_connected_completely_and_siblings_always_are() -> None
 def full_house(now: float) -> Neighbours:
     links = Neighbours(0, Random(1), now=now)
     links.participants(range(1000), ())
-    for member in range(1, MOST + 1):
+    for member in range(1, MAX_NEIGHBOURS + 1):
         assert links.linked(member, False, now + member, worth_nothing) is None
     return links
 
@@ -338,7 +344,7 @@ def test_a_late_joiner_is_always_let_in_for_what_is_of_least_use() -> None:
     links.unlinked(4, 101.0)
     assert links.linked(997, True, 102.0, worth_nothing) is None
     assert links.linked(997, True, 102.0, worth_nothing) is None
-    assert links.count == MOST
+    assert links.count == MAX_NEIGHBOURS
 
 
 # --- messages --------------------------------------------------------------------------------

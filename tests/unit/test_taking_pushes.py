@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.gets.serving import MAX_COMING_OF_ONE, TakePushOperation, reply_of
+from p2pstore.core.serving import MAX_COMING_OF_ONE, TakePushOperation, reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.homes.home_updates import (
     AUDIT_ENTRY,

@@ -31,8 +31,8 @@ from p2pstore.objects import chunk_sums, format_bytes, parse_bytes
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
 
-LEAST_SAMPLES: Final = 3
-MOST_SAMPLES: Final = 2000
+MIN_SAMPLES: Final = 3
+MAX_SAMPLES: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def medians_in_turns(
     end = time.monotonic() + seconds
     own: list[float] = []
     plain: list[float] = []
-    while len(own) < LEAST_SAMPLES or (time.monotonic() < end and len(own) < MOST_SAMPLES):
+    while len(own) < MIN_SAMPLES or (time.monotonic() < end and len(own) < MAX_SAMPLES):
         own.append(action())
         plain.append(baseline())
     return statistics.median(own), statistics.median(plain)
@@ -118,7 +118,7 @@ TTL_SECONDS: Final = 600.0
 """Lifetime of the objects that a killed bench leaves behind."""
 MAX_SECONDS: Final = 60.0
 MANY: Final = 1000
-MOST_OTHERS: Final = 3
+MAX_OTHERS: Final = 3
 PLAIN: Final = "memcpy + xxh3"
 
 
@@ -228,7 +228,7 @@ def _others(peer: _Measured, namespace: str, timeout: str) -> list[_Measured]:
     members = {member.peer_id for member in peer.client.peers() if not member.me}
     found: list[_Measured] = []
     for path in live_sockets():
-        if len(found) == MOST_OTHERS or not members:
+        if len(found) == MAX_OTHERS or not members:
             break
         if str(path) == peer.client.socket_path:
             continue

@@ -65,15 +65,15 @@ class PoolOptions:
 
     def settings(self, model: Model) -> PoolSettings:
         """Checked, in blocks. Raises `ValueError` naming an option."""
-        from p2pstore.trace.one_cache import LEAST_BLOCKS
+        from p2pstore.trace.one_cache import MIN_BLOCKS
         from p2pstore.trace.pool import PoolSettings
 
         memory_blocks = _blocks(self.memory, "--memory", model)
         ssd_blocks = _blocks(self.ssd, "--ssd", model)
         if not memory_blocks:
             raise ValueError(f"--memory: {self.memory!r} is less than a block")
-        if 0 < ssd_blocks < LEAST_BLOCKS:
-            raise ValueError(f"--ssd: {self.ssd!r} is less than {LEAST_BLOCKS} blocks")
+        if 0 < ssd_blocks < MIN_BLOCKS:
+            raise ValueError(f"--ssd: {self.ssd!r} is less than {MIN_BLOCKS} blocks")
         if not self.load_bound >= 1:
             raise ValueError(f"--load-bound: {self.load_bound:g} is below 1, the mean")
         return PoolSettings(
@@ -192,13 +192,13 @@ def _read(file: str) -> list[Request]:
 def _scale(block_bytes: str, settings: PoolSettings) -> Scale:
     from mooncake_p2p.trace_replay import (
         BLOCK_BYTES,
-        LEAST_BLOCK_BYTES,
-        LEAST_COLD_BLOCK_BYTES,
+        MIN_BLOCK_BYTES,
+        MIN_COLD_BLOCK_BYTES,
         PAGE_BYTES,
         Scale,
     )
 
-    least = LEAST_COLD_BLOCK_BYTES if settings.ssd_blocks else LEAST_BLOCK_BYTES
+    least = MIN_COLD_BLOCK_BYTES if settings.ssd_blocks else MIN_BLOCK_BYTES
     size = parse_bytes(block_bytes, "--block-bytes") if block_bytes else max(least, BLOCK_BYTES)
     if size < least or size % PAGE_BYTES:
         raise ValueError(f"--block-bytes: a multiple of 4KiB from {format_bytes(least)} on")

@@ -49,7 +49,7 @@ STALLED: Final = {
     "seeding": "it is published, and no peer fetches what the others lack: fetch or follow it somewhere",
 }
 """The likely cause of a stall, by phase."""
-MOST_BYTES_PER_SECOND: Final = 2**63 - 1
+MAX_BYTES_PER_SECOND: Final = 2**63 - 1
 _VERSION: Final = re.compile(r"[0-9a-fA-F]{4,32}")
 
 
@@ -185,7 +185,7 @@ class Checkpoints(CheckpointGroups):
             flat=arguments.flag("flat", options.get("flat", False)),
             keep=arguments.whole_number("keep", options.get("keep", 2)),
             limit_bytes_per_second=arguments.whole_number(
-                "limit_rate", options.get("limit_rate", 0), minimum=0, maximum=MOST_BYTES_PER_SECOND
+                "limit_rate", options.get("limit_rate", 0), minimum=0, maximum=MAX_BYTES_PER_SECOND
             ),
             verify=arguments.flag("verify", options.get("verify", False)),
             path=os.fspath(directory),
@@ -264,12 +264,12 @@ class Checkpoints(CheckpointGroups):
     async def _fetch_and_map(
         self, request: local.Fetch, progress: CheckpointWatch | None
     ) -> MappedVersion:
-        bringing = await self._open()
+        connection = await self._open()
         try:
-            done = await self._fetched(bringing, request, progress, close=False)
+            done = await self._fetched(connection, request, progress, close=False)
             mapped = await self._open(checkpoint=done.version)
         finally:
-            bringing.close()  # the other connection holds the version now
+            connection.close()  # the other connection holds the version now
         try:
             from p2pstore.checkpoint.client.checkpoint_tensors import MappedVersion
 

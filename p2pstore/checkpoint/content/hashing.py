@@ -36,8 +36,8 @@ from p2pstore.checkpoint.content.sources import Source
 from p2pstore.errors import CheckpointChanged
 
 STEP_BYTES: Final = 16 * 1024 * 1024
-LEAST_THREADS: Final = 4
-MOST_THREADS: Final = 16
+MIN_THREADS: Final = 4
+MAX_THREADS: Final = 16
 
 Progress = Callable[[int], None]
 """Called with the number of bytes hashed since the last call."""
@@ -66,7 +66,7 @@ class PieceHashes:
     ) -> None:
         """Hash these pieces, which are in order. `threads`: 0 for the usual number, by cores. Raises `OSError`,
         `EOFError` for a short file, and errors of `opened`."""
-        usual = min(MOST_THREADS, max(LEAST_THREADS, os.cpu_count() or 1))
+        usual = min(MAX_THREADS, max(MIN_THREADS, os.cpu_count() or 1))
         limiter = trio.CapacityLimiter(threads or usual)
         runs = neighbours(self._layout, pieces, STEP_BYTES)
         failures: list[Exception] = []

@@ -346,7 +346,7 @@ def _check_part(part: str, path: str) -> None:
 NAMED_FILES: Final = 8
 NEAREST: Final = 3
 """Names suggested by an error."""
-MOST_COMPARED: Final = 5_000
+MAX_COMPARED: Final = 5_000
 """Names compared letter by letter; 0.3 s."""
 WILDCARDS: Final = frozenset("*?[")
 
@@ -415,8 +415,8 @@ def nearest(wanted: str, known: Collection[str]) -> str:
     if not like:
         last = plain.rpartition(".")[2]
         pool = known
-        if len(known) > MOST_COMPARED:
-            pool = [name for name in known if last and last in name.lower()][:MOST_COMPARED]
+        if len(known) > MAX_COMPARED:
+            pool = [name for name in known if last and last in name.lower()][:MAX_COMPARED]
         lowered = {name.lower(): name for name in pool}
         like = [lowered[each] for each in get_close_matches(plain, lowered, NEAREST, 0.4)]
     if like:

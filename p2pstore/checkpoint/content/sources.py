@@ -269,9 +269,9 @@ class SourceMemory(Source):
             self._descriptor = -1
 
 
-MOST_LOOKED_INTO: Final = 4096
+MAX_LOOKED_INTO: Final = 4096
 """Files checked in one directory."""
-MOST_NOTES: Final = 32
+MAX_NOTES: Final = 32
 MAX_INDEX_BYTES: Final = 64 * 1024 * 1024
 MAX_HEADER_READ: Final = 8 * 1024 * 1024
 """Only the length of a longer header is checked."""
@@ -307,11 +307,11 @@ def inspect(source: SourceDirectory, include: Sequence[str], exclude: Sequence[s
         notes.append(f"no file matches --include {pattern!r}")
     for pattern in unmatched([*source.excluded, *source.left_out], exclude):
         notes.append(f"no file matches --exclude {pattern!r}")
-    looked_into = [file for file in source.files if SUSPECTED.search(file.path)][:MOST_LOOKED_INTO]
+    looked_into = [file for file in source.files if SUSPECTED.search(file.path)][:MAX_LOOKED_INTO]
     found = [note for file in looked_into for note in _look_into(source, file, paths)]
-    notes += found[:MOST_NOTES]
-    if len(found) > MOST_NOTES:
-        notes.append(f"{len(found) - MOST_NOTES:,} more files are not what they are called")
+    notes += found[:MAX_NOTES]
+    if len(found) > MAX_NOTES:
+        notes.append(f"{len(found) - MAX_NOTES:,} more files are not what they are called")
     return notes
 
 

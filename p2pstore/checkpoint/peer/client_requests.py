@@ -11,7 +11,6 @@ import trio
 from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.manifest import Manifest
 from p2pstore.checkpoint.content.sources import SourceMemory
-from p2pstore.checkpoint.peer.bringing import Job
 from p2pstore.checkpoint.peer.checkpoint_peer import MAX_WAIT_SECONDS, CheckpointPeer
 from p2pstore.checkpoint.peer.fetching import Fetching, Finder
 from p2pstore.checkpoint.peer.following import Following, Updating
@@ -19,6 +18,7 @@ from p2pstore.checkpoint.peer.piece_flow import Paces
 from p2pstore.checkpoint.peer.publishing import Publications, Publishing
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import HeldDirectory, Memories, MemoryTarget
+from p2pstore.checkpoint.peer.version_fetch import Job
 from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
@@ -58,7 +58,7 @@ class ClientRequests:
 
     def use_memory(self, client: LocalClient) -> MemoryTarget:
         """The version in memory that a client's hello names. Raises `NoSuchKey`."""
-        target = self._service.memories.use(client.checkpoint, client.holder)
+        target = self._service.memories.use(client.checkpoint, client.session)
         if target is None:
             raise NoSuchKey("this version is not in this peer's memory any more")
         return target
@@ -67,7 +67,7 @@ class ClientRequests:
         """Forget a client, whose job was cancelled, and free the memory that it used."""
         self._jobs.client_gone(client)
         self._groups.client_gone(client)
-        self._service.fetching.memory_left(client.holder)
+        self._service.fetching.memory_left(client.session)
 
     async def watch(self) -> None:
         """Serve gossip to swarms, sample members' progress, publish again after a restart; until cancelled."""
@@ -87,7 +87,7 @@ class JobRequests:
         """By client."""
 
     def client_gone(self, client: LocalClient) -> None:
-        self._jobs.pop(client.holder, None)
+        self._jobs.pop(client.session, None)
 
     def publish(self, client: LocalClient, message: local.Publish) -> Awaitable[Message]:
         """Publish the connection's directory, or its memory."""
@@ -110,7 +110,7 @@ class JobRequests:
             return await self._fetching.fetch(message, directory, job)
 
         async def fetch_to_memory(job: Job) -> Message:
-            return await self._fetching.fetch_to_memory(message, job, client.holder)
+            return await self._fetching.fetch_to_memory(message, job, client.session)
 
         if message.memory:
             return self._do(client, fetch_to_memory)
@@ -118,7 +118,7 @@ class JobRequests:
 
     async def progress(self, client: LocalClient, message: local.AskNews) -> local.ProgressReply:
         """Progress of the connection's job."""
-        job = self._jobs.get(client.holder)
+        job = self._jobs.get(client.session)
         if job is None:
             raise ValueError("nothing was begun on this connection")
         await job.wait(message.seen, message.wait_ms / 1000)
@@ -133,9 +133,9 @@ class JobRequests:
         )
 
     def _do(self, client: LocalClient, work: Callable[[Job], Awaitable[Message]]) -> Awaitable[Message]:
-        if client.holder in self._jobs:
+        if client.session in self._jobs:
             raise ValueError(_BUSY)
-        job = self._jobs[client.holder] = Job()
+        job = self._jobs[client.session] = Job()
 
         async def run() -> Message:
             try:
@@ -177,20 +177,20 @@ class GroupRequests:
         """Clients whose follow could not begin."""
 
     def client_gone(self, client: LocalClient) -> None:
-        self._follows.pop(client.holder, None)
-        self._failed.discard(client.holder)
-        self._updates.pop(client.holder, None)
+        self._follows.pop(client.session, None)
+        self._failed.discard(client.session)
+        self._updates.pop(client.session, None)
 
     def follow(self, client: LocalClient, message: local.Follow) -> Awaitable[Message]:
         """Follow a name to the connection's directory, until the client is gone."""
         self._check_idle(client)
-        self._failed.add(client.holder)  # until it has begun
+        self._failed.add(client.session)  # until it has begun
         check_checkpoint_name(message.name)
         directory = HeldDirectory(client.directory, message.path)
         before = self._same_follow(message, directory)
-        self._failed.discard(client.holder)
+        self._failed.discard(client.session)
         following = Following(self._peer, self._fetching, message, directory)
-        self._follows[client.holder] = following
+        self._follows[client.session] = following
 
         async def run() -> Message:
             try:
@@ -222,8 +222,8 @@ class GroupRequests:
 
     async def follow_news(self, client: LocalClient, message: local.AskNews) -> local.FollowNewsReply:
         """State of the connection's follow."""
-        following = self._follows.get(client.holder)
-        if client.holder in self._failed:  # the answer to the follow itself says why
+        following = self._follows.get(client.session)
+        if client.session in self._failed:  # the answer to the follow itself says why
             return local.FollowNewsReply(0, b"", "", b"", Stage.WAITING.value, b"", ended=True)
         if following is None:
             raise ValueError("nothing is followed on this connection")
@@ -250,7 +250,7 @@ class GroupRequests:
         seconds = min(max(0, message.timeout_ms) / 1000, MAX_WAIT_SECONDS)
         quorum = None if message.quorum < 0 else message.quorum
         updating = Updating(self._peer, message.namespace, message.name, quorum, seconds)
-        self._updates[client.holder] = updating
+        self._updates[client.session] = updating
 
         async def run() -> Message:
             try:
@@ -272,7 +272,7 @@ class GroupRequests:
 
     async def update_news(self, client: LocalClient, message: local.AskNews) -> local.UpdateNewsReply:
         """State of the connection's update."""
-        updating = self._updates.get(client.holder)
+        updating = self._updates.get(client.session)
         if updating is None:
             raise ValueError("nothing is updated on this connection")
         await updating.news.wait(message.seen, message.wait_ms / 1000)
@@ -300,7 +300,7 @@ class GroupRequests:
         ]
 
     def _check_idle(self, client: LocalClient) -> None:
-        if client.holder in self._follows or client.holder in self._updates:
+        if client.session in self._follows or client.session in self._updates:
             raise ValueError(_BUSY)
 
 

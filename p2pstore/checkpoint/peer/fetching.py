@@ -29,10 +29,10 @@ from p2pstore.checkpoint.content.manifest import (
 )
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, unpack_map
 from p2pstore.checkpoint.content.target_directory import DirectoryInUse, TargetDirectory
-from p2pstore.checkpoint.peer.bringing import Bringing, Job, JobPhase, in_threads, verify
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import HeldDirectory, Holding, Memories, MemoryTarget
+from p2pstore.checkpoint.peer.version_fetch import Job, JobPhase, VersionFetch, in_threads, verify
 from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import PeerId, TakesPart, member_of
@@ -91,10 +91,10 @@ class Fetching:
             target.close()
 
         store = Holding(target, directory.hand_over())
-        bringing = Bringing(
+        fetch = VersionFetch(
             self._peer, self._parts, order, signed, target, job, store=store, finish=finish
         )
-        fetched = await bringing.run()
+        fetched = await fetch.run()
         try:
             if not order.flat:
                 await self._stop_forgotten(directory)
@@ -209,15 +209,15 @@ class Fetching:
         part = self._parts.get(target.version)
         if not missing:
             return Fetched(target.version, "", size, 0)
-        bringing = self._to_memory(order, target, job)
+        fetch = self._to_memory(order, target, job)
         if part is None or part.run.store is not target:
-            return await bringing.run()
+            return await fetch.run()
         before = part.run.progress.fetched_bytes
-        await bringing.fetch_more(part, missing)
+        await fetch.fetch_more(part, missing)
         return Fetched(target.version, "", size, min(size, part.run.progress.fetched_bytes - before))
 
-    def _to_memory(self, order: Fetch, target: MemoryTarget, job: Job) -> Bringing:
-        return Bringing(self._peer, self._parts, order, target.signed, target, job)
+    def _to_memory(self, order: Fetch, target: MemoryTarget, job: Job) -> VersionFetch:
+        return VersionFetch(self._peer, self._parts, order, target.signed, target, job)
 
     def memory_left(self, user: int) -> None:
         """A client has gone: free the versions that no other client uses."""

@@ -13,10 +13,10 @@ import trio
 from p2pstore.checkpoint.checkpoint_messages import Fetch, Follow
 from p2pstore.checkpoint.content.directory_versions import current_version, switch_current, versions_with
 from p2pstore.checkpoint.content.manifest import format_version
-from p2pstore.checkpoint.peer.bringing import Job, News
 from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS, CheckpointPeer
 from p2pstore.checkpoint.peer.fetching import Fetching
 from p2pstore.checkpoint.peer.stores import HeldDirectory
+from p2pstore.checkpoint.peer.version_fetch import ChangeSignal, Job
 from p2pstore.checkpoint.swarm.group import (
     Abandon,
     Effect,
@@ -89,7 +89,7 @@ class Following:
         self.head: Head | None = None
         self.job = Job()
         """The fetch of the next version."""
-        self.news = News()
+        self.news = ChangeSignal()
         self.waits_because = ""
         """Why no publisher of the name is followed, while none is."""
         self.looked = trio.Event()
@@ -278,7 +278,7 @@ class Updating:
     def __init__(
         self, peer: CheckpointPeer, namespace: str, name: str, quorum: int | None, timeout_seconds: float
     ) -> None:
-        self.news = News()
+        self.news = ChangeSignal()
         self.version = b""
         self.switched = self.superseded = False
         self.using = 0

@@ -65,13 +65,13 @@ class Introductions:
         return frozenset(self._believed)
 
 
-MOST_BYTES: Final = MIB
-MOST_FILES: Final = 8
+MAX_BYTES: Final = MIB
+MAX_FILES: Final = 8
 """Opening and closing a file takes 20 us; a piece may have ten thousand."""
 SLOW_SECONDS: Final = 0.005
 FIRST_IN_THREADS: Final = 64
 """Steps left to threads after a slow one; twice as many after the next."""
-MOST_IN_THREADS: Final = 16_384
+MAX_IN_THREADS: Final = 16_384
 
 
 class AtOnce:
@@ -91,7 +91,7 @@ class AtOnce:
 
     def may(self, length_bytes: int, files: int = 1) -> bool:
         """Whether to do the next step, with these bytes and files, in the event loop."""
-        if not self._is_local or length_bytes > MOST_BYTES or files > MOST_FILES:
+        if not self._is_local or length_bytes > MAX_BYTES or files > MAX_FILES:
             return False
         if self._in_threads:
             self._in_threads -= 1
@@ -102,20 +102,20 @@ class AtOnce:
         """A step was done in the event loop. `waited`: for I/O, not only for a core in use by others."""
         if waited and seconds > SLOW_SECONDS:
             self._in_threads = self._after_slow
-            self._after_slow = min(2 * self._after_slow, MOST_IN_THREADS)
+            self._after_slow = min(2 * self._after_slow, MAX_IN_THREADS)
 
 
-MOST_KEPT_BYTES: Final = 256 * MIB
+MAX_KEPT_BYTES: Final = 256 * MIB
 
 
 class PieceBuffers:
     """Buffers of one size, reused: a fresh one costs a page fault each 4 KiB, which takes longer than reading the piece
-    into it. Free ones are kept, up to `MOST_KEPT_BYTES`, while any is in use."""
+    into it. Free ones are kept, up to `MAX_KEPT_BYTES`, while any is in use."""
 
     def __init__(self, length_bytes: int) -> None:
         """`length_bytes`: of each buffer."""
         self._length_bytes = length_bytes
-        self._most_kept = MOST_KEPT_BYTES // max(length_bytes, 1)
+        self._most_kept = MAX_KEPT_BYTES // max(length_bytes, 1)
         self._kept: list[bytearray] = []
         self._used = 0
 

@@ -13,7 +13,6 @@ from p2pstore.checkpoint.checkpoint_messages import Publish
 from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, format_version, sign_manifest
 from p2pstore.checkpoint.content.sources import Source, SourceDirectory, SourceMemory
-from p2pstore.checkpoint.peer.bringing import Job, JobPhase, reader_of
 from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS, CheckpointPeer
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import (
@@ -24,6 +23,7 @@ from p2pstore.checkpoint.peer.stores import (
     PublishedMemory,
     PublishedPieces,
 )
+from p2pstore.checkpoint.peer.version_fetch import Job, JobPhase, reader_of
 from p2pstore.errors import (
     CheckpointChanged,
     CheckpointRefused,

@@ -35,7 +35,7 @@ TellPart = Callable[[TakesPart, int, str], None]
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class SwarmPart:
     """This peer's part in one swarm."""
 
     run: SwarmRun
@@ -70,10 +70,10 @@ class RunningSwarms:
     `p2pstore.transfer.serving.serving_backends.SwarmBackend`."""
 
     def __init__(self) -> None:
-        self.parts: dict[bytes, Part] = {}
+        self.parts: dict[bytes, SwarmPart] = {}
         """By version, the oldest first."""
 
-    def get(self, version: bytes) -> Part | None:
+    def get(self, version: bytes) -> SwarmPart | None:
         """The part in a version."""
         return self.parts.get(version)
 
@@ -134,7 +134,7 @@ class SwarmParts(RunningSwarms):
         *,
         publishes: bool = False,
         rate: int = 0,
-    ) -> Part:
+    ) -> SwarmPart:
         """Take part in a swarm until `stop`. `rate` limits fetching, in bytes a second; 0 for no limit. Closes the
         store when it raises `CapacityExceeded`."""
         try:
@@ -147,7 +147,7 @@ class SwarmParts(RunningSwarms):
             store.close()
             raise
         digest = checkpoint_digest(namespace, run.manifest.name, signed.signer)
-        part = Part(run, trio.CancelScope(), self.teller(digest, run.version), digest)
+        part = SwarmPart(run, trio.CancelScope(), self.teller(digest, run.version), digest)
         self.parts[run.version] = part
         self._peer.start_soon(partial(self._run, part))
         return part
@@ -166,7 +166,7 @@ class SwarmParts(RunningSwarms):
 
         return tell
 
-    async def _run(self, part: Part) -> None:
+    async def _run(self, part: SwarmPart) -> None:
         run = part.run
         try:
             with part.scope:
@@ -182,7 +182,7 @@ class SwarmParts(RunningSwarms):
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(self._forget_publication, run.version)
 
-    def _say_failed(self, part: Part, error: Exception) -> None:
+    def _say_failed(self, part: SwarmPart, error: Exception) -> None:
         text = "its files are gone" if isinstance(error, FileNotFoundError) else str(error)
         logger.warning(
             "checkpoint %s@%s: this peer left the swarm: %s",

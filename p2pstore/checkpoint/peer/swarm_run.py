@@ -31,7 +31,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Disconnect,
     Effect,
     Event,
-    Fetch,
+    FetchPiece,
     Found,
     Linked,
     Needed,
@@ -299,7 +299,7 @@ class SwarmRun:
         match effect:
             case Tell(members, message):
                 self.links.say(members, message)
-            case Fetch(member, piece):
+            case FetchPiece(member, piece):
                 scope = self._fetching[member, piece] = trio.CancelScope()
                 self._nursery.start_soon(self._fetch, member, piece, scope)
             case Abandon(member, piece):

@@ -6,13 +6,13 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.swarm.selection import Flight, Flights, Neighbour, News, SwarmState
+from p2pstore.checkpoint.swarm.selection import Flight, Flights, Neighbour, PieceNews, SwarmState
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     Abandon,
     Complete,
     Failure,
-    Fetch,
+    FetchPiece,
     Grant,
     Invite,
     PieceArrived,
@@ -20,7 +20,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Refusal,
     Refuse,
 )
-from p2pstore.checkpoint.swarm.upload_slots import MOST_SLOTS, USUAL_SLOTS, UploadSlots, places_for
+from p2pstore.checkpoint.swarm.upload_slots import MAX_SLOTS, USUAL_SLOTS, UploadSlots, places_for
 
 if TYPE_CHECKING:
     from p2pstore.checkpoint.swarm.swarm import Swarm
@@ -39,7 +39,7 @@ class Receiving:
     """The receiver's side of one swarm member."""
 
     def __init__(
-        self, state: SwarmState, news: News, slots: UploadSlots, links: Swarm, now: float
+        self, state: SwarmState, news: PieceNews, slots: UploadSlots, links: Swarm, now: float
     ) -> None:
         """`slots`: the own upload slots, as many as pieces fetched at once at least."""
         self.flights = Flights()
@@ -62,7 +62,7 @@ class Receiving:
     def granted(self, neighbour: Neighbour, grant: Grant, now: float) -> None:
         """Use a grant, or refuse it."""
         state, named = self._state, grant.piece
-        slots = min(max(grant.slots, 1), MOST_SLOTS)
+        slots = min(max(grant.slots, 1), MAX_SLOTS)
         self._senders_slots += SHARE_OF_NEWEST_GRANT * (slots - self._senders_slots)
         if state.senders.is_ignored(neighbour.member, now):
             state.tell((neighbour.member,), Refuse(Refusal.NOTHING))
@@ -129,7 +129,7 @@ class Receiving:
         self.retry_at = now + state.config.retry_seconds
         if not state.selection.wanted and self.hurry_at > now + state.config.retry_seconds:
             self.hurry_at = now
-        state.effects.append(Fetch(member, piece, neighbour.same_host))
+        state.effects.append(FetchPiece(member, piece, neighbour.same_host))
 
     def fetch_here(self, neighbour: Neighbour, now: float) -> None:
         """Fetch from a peer of this host what it has: that needs no network, so no slot."""

@@ -34,9 +34,9 @@ from p2pstore.checkpoint.swarm.upload_slots import Pace, Senders
 
 FEW_NEIGHBOURS: Final = 4
 NEIGHBOURS_A_PIECE: Final = 1.75
-MOST_PIECES_UNTOLD: Final = 6.0
+MAX_PIECES_UNTOLD: Final = 6.0
 """News wait one piece time for each `NEIGHBOURS_A_PIECE` neighbours beyond `FEW_NEIGHBOURS`, at most
-`MOST_PIECES_UNTOLD`: a message costs both sides more than the hash of a small piece. (By simulation, half of that gains
+`MAX_PIECES_UNTOLD`: a message costs both sides more than the hash of a small piece. (By simulation, half of that gains
 nothing with 15, 64 and 128 receivers, and 0.6 % with 8.)"""
 LONGEST_NEWS_SECONDS: Final = 0.5
 
@@ -130,7 +130,7 @@ class SwarmState:
                 each.refused = None
 
 
-class News:
+class PieceNews:
     """Pieces that came here, told to neighbours in batches."""
 
     def __init__(self, state: SwarmState) -> None:
@@ -173,7 +173,7 @@ class News:
         if piece_seconds == math.inf:
             return state.config.news_seconds
         pieces = (len(state.neighbours) - FEW_NEIGHBOURS) / NEIGHBOURS_A_PIECE
-        seconds = min(pieces, MOST_PIECES_UNTOLD) * piece_seconds
+        seconds = min(pieces, MAX_PIECES_UNTOLD) * piece_seconds
         return min(max(state.config.news_seconds, seconds), LONGEST_NEWS_SECONDS)
 
     def _message(self, pieces: Sequence[int]) -> SwarmMessage:

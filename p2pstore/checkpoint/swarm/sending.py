@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from p2pstore.checkpoint.content.pieces import PieceMap
-from p2pstore.checkpoint.swarm.selection import Neighbour, News, SwarmState
+from p2pstore.checkpoint.swarm.selection import Neighbour, PieceNews, SwarmState
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     Asked,
@@ -27,7 +27,7 @@ from p2pstore.checkpoint.swarm.upload_slots import (
 class Sending:
     """The sender's side of one swarm member."""
 
-    def __init__(self, state: SwarmState, news: News, *, publishes: bool, copies: PieceMap) -> None:
+    def __init__(self, state: SwarmState, news: PieceNews, *, publishes: bool, copies: PieceMap) -> None:
         """`publishes`: send each piece once before any a second time, but for `copies`."""
         config = state.config
         self._first_slots = QUEUED_SLOTS if publishes else USUAL_SLOTS

@@ -35,7 +35,7 @@ from typing import Any, Final
 
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, pack_map
 from p2pstore.checkpoint.swarm.receiving import Receiving
-from p2pstore.checkpoint.swarm.selection import Neighbour, News, SwarmConfig, SwarmState
+from p2pstore.checkpoint.swarm.selection import Neighbour, PieceNews, SwarmConfig, SwarmState
 from p2pstore.checkpoint.swarm.sending import Sending
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Asked,
@@ -86,7 +86,7 @@ class Swarm:
         receivers make of others."""
         state = self.state = SwarmState(own, piece_sizes, have, rng, config or SwarmConfig(), needed)
         self._selection = state.selection
-        self.news = News(state)
+        self.news = PieceNews(state)
         self.sending = Sending(state, self.news, publishes=publishes, copies=copies)
         self.slots = self.sending.slots
         self.receiving = Receiving(state, self.news, self.slots, self, now)
@@ -334,8 +334,8 @@ class Swarm:
 
 FIRST_DIALS: Final = 10
 """At first; others dial as well, so that there will be twice that number of links."""
-FEWEST: Final = 16
-MOST: Final = 24
+MIN_NEIGHBOURS: Final = 16
+MAX_NEIGHBOURS: Final = 24
 SETTLE_SECONDS: Final = 1.0
 """Until then only the first links are made."""
 REFRESH_SECONDS: Final = 5.0
@@ -388,7 +388,7 @@ class Neighbours:
         if member in self._links:
             return None
         self._links[member] = _Link(now, same_host)
-        if same_host or self.count <= MOST:
+        if same_host or self.count <= MAX_NEIGHBOURS:
             return None
         return self._least(worth, but=member)
 
@@ -412,7 +412,7 @@ class Neighbours:
         if not dials:
             return [], []
         ended: list[int] = []
-        if refresh and self.count >= FEWEST and len(self._participants) > MOST:
+        if refresh and self.count >= MIN_NEIGHBOURS and len(self._participants) > MAX_NEIGHBOURS:
             useless = sum(worth(each) < 0 for each, link in self._links.items() if not link.same_host)
             for _ in range(max(REFRESHED, useless)):
                 ended.append(self._least(worth))
@@ -424,8 +424,8 @@ class Neighbours:
         return self._next_refresh if self._settled else self._begin + SETTLE_SECONDS
 
     def _dials(self, now: float) -> list[int]:
-        wanted = FIRST_DIALS if not self._settled else FEWEST
-        if len(self._participants) <= MOST:
+        wanted = FIRST_DIALS if not self._settled else MIN_NEIGHBOURS
+        if len(self._participants) <= MAX_NEIGHBOURS:
             wanted = len(self._participants)
         missing = wanted - self.count - len(self._dialing)
         chosen = self._not_linked(self._here, now)

@@ -173,7 +173,8 @@ class Served(msgspec.Struct, frozen=True, gc=False):
 
 
 class PieceArrived(msgspec.Struct, frozen=True, gc=False):
-    """A piece came, is verified, and can be served. This or `PieceFailed` follows each `Fetch`; not each `Abandon`."""
+    """A piece came, is verified, and can be served. This or `PieceFailed` follows each `FetchPiece`; not each
+    `Abandon`."""
 
     member: int
     piece: int
@@ -249,7 +250,7 @@ class Tell(msgspec.Struct, frozen=True, gc=False):
     message: SwarmMessage
 
 
-class Fetch(msgspec.Struct, frozen=True, gc=False):
+class FetchPiece(msgspec.Struct, frozen=True, gc=False):
     """Ask this member for a piece and store it; the machine watches the deadline, and says `Abandon`."""
 
     member: int
@@ -284,4 +285,4 @@ class Complete(msgspec.Struct, frozen=True, gc=False):
     """All needed pieces are here. Comes once, and once more after `Needed`."""
 
 
-Effect = Connect | Disconnect | Tell | Fetch | Abandon | Serve | Decline | Complete
+Effect = Connect | Disconnect | Tell | FetchPiece | Abandon | Serve | Decline | Complete

@@ -23,7 +23,7 @@ from typing import Final
 from p2pstore.checkpoint.content.pieces import NO_PIECES, Availability, PieceMap, any_piece
 
 USUAL_SLOTS: Final = 2
-MOST_SLOTS: Final = 8
+MAX_SLOTS: Final = 8
 SLOTS_PER_ROUND_TRIP: Final = 24
 """Further slots, for each piece time that the shortest round trip takes; most take longer. (By simulation, pieces of
 0.5 ms with messages of 0.3 ms take 1.06 of the shortest time, with 16 slots 1.07.)"""
@@ -188,7 +188,7 @@ def slots_for(piece_seconds: float, round_trip_seconds: float, usual_round_trip_
         return USUAL_SLOTS
     piece_seconds = max(piece_seconds, 1e-9)
     share = round_trip_seconds / piece_seconds
-    slots = USUAL_SLOTS + int(min(share * SLOTS_PER_ROUND_TRIP, MOST_SLOTS - USUAL_SLOTS))
+    slots = USUAL_SLOTS + int(min(share * SLOTS_PER_ROUND_TRIP, MAX_SLOTS - USUAL_SLOTS))
     queued = usual_round_trip_seconds >= QUEUED_SHARE * piece_seconds
     return max(slots, QUEUED_SLOTS) if queued else slots
 

@@ -111,10 +111,10 @@ READY_PART: Final = 32
 """This part of memory is to be free, or such that losing it costs nothing."""
 MUCH_OLDER: Final = 2.0
 """Factor on the time since the last use. With 1.25 peers of equal load offer one another half of what they evict."""
-MOST_OLDEST: Final = 16
+MAX_OLDEST: Final = 16
 """Peers whose victims are the oldest, among which a target is chosen."""
-MOST_OFFERED: Final = 64
-MOST_OFFERED_BYTES: Final = 16 * MIB
+MAX_OFFERED: Final = 64
+MAX_OFFERED_BYTES: Final = 16 * MIB
 """At a time; a larger object goes alone."""
 WEIGHED: Final = 256
 """Objects that one look weighs, at a few microseconds each."""
@@ -129,7 +129,7 @@ PeerName = TypeVar("PeerName")
 
 
 @dataclass(slots=True, eq=False)
-class Room(Generic[PeerName]):
+class PeerMemory(Generic[PeerName]):
     """A peer's memory as it told last (`said` stands for when), less what it was given since. Of what would go there,
     the first was used last at `coldest` (Unix seconds, 0: not told)."""
 
@@ -155,21 +155,21 @@ class Room(Generic[PeerName]):
         self.free_bytes, self.displaced_bytes = 0, self.capacity_bytes
 
 
-class Rooms(Generic[PeerName]):
+class PeerMemories(Generic[PeerName]):
     """Chooses among the rooms of other peers."""
 
-    def __init__(self, rooms: Iterable[Room[PeerName]], rng: Random) -> None:
+    def __init__(self, rooms: Iterable[PeerMemory[PeerName]], rng: Random) -> None:
         known = list(rooms)
         self._rng = rng
         self._spacious = [room for room in known if room.spare_bytes > 0]
         told = (room for room in known if room.older_bytes > 0)
-        self._oldest = heapq.nsmallest(MOST_OLDEST, told, key=lambda room: room.coldest)
+        self._oldest = heapq.nsmallest(MAX_OLDEST, told, key=lambda room: room.coldest)
 
     def __bool__(self) -> bool:
         """Whether there may be any."""
         return bool(self._spacious or self._oldest)
 
-    def take(self, length: int, idle_seconds: float, unix: float) -> Room[PeerName] | None:
+    def take(self, length: int, idle_seconds: float, unix: float) -> PeerMemory[PeerName] | None:
         """A peer with room for an object of this idle time: the better of two at random, since other peers choose as
         well."""
         while self._spacious:
@@ -186,7 +186,7 @@ class Rooms(Generic[PeerName]):
         room.displaced_bytes += length
         return room
 
-    def _two(self, rooms: list[Room[PeerName]]) -> list[Room[PeerName]]:
+    def _two(self, rooms: list[PeerMemory[PeerName]]) -> list[PeerMemory[PeerName]]:
         return self._rng.sample(rooms, min(2, len(rooms)))
 
 
@@ -194,21 +194,21 @@ def choose_offers(
     coldest: Iterable[ObjectEntry],
     short_bytes: int,
     is_last: Callable[[ObjectEntry], bool],
-    rooms: Rooms[PeerName],
+    rooms: PeerMemories[PeerName],
     policy: EvictionPolicy,
     unix: float,
-) -> list[tuple[ObjectEntry, Room[PeerName]]]:
+) -> list[tuple[ObjectEntry, PeerMemory[PeerName]]]:
     """The objects to offer, and where to, among those that would go when `short_bytes` more are needed. `coldest`: all
     in the order of eviction. `is_last`: whether an object is a last copy that may be offered."""
-    chosen: list[tuple[ObjectEntry, Room[PeerName]]] = []
+    chosen: list[tuple[ObjectEntry, PeerMemory[PeerName]]] = []
     chosen_bytes = 0
     for entry in coldest:
-        if short_bytes <= 0 or len(chosen) == MOST_OFFERED:
+        if short_bytes <= 0 or len(chosen) == MAX_OFFERED:
             break
         short_bytes -= entry.extent_bytes
         if not is_last(entry):
             continue
-        if chosen and chosen_bytes + entry.extent_bytes > MOST_OFFERED_BYTES:
+        if chosen and chosen_bytes + entry.extent_bytes > MAX_OFFERED_BYTES:
             break
         room = rooms.take(entry.extent_bytes, unix - policy.stays_until(entry), unix)
         if room is not None:
@@ -231,10 +231,10 @@ class MemberRooms:
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
-        self._rooms: dict[PeerId, Room[PeerId]] = {}
+        self._rooms: dict[PeerId, PeerMemory[PeerId]] = {}
         self._read_at = -math.inf
 
-    def all(self, now: float) -> dict[PeerId, Room[PeerId]]:
+    def all(self, now: float) -> dict[PeerId, PeerMemory[PeerId]]:
         """By peer: of all that offer memory."""
         if now >= self._read_at + ROOMS_SECONDS:
             self._read_at, known, self._rooms = now, self._rooms, {}
@@ -244,7 +244,7 @@ class MemberRooms:
                 if state.memory_capacity and (room is None or room.said != said):
                     free = state.memory_capacity - state.memory_used
                     coldest = state.memory_coldest
-                    room = Room(state.peer_id, state.memory_capacity, free, coldest, said)
+                    room = PeerMemory(state.peer_id, state.memory_capacity, free, coldest, said)
                 if room is not None and state.memory_capacity:
                     self._rooms[state.peer_id] = room
         return self._rooms
@@ -263,8 +263,8 @@ class Offers:
         self._core = core
         self._bytes_per_second = bytes_per_second
         self._members = MemberRooms(core)
-        self._told: dict[PeerId, Room[PeerId]] = {}
-        self._rooms: Rooms[PeerId] = Rooms((), core.rng)
+        self._told: dict[PeerId, PeerMemory[PeerId]] = {}
+        self._rooms: PeerMemories[PeerId] = PeerMemories((), core.rng)
         self._under_way = 0
         self._taken: dict[ObjectEntry, float] = {}
         """Copied elsewhere; until then, as not all peers have heard of that, the copies here are firm."""
@@ -301,10 +301,10 @@ class Offers:
         for entry, room in choose_offers(coldest, short_bytes, is_last, rooms, policy, unix):
             self._offer(entry, room, now)
 
-    def _rooms_now(self, now: float) -> Rooms[PeerId]:
+    def _rooms_now(self, now: float) -> PeerMemories[PeerId]:
         told = self._members.all(now)
         if told is not self._told:
-            self._told, self._rooms = told, Rooms(told.values(), self._core.rng)
+            self._told, self._rooms = told, PeerMemories(told.values(), self._core.rng)
         return self._rooms
 
     def _is_last(self, entry: ObjectEntry, now: float) -> bool:
@@ -321,7 +321,7 @@ class Offers:
             return False
         return not self._is_kept_elsewhere(entry, now)
 
-    def _offer(self, entry: ObjectEntry, room: Room[PeerId], now: float) -> None:
+    def _offer(self, entry: ObjectEntry, room: PeerMemory[PeerId], now: float) -> None:
         core = self._core
         core.segment.references.acquire_unused(entry)  # it keeps its place in the order
         core.counters["copies_offered"] += 1
@@ -329,7 +329,7 @@ class Offers:
         ended = partial(self._answered, entry, room)
         core.operations.start(ReplicateOperation(core, entry, 2, candidates=[room.peer]), now, ended)
 
-    def _answered(self, entry: ObjectEntry, room: Room[PeerId], copies: Any, now: float) -> None:
+    def _answered(self, entry: ObjectEntry, room: PeerMemory[PeerId], copies: Any, now: float) -> None:
         core = self._core
         core.segment.references.let_go(entry, was_used=False)
         if isinstance(copies, int) and copies > 1:

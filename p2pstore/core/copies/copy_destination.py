@@ -47,7 +47,7 @@ class CopyDestination:
         self._core = core
         self._operation = operation
         self._now = now
-        self._holder = ("fetch", operation.number)
+        self._session = ("fetch", operation.number)
         self._reservation: int | None = None
         self._slot: Slot | None = None
         self._trailer: TrailerBody | None = None
@@ -67,7 +67,7 @@ class CopyDestination:
             reservation = self._core.segment.reserve(
                 slot.length,
                 trailer_length,
-                holder=self._holder,
+                session=self._session,
                 now=self._core.unix(self._now),
                 namespace=trailer.namespace,
             )
@@ -75,7 +75,7 @@ class CopyDestination:
             self._core.objects.announce_withdrawn(self._now)
         self._slot, self._trailer = slot, trailer
         assert self._reservation is not None
-        return self._core.segment.reservation_view(self._reservation, holder=self._holder)
+        return self._core.segment.reservation_view(self._reservation, session=self._session)
 
     def describe(self, trailer: TrailerBody) -> None:
         """Have the trailer say this, which `prepare` did not know. Raises `ValueError` where it does not fit."""
@@ -88,7 +88,7 @@ class CopyDestination:
     def pages(self) -> memoryview:
         """The memory reserved by `prepare`, up to the end of its last page: SSD reads fill whole pages."""
         assert self._reservation is not None
-        return self._core.segment.reservation_room(self._reservation, holder=self._holder)
+        return self._core.segment.reservation_room(self._reservation, session=self._session)
 
     def _has_room_for(self, slot: Slot, trailer_length: int) -> bool:
         """Whether what is reserved is for that very version."""
@@ -134,22 +134,22 @@ class CopyDestination:
         core = self._core
         existing = core.segment.find(slot.digest, core.unix(now))
         if existing is not None and existing.version.covers(slot.version):
-            core.segment.abort(number, holder=self._holder)
+            core.segment.abort(number, session=self._session)
             return existing
         if core.earlier_life.distrusts(self._operation, slot.version):
-            core.segment.abort(number, holder=self._holder)
+            core.segment.abort(number, session=self._session)
             return None
         trailer = replace(trailer, proof=self._good_proof(slot, trailer))
         core.gossip.directory.watched.touch(slot.digest)  # a newer version may be known by now
         try:
             entry = core.objects.publish(
                 Written(number, slot.digest, slot.version, trailer, slot.length),
-                holder=self._holder,
+                session=self._session,
                 soft=self._operation.soft,
                 now=now,
             )
         except NoSuchKey:
-            core.segment.abort(number, holder=self._holder)
+            core.segment.abort(number, session=self._session)
             return None
         entry.verified |= entry.version == slot.version
         return entry
@@ -167,7 +167,7 @@ class CopyDestination:
     def abort(self) -> None:
         """Give the room back."""
         if self._reservation is not None:
-            self._core.segment.abort(self._reservation, holder=self._holder)
+            self._core.segment.abort(self._reservation, session=self._session)
             self._reservation = None
 
 
@@ -175,14 +175,14 @@ HELD: Final = 0
 """In place of a code: the object is here."""
 
 
-class Thing(NamedTuple):
+class WantedCopy(NamedTuple):
     """An object of which a copy is wanted: its slot at its writer, and its trailer, with the writer's proof."""
 
     slot: Slot
     trailer: TrailerBody
 
 
-class Room(NamedTuple):
+class ReservedCopy(NamedTuple):
     """Where the bytes of an object go, which are to be those of this slot. `place`: in the message."""
 
     place: int
@@ -193,7 +193,7 @@ class Room(NamedTuple):
 class RoomDestination:
     """Takes the one version of an object for which there is room."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: ReservedCopy) -> None:
         self._room = room
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
@@ -204,7 +204,7 @@ class RoomDestination:
         return self._room.view
 
 
-def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[Thing]:
+def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[WantedCopy]:
     """The objects that the sender wants copied. Raises `ProtocolError` for a request that no correct writer sends."""
     count = len(request.trailers)
     if (
@@ -237,7 +237,7 @@ def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[
     versions = [(slot.digest, slot.version) for slot, _ in found]
     proofs = signed_proofs(versions, sender, request.signature)
     return [
-        Thing(slot, replace(trailer, proof=proof))
+        WantedCopy(slot, replace(trailer, proof=proof))
         for (slot, trailer), proof in zip(found, proofs, strict=True)
     ]
 
@@ -247,38 +247,38 @@ class CopiesDestination:
     `reserve`, brings what `rooms` names, goes through `publish`, and calls `abort` in any case."""
 
     def __init__(
-        self, core: PeerCore, operation: Operation, sender: PeerId, things: Sequence[Thing]
+        self, core: PeerCore, operation: Operation, sender: PeerId, wanted_copies: Sequence[WantedCopy]
     ) -> None:
         self._core = core
         self._operation = operation
         self._sender = sender
-        self._things = things
-        self._holder = ("copies", operation.number)
+        self._wanted_copies = wanted_copies
+        self._session = ("copies", operation.number)
         self._reservations: dict[int, Reservation] = {}
-        self.codes = [int(Code.UNAVAILABLE)] * len(things)
-        self.rooms: list[Room] = []
+        self.codes = [int(Code.UNAVAILABLE)] * len(wanted_copies)
+        self.rooms: list[ReservedCopy] = []
 
     def reserve(self, now: float) -> Steps[None]:
         """Decide which of them are to be pulled, and reserve room for these."""
         core = self._core
         doubted = core.gossip.doubted_up_to(member_of(self._sender), now)
         wanted: list[int] = []
-        for place, thing in enumerate(self._things):
-            code = self._code_of(thing, doubted, now)
+        for place, copy in enumerate(self._wanted_copies):
+            code = self._code_of(copy, doubted, now)
             if code is None:
                 wanted.append(place)
             else:
                 self.codes[place] = code
-        namespace, sizes = self._things[0].trailer.namespace, list(map(self._size_of, wanted))
+        namespace, sizes = self._wanted_copies[0].trailer.namespace, list(map(self._size_of, wanted))
         yield
-        made = yield from reserve_many(core, sizes, holder=self._holder, namespace=namespace, now=now)
+        made = yield from reserve_many(core, sizes, session=self._session, namespace=namespace, now=now)
         for place, reserved in zip(wanted, made, strict=True):
             if isinstance(reserved, Exception):
                 self.codes[place] = int(Code.CAPACITY_EXCEEDED)
             else:
                 self._reserved(place, reserved)
 
-    def _code_of(self, thing: Thing, doubted: int, now: float) -> int | None:
+    def _code_of(self, copy: WantedCopy, doubted: int, now: float) -> int | None:
         """The answer where nothing is to be pulled. Cases:
 
         1. The sender may not have heard that it was removed, or its clock is ahead of all others'.
@@ -286,8 +286,8 @@ class CopiesDestination:
         3. That version or a newer one is here, in memory or on the SSD.
         4. It could never fit.
         """
-        core, version, slot = self._core, thing.slot.version, thing.slot
-        digest, trailer = slot.digest, thing.trailer
+        core, version, slot = self._core, copy.slot.version, copy.slot
+        digest, trailer = slot.digest, copy.trailer
         if version.clock <= doubted or not core.clock.observe(version.clock, core.believed_unix(now)):
             return int(Code.UNAVAILABLE)
         namespace = core.namespace_digest(trailer.namespace)
@@ -307,24 +307,24 @@ class CopiesDestination:
         return None
 
     def _size_of(self, place: int) -> tuple[int, int]:
-        slot = self._things[place].slot
+        slot = self._wanted_copies[place].slot
         trailer_bytes = slot.trailer_length + EXPIRY_BYTES + PROOF_BYTES
         return slot.length, min(trailer_bytes, MAX_TRAILER_BYTES)
 
     def _reserved(self, place: int, reservation: Reservation) -> None:
         self._reservations[place] = reservation
-        slot, holder = self._things[place].slot, self._holder
-        view = self._core.segment.reservation_view(reservation.number, holder=holder)
-        self.rooms.append(Room(place, slot, view))
+        slot, session = self._wanted_copies[place].slot, self._session
+        view = self._core.segment.reservation_view(reservation.number, session=session)
+        self.rooms.append(ReservedCopy(place, slot, view))
 
     def publish(self, brought: Collection[int], now: float) -> None:
         """Publish those, by their places, whose bytes are in their rooms and were verified. Raises nothing."""
         core, here = self._core, self._core.segment.digests()
         floors, cold = core.gossip.cluster_records.floors, core.cold.store
-        namespace = core.namespace_digest(self._things[0].trailer.namespace)
+        namespace = core.namespace_digest(self._wanted_copies[0].trailer.namespace)
         new: list[tuple[int, Written]] = []
         for place in sorted(self._reservations.keys() & set(brought)):
-            slot, trailer = self._things[place]
+            slot, trailer = self._wanted_copies[place]
             if core.earlier_life.distrusts(self._operation, slot.version):
                 continue
             number = self._reservations[place].number
@@ -343,7 +343,7 @@ class CopiesDestination:
             return
         self._core.gossip.directory.watched.touch(row.digest)
         try:
-            entry = self._core.objects.publish(row, holder=self._holder, soft=False, now=now)
+            entry = self._core.objects.publish(row, session=self._session, soft=False, now=now)
         except (NoSuchKey, ValueError):
             return
         del self._reservations[place]
@@ -354,7 +354,7 @@ class CopiesDestination:
         core = self._core
         known = core.gossip.locations.mentioned({row.digest for _, row in rows})
         written = [row for _, row in rows]
-        entries = core.segment.commit_new(written, holder=self._holder, now=core.unix(now))
+        entries = core.segment.commit_new(written, session=self._session, now=core.unix(now))
         for (place, _), entry in zip(rows, entries, strict=True):
             if entry is None:
                 continue
@@ -368,7 +368,7 @@ class CopiesDestination:
     def abort(self) -> None:
         """Give back all room that holds no object."""
         for reservation in self._reservations.values():
-            self._core.segment.abort(reservation.number, holder=self._holder)
+            self._core.segment.abort(reservation.number, session=self._session)
         self._reservations.clear()
         self.rooms.clear()
 
@@ -376,14 +376,14 @@ class CopiesDestination:
 class TakeCopiesOperation(Operation):
     """Take copies that their writer asks for. The result is `ReplicatedMany`. A cancelled copy in flight is kept."""
 
-    def __init__(self, core: PeerCore, sender: PeerId, things: Sequence[Thing]) -> None:
+    def __init__(self, core: PeerCore, sender: PeerId, wanted_copies: Sequence[WantedCopy]) -> None:
         super().__init__(core)
         self._sender = sender
-        self._things = things
+        self._wanted_copies = wanted_copies
         self._copies: CopiesDestination | None = None
 
     def start(self, now: float) -> None:
-        self._copies = CopiesDestination(self.core, self, self._sender, self._things)
+        self._copies = CopiesDestination(self.core, self, self._sender, self._wanted_copies)
         self.core.emit(PullTogether(self.number, self._sender, self._copies))
 
     def pulled(self, outcome: PullOutcome, now: float) -> None:

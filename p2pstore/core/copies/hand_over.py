@@ -27,7 +27,7 @@ BEGUN_PER_STEP: Final = 2
 """To find whom to give an object to takes 2 ms among 5,000 members."""
 UNDER_WAY_BYTES: Final = 256 * MIB
 """At most, of all that are being handed over; a single object may be larger."""
-MOST_ORDERED: Final = 32_768
+MAX_ORDERED: Final = 32_768
 """More than a leave ever has time for; of more than twice as many the last in order are left out."""
 MAX_TARGETS: Final = 4
 """Peers that are asked to take an object, one after the other."""
@@ -101,8 +101,8 @@ class HandOverOperation(Operation):
                 heapq.heappush(self._order, self._place_of(held, now))
                 self.handed_over.left_objects += 1
                 self.handed_over.left_bytes += held.length
-        if len(self._order) > 2 * MOST_ORDERED:
-            self._order = heapq.nsmallest(MOST_ORDERED, self._order)  # sorted, and so a heap
+        if len(self._order) > 2 * MAX_ORDERED:
+            self._order = heapq.nsmallest(MAX_ORDERED, self._order)  # sorted, and so a heap
         self.set_alarm(now)
 
     def _is_last_copy(self, held: ObjectEntry | ColdEntry, now: float) -> bool:

@@ -65,7 +65,7 @@ PATIENCE_SECONDS: Final = 2.0
 LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version, at first."""
-MOST_HOLDERS_ASKED: Final = 8
+MAX_HOLDERS_ASKED: Final = 8
 
 
 class VersionProofs:
@@ -265,7 +265,7 @@ class ProveOperation(Operation):
         self._proved: set[bytes] = set()
 
     def start(self, now: float) -> None:
-        most = HOLDERS_ASKED if self._seconds <= ASK_SECONDS else MOST_HOLDERS_ASKED
+        most = HOLDERS_ASKED if self._seconds <= ASK_SECONDS else MAX_HOLDERS_ASKED
         by_holder: dict[tuple[PeerId, bool], list[KnownCopy]] = {}
         asked: dict[tuple[bytes, Version], int] = {}
         for copy in self._copies:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LOOK_INTERVAL_SECONDS: Final = 0.02
 """Between two steps of a few milliseconds."""
-MOST_FAILURES: Final = 8
+MAX_FAILURES: Final = 8
 """Failures in a row that end a pass: no peer takes copies now."""
 DEFAULT_BYTES_PER_SECOND: Final = 125e6
 
@@ -264,7 +264,7 @@ class Repair:
 
     def _end_round(self, current: _Pass, now: float) -> None:
         self.lacking, self.limited = current.lacking, current.limited
-        gave_up = current.failures_in_a_row >= MOST_FAILURES
+        gave_up = current.failures_in_a_row >= MAX_FAILURES
         if current.others_turn and not gave_up:
             current.next_at = max(now, current.began_at + self._timing.turn_seconds)
             current.began_at = current.next_at
@@ -333,7 +333,7 @@ class Repair:
             return
         current.failed = True
         current.failures_in_a_row += 1
-        if current.failures_in_a_row >= MOST_FAILURES:
+        if current.failures_in_a_row >= MAX_FAILURES:
             current.queue.clear()
             current.walk.end()
 

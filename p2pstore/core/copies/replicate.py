@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A target that copies slower than this is given up for the next candidate."""
 
-MOST_ANNOUNCED: Final = 4
+MAX_ANNOUNCED: Final = 4
 """Location records count wanted copies up to here."""
 
 
@@ -78,7 +78,7 @@ class ReplicateOperation(Operation):
         ]
         holding = [copy for copy in copies if not copy.record.soft]
         soft = [copy.peer_id for copy in copies if copy.record.soft]
-        told = min(entry.replicas, MOST_ANNOUNCED)
+        told = min(entry.replicas, MAX_ANNOUNCED)
         holders = [copy.peer_id for copy in holding if copy.record.replicas >= told]
         self._holders = list(dict.fromkeys((*holders, *self._made_before)))
         to_tell = [copy.peer_id for copy in holding if copy.record.replicas < told]

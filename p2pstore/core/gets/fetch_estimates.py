@@ -33,15 +33,15 @@ PRIORS: Final[dict[SourceKind, tuple[float, float]]] = {
 """Seconds a request and seconds a byte of sources that were never read."""
 PRIOR_VARIANCE: Final = 1.0
 """Of the logarithm of a figure that was never observed: a factor of 2.7."""
-MOST_VARIANCE: Final = 2.0
+MAX_VARIANCE: Final = 2.0
 DRIFT_PER_SECOND: Final = 0.01
 """Variance that the slowness gains with age: after 100 s it is as uncertain as an unknown one."""
 LATENCY_DRIFT: Final = 0.1
 """Share of it that the latency gains."""
 NOISE: Final = 0.05
 """Variance of the logarithm of one observation, until it is known: a quarter of the figure."""
-LEAST_NOISE: Final = 0.002
-MOST_NOISE: Final = 0.15
+MIN_NOISE: Final = 0.002
+MAX_NOISE: Final = 0.15
 """A larger difference is a change."""
 NOISE_GAIN: Final = 0.1
 SURPRISE: Final = 9.0
@@ -74,7 +74,7 @@ class Way:
             error = math.copysign(math.sqrt(SURPRISE * usual), error)
         elif math.isfinite(self.at):
             noise = self.noise + NOISE_GAIN * (error * error - usual)
-            self.noise = min(max(noise, LEAST_NOISE), MOST_NOISE)
+            self.noise = min(max(noise, MIN_NOISE), MAX_NOISE)
         wanted = math.log(expected) + error
         first, second = self.latency, self.slowness
         for _ in range(ITERATIONS):
@@ -105,8 +105,8 @@ class Way:
             return self.latency_variance, self.slowness_variance
         drift = DRIFT_PER_SECOND * max(0.0, now - self.at)
         return (
-            min(MOST_VARIANCE, self.latency_variance + LATENCY_DRIFT * drift),
-            min(MOST_VARIANCE, self.slowness_variance + drift),
+            min(MAX_VARIANCE, self.latency_variance + LATENCY_DRIFT * drift),
+            min(MAX_VARIANCE, self.slowness_variance + drift),
         )
 
     @staticmethod

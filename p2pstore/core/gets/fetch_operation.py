@@ -20,7 +20,7 @@ from p2pstore.wire import Code
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
-MOST_HOPS: Final = 8
+MAX_HOPS: Final = 8
 """From keeper to keeper of a hot object: enough for hundreds of readers at the same moment."""
 
 
@@ -123,7 +123,7 @@ class FetchOperation(Operation):
             self._sent_on_by[failure.member] = source
             keepers = [each for each in failure.others if each not in self._failed]
             self.core.rng.shuffle(keepers)
-            for keeper in keepers if self._hops < MOST_HOPS else ():
+            for keeper in keepers if self._hops < MAX_HOPS else ():
                 state = self.core.gossip.membership.resolve(keeper)
                 if state is not None and keeper != self.core.member:
                     record = replace(source.record, slot=0, tier=Tier.DRAM)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from p2pstore.core.gets.serving import MAX_LIST_LIMIT, ListHereOperation
 from p2pstore.core.operation import KnownCopy, Operation, Reply
+from p2pstore.core.serving import MAX_LIST_LIMIT, ListHereOperation
 from p2pstore.gossip.locations.location_lookups import Holding
 from p2pstore.gossip.records import Member, PeerId, Tier
 from p2pstore.objects import ZERO_VERSION, newest_accepted_clock

@@ -102,7 +102,7 @@ class LookupOperation(Operation):
         """Keys for which a home answered, though it may not know all records; in partitioned mode."""
         self.vouched: set[bytes] = set()
         """Keys of which a home knows all there is."""
-        self.at_strangers: dict[bytes, list[Version]] = {}
+        self.at_unknown_members: dict[bytes, list[Version]] = {}
         """By key: versions that homes know at members that this peer does not know yet, as shortly after its start."""
         self._unsure_until = 0.0
         self.asked: dict[int, _Question] = {}
@@ -176,7 +176,7 @@ class LookupOperation(Operation):
                     unsure.append(place)
                     records = [holding_record(each.record) for each in holdings]
                     versions = [each.version for each in records if each is not None]
-                    self.at_strangers.setdefault(digests[place], []).extend(versions)
+                    self.at_unknown_members.setdefault(digests[place], []).extend(versions)
             self.vouched.update(set(digests).difference(digests[place] for place in unsure))
             doubtful = {digests[place] for place in unsure} if self._ask_always else frozenset()
             for digest in digests:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 HOT_BYTES: Final = 1 * MIB
 """Smaller objects take about as long to ask for as to send."""
-MOST_TRANSFERS: Final = 3
+MAX_TRANSFERS: Final = 3
 """Readers to which a holder sends an object itself, while other readers have just got it."""
 HOT_READS: Final = 2.5
 HALF_LIFE_SECONDS: Final = 10.0
@@ -49,7 +49,7 @@ LAST_PAUSE_SECONDS: Final = 320.0
 """How long nothing is to be kept by a reader that loses it: twice as long when it does so again."""
 MAX_LOSERS: Final = 1024
 """Readers whose losses and pauses are remembered."""
-MOST_KEEPERS: Final = 64
+MAX_KEEPERS: Final = 64
 """Readers per object whose time of sending is remembered."""
 MAX_OBJECTS: Final = 4096
 """Objects whose readers are remembered: the last ones read."""
@@ -83,7 +83,7 @@ class _Reads:
         self.sent_at.pop(reader, None)
         self.sent_at[reader] = now
         if keeps:
-            put_newest(self.kept_at, reader, now, MOST_KEEPERS)
+            put_newest(self.kept_at, reader, now, MAX_KEEPERS)
 
     def forget(self, before: float) -> None:
         """Transfers that are over for long."""
@@ -130,7 +130,7 @@ class HotObjects:
         reads.forget(just)
         others = len(reads.sent_at) - (reader in reads.sent_at)
         keepers = [each for each, at in reads.kept_at.items() if each != reader and at >= just]
-        is_full = bool(keepers) and others >= MOST_TRANSFERS
+        is_full = bool(keepers) and others >= MAX_TRANSFERS
         if keeps is Keeps.BY_PEER and self._loses(reader, reads, length, now) and not is_full:
             keeps = Keeps.NO
         if keeps is Keeps.BY_PEER and (others or reads.heat_now(now) >= HOT_READS):

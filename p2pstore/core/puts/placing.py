@@ -27,7 +27,7 @@ MAX_HOLDERS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class OfferedMemory:
     """Memory that a live peer offers, by gossip. `doubtful`: suspected, or a connection failed just now."""
 
     peer_id: PeerId
@@ -37,12 +37,14 @@ class Room:
     doubtful: bool = False
 
 
-def choose_rooms(rooms: Sequence[Room], length: int, count: int, rng: Random) -> list[Room]:
+def choose_rooms(
+    rooms: Sequence[OfferedMemory], length: int, count: int, rng: Random
+) -> list[OfferedMemory]:
     """Up to `count` rooms that could hold a value of `length` bytes, in the order to ask them: doubtful ones last,
     before them those that must evict, this host first. Of equals the emptier of two at random: gossip's figures are a
     little old, and not all writers shall choose the same peer."""
     fitting = [room for room in rooms if room.capacity_bytes >= length]
-    chosen: list[Room] = []
+    chosen: list[OfferedMemory] = []
     for group in _grouped(fitting, length):
         while group and len(chosen) < count:
             pair = rng.sample(range(len(group)), min(2, len(group)))
@@ -50,8 +52,8 @@ def choose_rooms(rooms: Sequence[Room], length: int, count: int, rng: Random) ->
     return chosen
 
 
-def _grouped(rooms: Sequence[Room], length: int) -> list[list[Room]]:
-    groups: dict[tuple[bool, bool, bool], list[Room]] = {}
+def _grouped(rooms: Sequence[OfferedMemory], length: int) -> list[list[OfferedMemory]]:
+    groups: dict[tuple[bool, bool, bool], list[OfferedMemory]] = {}
     for room in rooms:
         rank = room.doubtful, room.free_bytes < length, not room.same_host
         groups.setdefault(rank, []).append(room)
@@ -76,9 +78,9 @@ def place(core: PeerCore, digest: bytes, length: int, host_id: bytes, now: float
     return targets[:MAX_TARGETS]
 
 
-def _rooms(core: PeerCore, host_id: bytes, now: float) -> list[Room]:
+def _rooms(core: PeerCore, host_id: bytes, now: float) -> list[OfferedMemory]:
     return [
-        Room(
+        OfferedMemory(
             state.peer_id,
             record.memory_capacity,
             record.memory_capacity - record.memory_used,
@@ -90,7 +92,7 @@ def _rooms(core: PeerCore, host_id: bytes, now: float) -> list[Room]:
     ]
 
 
-def _no_room(core: PeerCore, rooms: Sequence[Room], length: int) -> str:
+def _no_room(core: PeerCore, rooms: Sequence[OfferedMemory], length: int) -> str:
     taking = [room for room in rooms if room.capacity_bytes]
     if not taking:
         return "no other live peer takes values: start one with more --memory"
@@ -110,18 +112,18 @@ MEMBER_PART: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Incoming:
+class IncomingStore:
     """A value on its way here. It is what holds its reservation."""
 
     facts: PutFacts
     namespace: str
-    holder: object
+    session: object
     length: int
 
 
 class IncomingStores:
-    """Decides on values from elsewhere. `open` reserves; every `Incoming` ends with `close`, after the `PutOperation`
-    of `put` or without one."""
+    """Decides on values from elsewhere. `open` reserves; every `IncomingStore` ends with `close`, after the
+    `PutOperation` of `put` or without one."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -147,10 +149,10 @@ class IncomingStores:
             raise Unavailable(
                 "this peer's clock is over 10 s behind the putting peer's: check the hosts' clocks"
             )
-        operation = PutOperation(core, _facts(request, 0), holder=None, namespace=request.namespace)
+        operation = PutOperation(core, _facts(request, 0), session=None, namespace=request.namespace)
         return core.operations.start(operation, now)
 
-    def open(self, request: Store, member: bytes, now: float) -> Steps[Incoming]:
+    def open(self, request: Store, member: bytes, now: float) -> Steps[IncomingStore]:
         """Reserve room for a value of this member's, in steps. Raises `CapacityExceeded` and `ObjectTooLarge`."""
         core = self._core
         share = int(core.segment.data_bytes * INCOMING_SHARE)
@@ -164,43 +166,43 @@ class IncomingStores:
             share // MEMBER_PART,
             "from one member to this peer",
         )
-        holder = object()
+        session = object()
         trailer = trailer_of(_facts(request, 0), request.namespace, core.unix(now))
         room = len(encode_trailer(trailer)) + EXPIRY_BYTES
-        self._open[holder] = member, request.length
+        self._open[session] = member, request.length
         try:
             reservation = yield from core.objects.reserve(
                 request.length,
                 min(room, MAX_TRAILER_BYTES),
-                holder=holder,
+                session=session,
                 namespace=request.namespace,
                 now=now,
             )
         except BaseException:
-            del self._open[holder]
+            del self._open[session]
             raise
         facts = _facts(request, reservation.number)
-        return Incoming(facts, request.namespace, holder, request.length)
+        return IncomingStore(facts, request.namespace, session, request.length)
 
-    def payload(self, incoming: Incoming) -> memoryview:
+    def payload(self, incoming: IncomingStore) -> memoryview:
         """Where the value goes. Nothing may write there after `put` or `close`."""
-        return self._core.segment.reservation_view(incoming.facts.reservation, holder=incoming.holder)
+        return self._core.segment.reservation_view(incoming.facts.reservation, session=incoming.session)
 
-    def put(self, incoming: Incoming, now: float) -> Operation:
+    def put(self, incoming: IncomingStore, now: float) -> Operation:
         """The value has arrived, verified: decide as for a put of this peer's own clients."""
         operation = PutOperation(
             self._core,
             incoming.facts,
-            holder=incoming.holder,
+            session=incoming.session,
             namespace=incoming.namespace,
             verified=True,
         )
         return self._core.operations.start(operation, now)
 
-    def close(self, incoming: Incoming) -> None:
+    def close(self, incoming: IncomingStore) -> None:
         """The end of `open`: a value that was not put is dropped."""
-        self._open.pop(incoming.holder, None)
-        self._core.segment.drop_holder(incoming.holder)
+        self._open.pop(incoming.session, None)
+        self._core.segment.drop_session(incoming.session)
 
 
 def _check_room(

@@ -31,7 +31,7 @@ PUBLISHED_PER_STEP: Final = 256
 
 
 def publish_new(
-    core: PeerCore, columns: PutColumns, *, holder: Hashable, namespace: str, now: float
+    core: PeerCore, columns: PutColumns, *, session: Hashable, namespace: str, now: float
 ) -> list[PutEnd | PutAmongMany | None]:
     """Publish those values whose keys are known to no peer, and begin to have their copies made. Per row its end, now
     or later, or None: a `PutOperation` decides."""
@@ -49,7 +49,7 @@ def publish_new(
     if not all(plain):
         wanted = [each and is_plain for each, is_plain in zip(wanted, cycle(plain), strict=False)]
     written = list(compress(_written(columns, version, namespace, unix), wanted))
-    entries = core.segment.commit_new(written, holder=holder, now=unix)
+    entries = core.segment.commit_new(written, session=session, now=unix)
     published = [entry for entry in entries if entry is not None]
     announce_new(core, published, now)
     core.proofs.wrote([entry.digest for entry in published])
@@ -136,7 +136,7 @@ Reserved = Reservation | P2PStoreError | ValueError
 
 
 def reserve_many(
-    core: PeerCore, sizes: Sequence[tuple[int, int]], *, holder: Hashable, namespace: str, now: float
+    core: PeerCore, sizes: Sequence[tuple[int, int]], *, session: Hashable, namespace: str, now: float
 ) -> Steps[list[Reserved]]:
     """Room for each value, by length and trailer length, or why there is none. Closing the steps gives all back."""
     made: list[Reserved] = []
@@ -145,7 +145,7 @@ def reserve_many(
             if made:
                 yield
             some = sizes[len(made) : len(made) + RESERVED_PER_STEP]
-            free = core.segment.reserve_free(some, holder=holder, namespace=namespace)
+            free = core.segment.reserve_free(some, session=session, namespace=namespace)
             made += free
             if len(free) == len(some):
                 continue
@@ -154,7 +154,7 @@ def reserve_many(
                 check_object_length(left[0][0])
                 reservation = yield from core.objects.reserve(
                     *left[0],
-                    holder=holder,
+                    session=session,
                     namespace=namespace,
                     now=now,
                     alike=sum(1 for _ in takewhile(left[0].__eq__, left)),
@@ -166,7 +166,7 @@ def reserve_many(
     except BaseException:  # the caller never learns of these reservations
         for each in made:
             if isinstance(each, Reservation):
-                with suppress(ValueError):  # its holder may have gone meanwhile
-                    core.segment.abort(each.number, holder=holder)
+                with suppress(ValueError):  # its session may have ended meanwhile
+                    core.segment.abort(each.number, session=session)
         raise
     return made

@@ -67,14 +67,14 @@ class PutOperation(Operation):
         core: PeerCore,
         facts: PutFacts,
         *,
-        holder: Hashable,
+        session: Hashable,
         namespace: str,
         verified: bool = False,
     ) -> None:
         super().__init__(core)
         self.facts = facts
         self.digest = key_digest(facts.key, namespace)
-        self._holder = holder
+        self._session = session
         """The reservation's."""
         self._named = namespace
         self._namespace = core.namespace_digest(namespace)
@@ -280,7 +280,7 @@ class PutOperation(Operation):
         try:
             entry = self.core.objects.publish(
                 Written(facts.reservation, self.digest, version, trailer, facts.length, facts.follows),
-                holder=self._holder,
+                session=self._session,
                 soft=soft,
                 now=now,
             )
@@ -332,8 +332,8 @@ class PutOperation(Operation):
     def _give_room_back(self) -> None:
         if not self.facts.reservation:
             return
-        with suppress(ValueError):  # its holder may have gone meanwhile, and taken it along
-            self.core.segment.abort(self.facts.reservation, holder=self._holder)
+        with suppress(ValueError):  # its session may have ended meanwhile, and taken it along
+            self.core.segment.abort(self.facts.reservation, session=self._session)
 
     def _give_up(self, error: Exception, now: float) -> None:
         self._give_room_back()

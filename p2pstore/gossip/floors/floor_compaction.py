@@ -95,7 +95,7 @@ class FloorCompaction(FloorComparison):
         disputing: list[Member] = []
         late_ones: list[Member] = []
         same = [shown.floors_horizon for shown in members].count(self._floors.horizon_hash)
-        steady = 2 * (1 + same) > self.quorum.living
+        steady = 2 * (1 + same) > self.quorum.live_count
         for place, shown in enumerate(members, start=1):
             if place % SETTLED_PER_STEP == 0:
                 yield
@@ -125,10 +125,10 @@ class FloorCompaction(FloorComparison):
                 came = self._wall_clock(came_at) if came_at > -math.inf else 0
                 mine = min(mine, max(agreed, came))
         self._agreed_by_all = mine
-        confirming = self.quorum.living - len(self.passed_over)
+        confirming = self.quorum.live_count - len(self.passed_over)
         up_to = min(everybody, mine)
         # Where most confirm nothing, it is this peer that was passed over: it must not follow the others.
-        if 2 * confirming > self.quorum.living and now >= self._started_at + START_SECONDS:
+        if 2 * confirming > self.quorum.live_count and now >= self._started_at + START_SECONDS:
             self._may_drop = max(self._may_drop, up_to - FOLLOW_SLACK)
         if not self.quorum.may_compact(confirming):
             self.waits_for += self.quorum.missing(now)
@@ -146,7 +146,7 @@ class FloorCompaction(FloorComparison):
 
     def take_to_ask(self, now: float) -> list[Member]:
         """Members for which compaction has to wait, or would have to, and that are to be asked now."""
-        return self.agreements.take_to_ask(self._late, self.quorum.living, now)
+        return self.agreements.take_to_ask(self._late, self.quorum.live_count, now)
 
     def _compact(self, members: Sequence[ShownFloors], now: float) -> None:
         if self._settling is None:

@@ -288,13 +288,13 @@ class FloorSync(FloorCompaction):
     def came(self, member: Member, now: float) -> None:
         """A member has just come, or come back."""
         self.doubts.came(member)
-        self.quorum.came(member, now)
+        self.quorum.member_joined(member, now)
 
     def went(self, member: Member, now: float, *, left: bool = False) -> None:
         """A member is gone. `left`: it signed that it leaves."""
         self.doubts.went(member)
         self._offers.pop(member, None)
-        self.quorum.went(member, now, left=left)
+        self.quorum.member_gone(member, now, left=left)
 
     def expelled(self, member: Member) -> None:
         """A member does not belong to the cluster any more: nothing of it is waited for."""

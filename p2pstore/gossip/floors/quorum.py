@@ -54,7 +54,7 @@ class Quorum:
     the wall clock, which also goes on while the machine sleeps."""
 
     def __init__(self) -> None:
-        self.living = 1
+        self.live_count = 1
         """Members that live, with this peer."""
         self.apart = True
         """Whether others may have compacted without this peer, until it has what they have."""
@@ -66,10 +66,10 @@ class Quorum:
         self._left: set[Member] = set()
         self._first_came = self._last_came = self._counted_at = -math.inf
         self._apart_at = -math.inf
-        self._touch: float | None = None
+        self._last_majority_wall: float | None = None
         self._tracked: float | None = None
         self._minority = False
-        self._out_at = math.inf
+        self._without_majority_since = math.inf
         """When this peer was last seen to be without more than half, if it was the last time."""
         self._outlived = False
         """Whether this peer was without a majority until the missing members stopped counting, and no member came
@@ -82,22 +82,22 @@ class Quorum:
                 self._came[member], self._gone_at[member] = -math.inf, now
         self._count(now)
         if alive:
-            self._touch, self.apart, self.fresh = alive, False, False
+            self._last_majority_wall, self.apart, self.fresh = alive, False, False
             self._minority = len(self._gone_at) > 1
 
     # --- members -----------------------------------------------------------------------------
 
-    def came(self, member: Member, now: float) -> None:
+    def member_joined(self, member: Member, now: float) -> None:
         """A member has come, or come back."""
         if self._gone_at.pop(member, None) is None or member in self._left:
             self._came[member] = now
         self._left.discard(member)
         self._last_came = now
         self._outlived = False
-        if self.living == 1:
+        if self.live_count == 1:
             self._first_came = now
 
-    def went(self, member: Member, now: float, *, left: bool) -> None:
+    def member_gone(self, member: Member, now: float, *, left: bool) -> None:
         """A member is gone. `left`: it said so itself."""
         self._gone_at[member] = now
         if left:
@@ -141,26 +141,30 @@ class Quorum:
         3. A majority, with the same horizon at more than half: it is not apart any more, `SETTLE_SECONDS` after the
            last member came.
         """
-        self.living = 1 + living
+        self.live_count = 1 + living
         if now >= self._counted_at + 1.0:
             self._count(now)
-        total = self.living + self._lately
+        total = self.live_count + self._lately
         stalled = self._tracked is not None and wall > self._tracked + STALL_SECONDS
         self._tracked = wall
-        if self._touch is None:
-            self._touch = wall
-        self._minority |= 2 * self.living < total or (stalled and total > 2)
+        if self._last_majority_wall is None:
+            self._last_majority_wall = wall
+        self._minority |= 2 * self.live_count < total or (stalled and total > 2)
         limit = GONE_SECONDS if self._minority else TIE_SECONDS
-        if wall > self._touch + limit - MARGIN_SECONDS:
+        if wall > self._last_majority_wall + limit - MARGIN_SECONDS:
             self.apart, self._apart_at = True, now
-        if 2 * self.living <= total:
-            self._out_at = now
+        if 2 * self.live_count <= total:
+            self._without_majority_since = now
         else:
-            self._outlived |= self._last_came < self._out_at < math.inf
-            self._touch, self._minority, self._out_at = wall, False, math.inf
+            self._outlived |= self._last_came < self._without_majority_since < math.inf
+            self._last_majority_wall, self._minority, self._without_majority_since = (
+                wall,
+                False,
+                math.inf,
+            )
             settled = now > max(self._last_came, self._apart_at) + SETTLE_SECONDS
             settled &= not self._outlived
-            if settled and self.living > 1 and 2 * (1 + same) > self.living:
+            if settled and self.live_count > 1 and 2 * (1 + same) > self.live_count:
                 self.apart = self.fresh = False
 
     def alone(self) -> None:
@@ -184,7 +188,7 @@ class Quorum:
 
     def waited_for(self, now: float) -> list[Member]:
         """Members that are gone and without which no peer compacts yet."""
-        tie = 2 * self.living <= self.living + self._lately
+        tie = 2 * self.live_count <= self.live_count + self._lately
         late, late_left = now - (TIE_SECONDS if tie else GONE_SECONDS), now - GONE_SECONDS
         left = self._left
         return [
@@ -197,7 +201,7 @@ class Quorum:
 
     def may_compact(self, confirming: int) -> bool:
         """Whether this number of members, this peer among them, is enough to drop floors that all of them have."""
-        return 2 * confirming >= self.living + self._lately
+        return 2 * confirming >= self.live_count + self._lately
 
     def believes(self, others: Showing, now: float, *, costs: bool) -> bool:
         """Whether to take over a horizon that these members show: half of all, or more than half of those that are not
@@ -205,7 +209,7 @@ class Quorum:
         compaction, more than half of all must have gone on without it."""
         if now < self._first_came + FIRST_SECONDS:
             return False
-        total = self.living
+        total = self.live_count
         if now < self._last_came + SETTLE_SECONDS:
             total += self._lately
         if costs and not self.apart:

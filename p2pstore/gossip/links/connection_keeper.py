@@ -13,7 +13,7 @@ import trio
 from p2pstore.access.crowding import (
     SPARE_AFTER_SECONDS,
     ConnectionLimits,
-    Holder,
+    PlaceOwner,
     Use,
     idle,
     next_due,
@@ -75,19 +75,19 @@ class ConnectionKeeper:
             if each.ever_admitted and not each.parted
         ]
 
-    def holders(self) -> list[Holder]:
+    def holders(self) -> list[PlaceOwner]:
         """The holders of the places of `admitted`, in its order. A neighbour's counts as being in use."""
         now = trio.current_time()
         return [self._holder(each, now) for each in self.admitted()]
 
-    def _holder(self, connection: Connection, now: float) -> Holder:
+    def _holder(self, connection: Connection, now: float) -> PlaceOwner:
         owner, activity = connection.account.owner, connection.activity
         busy = (
             activity.in_flight > 0
             or activity.used_at + SPARE_AFTER_SECONDS > now
             or self._is_kept(connection)
         )
-        return Holder(owner.host, owner.member, busy, activity.used_at)
+        return PlaceOwner(owner.host, owner.member, busy, activity.used_at)
 
     def make_room(self, newcomer: Connection, limit: int) -> bool:
         """Whether a connection may be admitted beside the others: at most `limit`; one may have to go for it."""

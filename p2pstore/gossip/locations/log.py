@@ -376,10 +376,10 @@ SIGNED_AT_ONCE: Final = 4
 """Runs that are signed in one step, at 0.05 to 0.2 ms each."""
 RUNS_PER_SECOND: Final = 150.0
 """Of all owners together, about: 1 % of a core for their readers."""
-LEAST_SECONDS: Final = 0.05
-LEAST_SECONDS_UNDER_LOAD: Final = 0.4
+MIN_SECONDS: Final = 0.05
+MIN_SECONDS_UNDER_LOAD: Final = 0.4
 """Shortest time between two signatures: under load their bytes are to stay few beside those of operations."""
-MOST_SECONDS: Final = 2.0
+MAX_SECONDS: Final = 2.0
 """Owners wait no longer than that, however many there are."""
 
 _CONTEXT: Final = b"p2pstore log run 1\0"
@@ -431,11 +431,11 @@ class SigningPace:
         self._signed_at = now
 
     def _interval_seconds(self) -> float:
-        least = LEAST_SECONDS_UNDER_LOAD if self._is_loaded() else LEAST_SECONDS
-        return min(MOST_SECONDS, max(least, self._writers() / RUNS_PER_SECOND))
+        least = MIN_SECONDS_UNDER_LOAD if self._is_loaded() else MIN_SECONDS
+        return min(MAX_SECONDS, max(least, self._writers() / RUNS_PER_SECOND))
 
 
-LEAST_PACKED: Final = 3
+MIN_PACKED: Final = 3
 MAX_OPERATION_BYTES: Final = 4 * MIB
 """Of all that one message brings, unpacked."""
 MASK_BYTES: Final = (LOCATION_BYTES + 7) // 8
@@ -445,7 +445,7 @@ _NO_BITS: Final = -1 << LOCATION_BYTES
 def pack_operations(operations: bytes) -> bytes:
     """The packed form of a run of whole records."""
     count = len(operations) // LOCATION_BYTES
-    if count < LEAST_PACKED:
+    if count < MIN_PACKED:
         return operations
     rows = np.frombuffer(operations, np.uint8).reshape(count, LOCATION_BYTES)
     shared: NDArray[np.bool_] = (rows == rows[0]).all(axis=0)
@@ -456,7 +456,7 @@ def pack_operations(operations: bytes) -> bytes:
 def unpack_operations(packed: bytes, start: int, count: int) -> tuple[bytes, int]:
     """The operations of a run of `count` whose packed form begins at `start`, and where that ends. Raises
     `ProtocolError` when it is cut short, or no such form."""
-    if count < LEAST_PACKED:
+    if count < MIN_PACKED:
         end = start + count * LOCATION_BYTES
         return _whole(packed, start, end), end
     begin = start + MASK_BYTES

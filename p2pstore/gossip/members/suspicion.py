@@ -108,14 +108,14 @@ class Suspicion:
         return self.failed_at >= self.asked_at > -math.inf
 
 
-MOST: Final = 8
+MAX_HEALTH_SCORE: Final = 8
 """The worst score: everything takes nine times as long."""
 
 
 class LocalHealth:
     """A score from 0 (well) to `most`; every wait is multiplied by one more than it."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MAX_HEALTH_SCORE) -> None:
         self._most = most
         self.score = 0
 

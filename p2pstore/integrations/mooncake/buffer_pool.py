@@ -16,7 +16,7 @@ from p2pstore.integrations.mooncake.base import StoreBase
 
 DEFAULT_CLASS_BYTES: Final = 64 * 1024
 DEFAULT_ALIGNMENT: Final = 8 * 1024 * 1024
-LEAST_ALIGNMENT: Final = 8
+MIN_ALIGNMENT: Final = 8
 LOOK_SECONDS: Final = 0.05
 """Interval at which a waiting caller looks for collected leases: a destructor takes no lock, so it cannot wake it."""
 
@@ -123,7 +123,7 @@ class BufferPool:
             raise RuntimeError("MooncakeDistributedStore is not initialized")
         if min_size_class <= 0 or alignment <= 0:
             raise RuntimeError("min_size_class and alignment must be positive")
-        if alignment < LEAST_ALIGNMENT or alignment & (alignment - 1):
+        if alignment < MIN_ALIGNMENT or alignment & (alignment - 1):
             raise RuntimeError("alignment must be a power of two and at least sizeof(void*)")
         self._store = base
         self._max_bytes = max_bytes or settings.local_buffer_bytes

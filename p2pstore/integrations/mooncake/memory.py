@@ -26,9 +26,9 @@ from p2pstore.values import RegisteredBuffer
 MAX_ADDRESS: Final = 2**47
 """Above is no memory of a process."""
 _WRITABLE: Final = 0x200
-_MOST_VECTORS: Final = 1024
+_MAX_VECTORS: Final = 1024
 """The kernel's limit of one call (IOV_MAX)."""
-_BIN: Final = ctypes.create_string_buffer(_MOST_VECTORS)
+_BIN: Final = ctypes.create_string_buffer(_MAX_VECTORS)
 
 _read_memory = ctypes.CDLL(None, use_errno=True).process_vm_readv
 _read_memory.restype = ctypes.c_ssize_t
@@ -100,8 +100,8 @@ def are_readable(addresses: Sequence[int], sizes: Sequence[int]) -> bool | None:
         wanted = array("Q", [x for at, size in ends for x in (at, 1, at + max(size, 1) - 1, 1)])
     except OverflowError:  # no address; view_at says why
         return False
-    for start in range(0, len(wanted), 2 * _MOST_VECTORS):
-        some = wanted[start : start + 2 * _MOST_VECTORS]
+    for start in range(0, len(wanted), 2 * _MAX_VECTORS):
+        some = wanted[start : start + 2 * _MAX_VECTORS]
         count = len(some) // 2
         into = array("Q", (ctypes.addressof(_BIN), count))
         pointers = into.buffer_info()[0], some.buffer_info()[0]

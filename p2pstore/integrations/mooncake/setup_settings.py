@@ -24,7 +24,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.objects import DEFAULT_NAMESPACE, encode_namespace
 
 DEFAULT_SEGMENT_BYTES: Final = 16 * 1024 * 1024
-LEAST_SEGMENT_BYTES: Final = 1024 * 1024
+MIN_SEGMENT_BYTES: Final = 1024 * 1024
 MAX_BYTES: Final = 2**60
 DEFAULT_HTTP_PORT: Final = 9300
 HTTP_PORTS: Final = 256
@@ -242,7 +242,7 @@ def from_arguments(values: Mapping[str, Any], environment: Mapping[str, str]) ->
     return SetupSettings(
         hostname=said["local_hostname"],
         host=_host_of(said["local_hostname"]),
-        segment_bytes=max(segment, LEAST_SEGMENT_BYTES) if segment else 0,
+        segment_bytes=max(segment, MIN_SEGMENT_BYTES) if segment else 0,
         local_buffer_bytes=said["local_buffer_size"],
         namespace=namespace,
         bootstrap=tuple(each for each in servers if not _is_metadata_server(each)),

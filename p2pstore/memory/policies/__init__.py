@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from p2pstore.memory.policies.interface import EvictionPolicy, LeastRecentlyUsed
-from p2pstore.memory.policies.prefix_aware import PrefixAware
+from p2pstore.memory.policies.prefix import PrefixAware
 from p2pstore.memory.policies.s3_fifo import S3Fifo
 
 PolicyName = Literal["prefix", "lru", "s3-fifo"]

@@ -108,17 +108,17 @@ class _RecencyQueue(EvictionQueue):
         return iter(self._entries)
 
 
-LEAST_GHOSTS: Final = 65_536
+MIN_GHOSTS: Final = 65_536
 """The minimum number of ghosts: 14 MB. A peer with few large objects evicts them long before their next read, and only
 more ghosts than live objects tell it which are read again."""
-MOST_FORGOTTEN: Final = 16
+MAX_FORGOTTEN: Final = 16
 """In one step, when much was removed at once."""
 
 
 class Ghosts:
     """Standing and last access of evicted objects, by digest; the oldest are forgotten."""
 
-    def __init__(self, least: int = LEAST_GHOSTS) -> None:
+    def __init__(self, least: int = MIN_GHOSTS) -> None:
         self._least = least
         self._kept: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
@@ -133,7 +133,7 @@ class Ghosts:
             kept[entry.digest] = (entry.standing, entry.last_access)
             kept.move_to_end(entry.digest)
         too_many = len(kept) - max(self._least, live)
-        for _ in range(min(too_many, MOST_FORGOTTEN * len(entries))):
+        for _ in range(min(too_many, MAX_FORGOTTEN * len(entries))):
             kept.popitem(last=False)
 
     def take(self, entries: Iterable[ObjectEntry]) -> list[tuple[ObjectEntry, int, float]]:

@@ -8,10 +8,10 @@ from typing import Final
 from p2pstore.memory.entries import EntryList, ObjectEntry, unlink
 from p2pstore.memory.policies.interface import NEW_SHARE, EvictionPolicy, EvictionQueue, Ghosts, worth
 
-MOST_READS_COUNTED: Final = 3
+MAX_READS_COUNTED: Final = 3
 READS_TO_STAY: Final = 2
 """Reads of a new object after which it joins the main queue."""
-MOST_PROMOTED: Final = 1_024
+MAX_PROMOTED: Final = 1_024
 """In one step: half a millisecond. Where even more were read since room was needed last, one of them goes."""
 _MAIN: Final = 4
 """The bit of `standing` that says in which of both queues an entry is; the lower two count its reads."""
@@ -31,7 +31,7 @@ class S3Fifo(EvictionPolicy):
         return _SmallAndMain()
 
     def cost(self, entry: ObjectEntry, now: float) -> float:
-        reads = (entry.standing & MOST_READS_COUNTED) + (entry.standing & _MAIN)
+        reads = (entry.standing & MAX_READS_COUNTED) + (entry.standing & _MAIN)
         return worth(entry) * (1 + reads) / (1.0 + max(0.0, now - entry.last_access))
 
     def admitted(self, entries: Sequence[ObjectEntry], now: float) -> None:
@@ -39,7 +39,7 @@ class S3Fifo(EvictionPolicy):
             entry.standing = _MAIN
 
     def read(self, entry: ObjectEntry, count: int, now: float) -> None:
-        reads = min(MOST_READS_COUNTED, (entry.standing & MOST_READS_COUNTED) + count)
+        reads = min(MAX_READS_COUNTED, (entry.standing & MAX_READS_COUNTED) + count)
         entry.standing = (entry.standing & _MAIN) | reads
 
     def evicted(self, entries: Sequence[ObjectEntry]) -> None:
@@ -70,7 +70,7 @@ class _SmallAndMain(EvictionQueue):
 
     def _promote(self) -> None:
         """Until the first one that would go has not been read: those before it stay. Each read pays for one step."""
-        for _ in range(MOST_PROMOTED):
+        for _ in range(MAX_PROMOTED):
             entry = self._small.coldest if self._takes_small else self._main.coldest
             if entry is None:
                 return

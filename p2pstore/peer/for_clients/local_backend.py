@@ -50,7 +50,7 @@ from p2pstore.runtime import linux
 from p2pstore.runtime.trio_tasks import in_turns
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS, Flush, Flushed, Remove, Removed
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.wire import Empty, Message
 
 logger = logging.getLogger("p2pstore.peer")
@@ -88,7 +88,7 @@ class PeerLocalBackend:
         node: Node,
         memory: SegmentMemory,
         location_table: SharedMemory | None,
-        office: TicketOffice,
+        issuer: TicketIssuer,
         checkpoints: ClientRequests,
         erasing: Erasing,
     ) -> None:
@@ -102,8 +102,8 @@ class PeerLocalBackend:
         self._read_only = memory.read_only_descriptors()
         self._location_table = location_table
         self._table_descriptor = -1 if location_table is None else location_table.read_only_descriptor()
-        self._puts = LocalPuts(node, office)
-        self._gets = LocalGets(node, office, max_leased_bytes)
+        self._puts = LocalPuts(node, issuer)
+        self._gets = LocalGets(node, issuer, max_leased_bytes)
         self._checkpoints = checkpoints
         self.request_types = {**local_protocol.REQUESTS, **checkpoint_messages.REQUESTS}
         self._max_leased_bytes = max_leased_bytes
@@ -189,12 +189,12 @@ class PeerLocalBackend:
         except OSError as error:  # it can ask, as long as there are no descriptors or memory
             logger.warning("a client gets no page to lease by: %s", error.strerror)
             return None
-        self._hazard_pages[client.holder] = page
-        self._segment.views.watch_hazards(client.holder, page.view)
+        self._hazard_pages[client.session] = page
+        self._segment.leases.watch_hazards(client.session, page.view)
         return page
 
     def welcomed(self, client: LocalClient) -> None:
-        page = self._hazard_pages.get(client.holder)
+        page = self._hazard_pages.get(client.session)
         if page is not None:
             page.close_descriptor()
 
@@ -228,8 +228,8 @@ class PeerLocalBackend:
     def client_gone(self, client: LocalClient) -> None:
         self._node.local_clients -= 1
         self._checkpoints.client_gone(client)
-        self._node.carry_out(self._segment.drop_holder_in_steps(client.holder))
-        page = self._hazard_pages.pop(client.holder, None)
+        self._node.carry_out(self._segment.drop_session_in_steps(client.session))
+        page = self._hazard_pages.pop(client.session, None)
         if page is not None:
             page.close()
 
@@ -334,9 +334,9 @@ class Erasing:
     """REMOVE and FLUSH of local clients and of writers' peers. A writer's peer, whose word does not count with members,
     asks one with a ticket for the namespace. Both can be carried out twice, so an unanswered order goes to another."""
 
-    def __init__(self, node: Node, office: TicketOffice) -> None:
+    def __init__(self, node: Node, issuer: TicketIssuer) -> None:
         self._node = node
-        self._office = office
+        self._issuer = issuer
 
     async def remove(self, namespace: str, keys: Sequence[str]) -> list[bool]:
         """Remove keys everywhere, for a local client; per key whether any copy was known."""
@@ -401,7 +401,7 @@ class Erasing:
     ) -> Message:
         """Over a connection of its own: the pool's are made with tickets to read."""
         way = self._node.routes.remote_peer(peer_id)
-        ticket = self._office.for_writers(peer_id, namespace)
+        ticket = self._issuer.for_writers(peer_id, namespace)
         connection = await self._node.pool.dial(replace(way, ticket=ticket))
         try:
             connection.stream.progress_seconds = seconds

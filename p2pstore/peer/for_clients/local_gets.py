@@ -33,7 +33,7 @@ from p2pstore.peer.node import Node
 from p2pstore.runtime.stepping import Steps
 from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.wire import Code
 
 FETCH_ROUNDS: Final = 3
@@ -49,11 +49,11 @@ HOLDERS_PER_PLAN: Final = 8
 class LocalGets:
     """LEASE, RELEASE, PLAN and REPORT."""
 
-    def __init__(self, node: Node, office: TicketOffice, max_leased_bytes: int) -> None:
+    def __init__(self, node: Node, issuer: TicketIssuer, max_leased_bytes: int) -> None:
         self._node = node
         self._core = node.core
         self._segment = node.core.segment
-        self._office = office
+        self._issuer = issuer
         self._max_leased_bytes = max_leased_bytes
 
     def lease(self, client: LocalClient, message: local.Lease) -> Answer:
@@ -78,7 +78,7 @@ class LocalGets:
         except BaseException:  # the client will not release them
             for grant in grants:
                 if grant is not None and grant.lease:
-                    self._segment.views.release(grant.lease, holder=client.holder)
+                    self._segment.leases.release(grant.lease, session=client.session)
             raise
         return grants
 
@@ -97,15 +97,15 @@ class LocalGets:
         entry = self._segment.find(digest, self._core.unix(self._node.now))
         if entry is None:
             return None
-        held = self._segment.views.leased_bytes_of(client.holder)
+        held = self._segment.leases.leased_bytes_of(client.session)
         if held + entry.length > self._max_leased_bytes:
             error = LeaseLimitExceeded(
                 f"this client holds {format_bytes(held)} leased and may hold "
                 f"{format_bytes(self._max_leased_bytes)}: let go of views, or raise the peer's max_leased"
             )
             return local.LeaseGrant(0, 0, 0, entry.length, 0, error=item_error(error))
-        number = self._segment.views.lease(
-            entry, holder=client.holder, now=self._core.unix(self._node.now)
+        number = self._segment.leases.lease(
+            entry, session=client.session, now=self._core.unix(self._node.now)
         )
         return lease_grant(number, entry)
 
@@ -161,7 +161,7 @@ class LocalGets:
             if place:
                 yield
             with suppress(ValueError):
-                self._segment.views.release(lease, holder=client.holder)
+                self._segment.leases.release(lease, session=client.session)
 
     def plan(
         self, client: LocalClient, message: local.Plan
@@ -239,7 +239,7 @@ class LocalGets:
         if self._node.config.transport == "rdma":  # clients have no part in that
             remote = replace(remote, data=())
         by_rdma = not remote.same_host and self._node.routes.reads_by_rdma(remote)
-        granted = self._office.for_clients(copy.peer_id)
+        granted = self._issuer.for_clients(copy.peer_id)
         return local.Holder(
             copy.member,
             copy.peer_id,

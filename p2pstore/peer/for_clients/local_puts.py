@@ -29,7 +29,7 @@ from p2pstore.peer.node import Node
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps
 from p2pstore.runtime.trio_tasks import in_turns, take_turns
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.wire import Empty
 
 _NO_ROOM_AHEAD: Final = CapacityExceeded("no room can be spared for puts to come")
@@ -42,9 +42,9 @@ Started: TypeAlias = Operation | PutAmongMany | PutEnd | Exception
 class LocalPuts:
     """RESERVE, COMMIT and ABORT; PLACE and STORED for what goes to other peers."""
 
-    def __init__(self, node: Node, office: TicketOffice) -> None:
+    def __init__(self, node: Node, issuer: TicketIssuer) -> None:
         self._node = node
-        self._office = office
+        self._issuer = issuer
         self._core = node.core
         self._segment = node.core.segment
         self._next_put: tuple[int, int, str] | None = None
@@ -62,7 +62,7 @@ class LocalPuts:
         self, client: LocalClient, sizes: Sequence[tuple[int, int]], namespace: str
     ) -> Steps[list[Reserved]]:
         return reserve_many(
-            self._core, sizes, holder=client.holder, namespace=namespace, now=self._node.now
+            self._core, sizes, session=client.session, namespace=namespace, now=self._node.now
         )
 
     def commit(self, client: LocalClient, message: local.Commit) -> Answer:
@@ -86,7 +86,7 @@ class LocalPuts:
             if len(columns.keys) > PUBLISHED_PER_STEP:
                 some = columns.part(slice(begin, begin + PUBLISHED_PER_STEP))
             ends = publish_new(
-                self._core, some, holder=client.holder, namespace=namespace, now=self._node.now
+                self._core, some, session=client.session, namespace=namespace, now=self._node.now
             )
             for row, end in enumerate(ends):
                 if end is not None:
@@ -104,7 +104,7 @@ class LocalPuts:
                 raise ValueError(
                     "durable: this peer has no SSD tier to keep the object on: give it --ssd"
                 )
-            operation = PutOperation(self._core, item, holder=client.holder, namespace=namespace)
+            operation = PutOperation(self._core, item, session=client.session, namespace=namespace)
             return self._core.operations.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
             return error
@@ -210,7 +210,7 @@ class LocalPuts:
     def _abort_all(self, client: LocalClient, numbers: Iterable[int]) -> None:
         for number in numbers:
             with suppress(ValueError):
-                self._segment.abort(number, holder=client.holder)
+                self._segment.abort(number, session=client.session)
 
     def place(self, client: LocalClient, message: local.Place) -> local.Placed:
         """Where a value can go that this peer has no room for."""
@@ -234,7 +234,7 @@ class LocalPuts:
         )
 
     def _target(self, peer_id: PeerId, namespace: str) -> local.Target:
-        granted = self._office.for_writers(peer_id, namespace)
+        granted = self._issuer.for_writers(peer_id, namespace)
         return local.Target(
             peer_id,
             self._core.name_of(peer_id),

@@ -12,10 +12,10 @@ import trio
 
 from p2pstore.checkpoint.peer.running import RunningSwarms
 from p2pstore.core.gets.reads import HOT_BYTES, SentOn
-from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.comparing import SLOT_ONLY
-from p2pstore.core.puts.placing import Incoming, IncomingStores, digest_of, stored_reply
+from p2pstore.core.puts.placing import IncomingStore, IncomingStores, digest_of, stored_reply
+from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
 from p2pstore.memory.entries import ObjectEntry, SmallObjectsLent
@@ -122,7 +122,7 @@ class PeerDataBackend:
             return LentObject(slot, trailer, segment.payload(entry), loan)
         finally:
             if not kept:
-                segment.views.end_loan(loan)
+                segment.leases.end_loan(loan)
 
     def _sent_on(self, sent_on: SentOn) -> ObjectReply:
         self._core.counters["reads_sent_on"] += 1
@@ -163,7 +163,7 @@ class PeerDataBackend:
         return self._core.objects.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
 
     def end_loan(self, handle: Loan) -> None:
-        self._segment.views.end_loan(handle)
+        self._segment.leases.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         unix = self._core.unix(self._node.now)
@@ -255,6 +255,6 @@ class PeerStoreBackend:
         self._incoming.close(_handle(opened)[0])
 
 
-def _handle(opened: OpenedStore) -> tuple[Incoming, bytes]:
-    handle: tuple[Incoming, bytes] = opened.handle
+def _handle(opened: OpenedStore) -> tuple[IncomingStore, bytes]:
+    handle: tuple[IncomingStore, bytes] = opened.handle
     return handle

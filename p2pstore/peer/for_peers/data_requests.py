@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.core.copies.copy_destination import Room, RoomDestination
+from p2pstore.core.copies.copy_destination import ReservedCopy, RoomDestination
 from p2pstore.core.operation import AskPeer, KnownCopy, PullObject, PullOutcome, PullTogether, Reply
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -29,7 +29,7 @@ from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
-from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part
+from p2pstore.transfer.reading.small_reads import MAX_ITEMS, Part
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import PullReport, RemotePeer, pull_with_failover
 from p2pstore.wire import Failure, code_of
@@ -72,7 +72,7 @@ class TakenCopies:
         node.core.operations.pulled(effect.operation, PullOutcome(delivered=True), node.now)
         node.process()
 
-    async def _pull(self, holder: PeerId, rooms: Sequence[Room]) -> set[int]:
+    async def _pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> set[int]:
         """The places of what came whole, verified. Those of one chunk come together; one by one the others, what the
         holder was too busy for, and what is copied out of the memory of a holder on the same host."""
         brought = {room.place for room in rooms if not room.slot.length}
@@ -92,7 +92,7 @@ class TakenCopies:
         is_near = record is not None and record.host_id == node.routes.host_id
         return MAPPED_BYTES if is_near and node.config.transport == "auto" else CHUNK_BYTES
 
-    async def _pull_small(self, holder: PeerId, rooms: Sequence[Room]) -> set[int]:
+    async def _pull_small(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> set[int]:
         slots = [room.slot for room in rooms]
         wanted = Part(
             [slot.digest for slot in slots],
@@ -103,14 +103,14 @@ class TakenCopies:
         data = self._node.routes.remote_peer(holder).data
         peer = RemotePeer(holder, data, announced=Announced(NO_WRITER))
         # As few requests as it takes: the holder answers other requests at the same time.
-        lengths, _ = await self._node.pool.pull_small_parts(peer, wanted, MOST_ITEMS)
+        lengths, _ = await self._node.pool.pull_small_parts(peer, wanted, MAX_ITEMS)
         return {
             room.place
             for room, length in zip(rooms, lengths, strict=False)
             if length == room.slot.length
         }
 
-    async def _pull_one(self, holder: PeerId, room: Room) -> bool:
+    async def _pull_one(self, holder: PeerId, room: ReservedCopy) -> bool:
         slot = room.slot
         units = min(round_up(slot.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF)
         record = LocationRecord(slot.digest, slot.version, 0, units)

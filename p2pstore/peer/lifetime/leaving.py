@@ -190,11 +190,11 @@ class Leaving:
                         self._node.settle, self._core.operations.start(self._hand_over, self._node.now)
                     )
                 if self._node.ssd is not None and not stays:
-                    nursery.start_soon(self._node.ssd.keep_memory)
+                    nursery.start_soon(self._node.ssd.write_memory)
                 if self._core.operations_under_way:
                     await self.drained.wait()
             if self._node.ssd is not None and not stays:  # objects put by operations under way
-                await self._node.ssd.keep_memory()
+                await self._node.ssd.write_memory()
         self._log_handed_over()
         if stays and self._node.kept_memory is not None:
             logger.info(

@@ -313,7 +313,7 @@ def short_collections() -> Iterator[None]:
 SIGNS_PER_PERIOD: Final = 3
 """How often a sign of life is given within the time after which the manager misses it."""
 RETRY_SECONDS: Final = 1.0
-MOST_WAITING: Final = 8
+MAX_WAITING: Final = 8
 """Messages that the manager had no room for; of more, the newest count."""
 _VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
@@ -324,7 +324,7 @@ class ServiceManager:
     def __init__(self, address: str | None = None, watchdog_seconds: float | None = None) -> None:
         self.watchdog_seconds = watchdog_seconds
         """The manager restarts a process that is silent for longer; None: it has no watchdog."""
-        self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
+        self._waiting: deque[str] = deque(maxlen=MAX_WAITING)
         self._address = None if address is None else address.replace("@", "\0", 1)
         if address is not None and address[:1] not in ("/", "@"):
             logger.warning("NOTIFY_SOCKET: %r is neither a path nor begins with @", address)

@@ -40,7 +40,7 @@ PART_SECONDS: Final = 20.0
 MAX_LOG_BYTES: Final = 4 * 1024 * 1024
 """Of each log, its end."""
 MAX_SECRET_FILE_BYTES: Final = 64 * 1024
-LEAST_WORD_LETTERS: Final = 32
+MIN_WORD_LETTERS: Final = 32
 """Of what is secret in these files; the rest are headers and comments."""
 MAX_PEERS: Final = 16
 INVITE_VARIABLE: Final = "MOONCAKE_P2P_INVITE"
@@ -177,7 +177,7 @@ def secrets_of(settings: dict[str, Any]) -> Iterator[bytes]:
             with open_regular_file(path) as file:
                 text = file.read(MAX_SECRET_FILE_BYTES).decode(errors="replace")
             for word in text.split():
-                if len(word) >= LEAST_WORD_LETTERS:
+                if len(word) >= MIN_WORD_LETTERS:
                     yield word.encode()
                 with suppress(ValueError):
                     yield bytes.fromhex(word)
@@ -214,7 +214,7 @@ def to_json(document: Any) -> str:
 
 
 REMOVED: Final = "(removed)"
-LEAST_SECRET_BYTES: Final = 16
+MIN_SECRET_BYTES: Final = 16
 """Shorter ones would be found in any text."""
 
 _INVITE: Final = re.compile(r"p2pstore1:[A-Za-z0-9_=-]{8,}")
@@ -249,7 +249,7 @@ class Redactor:
 
 def _forms(secret: bytes) -> list[str]:
     """How text may have it."""
-    if len(secret) < LEAST_SECRET_BYTES:
+    if len(secret) < MIN_SECRET_BYTES:
         return []
     forms = [secret.hex(), repr(secret)[2:-1]]
     for encode in (base64.standard_b64encode, base64.urlsafe_b64encode):

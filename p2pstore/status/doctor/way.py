@@ -39,7 +39,7 @@ from p2pstore.status.doctor.way_transports import (
 from p2pstore.topology.sysfs import host_identity
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.wire import Message
 
 MAX_ADDRESSES: Final = 8
@@ -234,14 +234,14 @@ class _Examination:
 
     async def _examine_data(self, record: PeerRecord) -> None:
         same_host = record.host_id == host_identity()
-        office = TicketOffice(self.identity, self.ring)
+        issuer = TicketIssuer(self.identity, self.ring)
         shares = 2 * len(record.data) + (1 if same_host else 0) + 1
         share_seconds = self.way.measure_seconds / max(1, shares)
         for address in record.data[:MAX_ADDRESSES]:
             await examine_data_address(
                 address,
                 record.peer_id,
-                office.ticket(record.peer_id, Scope.READ | Scope.PEER),
+                issuer.ticket(record.peer_id, Scope.READ | Scope.PEER),
                 share_seconds,
                 self.timeout,
                 self.report,
@@ -254,7 +254,7 @@ class _Examination:
         else:
             self.report(skipped("shm", "the peer is on another machine"))
         await examine_rdma(
-            record, office.ticket(record.peer_id, Scope.READ | Scope.PEER), share_seconds, self.report
+            record, issuer.ticket(record.peer_id, Scope.READ | Scope.PEER), share_seconds, self.report
         )
 
 

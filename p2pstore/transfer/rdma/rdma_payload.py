@@ -276,7 +276,7 @@ async def read_for(line: Line, pool: BlockPool, seconds: float) -> tuple[int, fl
 
 WHOLE_BYTES: Final = 512 * KIB
 """Payloads up to this come in one piece, with the trailer: a work request more costs more than it would save."""
-MOST_PIECES: Final = 4
+MAX_PIECES: Final = 4
 """A slot, a trailer and two pieces of a payload."""
 ONLY_CHUNK: Final = 0
 

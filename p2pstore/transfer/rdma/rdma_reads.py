@@ -395,7 +395,7 @@ class ReadEngine:
 
 SLOTS_TOGETHER: Final = 16
 """Read at once: 1 KiB, which is one packet on most paths."""
-MOST_KEPT: Final = 256
+MAX_KEPT: Final = 256
 """Of what was read at once."""
 
 
@@ -421,7 +421,7 @@ class SeenSlots:
         row = number // SLOTS_TOGETHER
         self._rows.pop(row, None)
         self._rows[row] = packed
-        if len(self._rows) > MOST_KEPT:
+        if len(self._rows) > MAX_KEPT:
             del self._rows[next(iter(self._rows))]
 
     def find(self, number: int) -> bytes:

@@ -37,7 +37,7 @@ from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.rdma.rdma_lines import ChosenLines, Lines
 from p2pstore.transfer.rdma.rdma_payload import (
-    MOST_PIECES,
+    MAX_PIECES,
     Direct,
     ExtentRead,
     Payload,
@@ -218,7 +218,7 @@ class RdmaTransport:
     async def _block_for(self, line: Line, slot: Slot) -> Block | None:
         """Room for an object of one chunk, its trailer and its slot. None when there is none now, or the line takes too
         little at once: then it comes as larger ones do."""
-        if slot.length > CHUNK_BYTES or line.engine.most_pieces(line, CHUNK_BYTES) < MOST_PIECES:
+        if slot.length > CHUNK_BYTES or line.engine.most_pieces(line, CHUNK_BYTES) < MAX_PIECES:
             return None
         needed_bytes = block_bytes_for(slot)
         if needed_bytes <= SMALL_BLOCK_BYTES:

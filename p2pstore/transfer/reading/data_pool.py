@@ -22,7 +22,7 @@ from p2pstore.errors import (
 )
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import KIB
-from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates, Outrun
+from p2pstore.runtime.flow import NO_LIMITS, HolderLimits, HolderRates, Outrun
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver
 from p2pstore.transfer.data_messages import (
     DataAddress,
@@ -172,14 +172,14 @@ class DataPool(ConnectionPlaces):
         """Read one object, of about `expected_bytes` where that is known. `using` hears of the connection. Raises
         `PullFailed`, or what `destination.prepare` raises."""
         known = resumable(destination)
-        haste = self._haste(peer, 1 if using is None else MAX_READERS)
+        limits = self._limits(peer, 1 if using is None else MAX_READERS)
 
         def pull(connection: DataConnection) -> Awaitable[Pulled]:
             if known.watch is not None:
                 known.watch.connected()
             wanted = Wanted(digest, known, slot_hint)
             pulling = read_one(
-                connection, wanted, haste, keeps=peer.keeps, expected_bytes=expected_bytes
+                connection, wanted, limits, keeps=peer.keeps, expected_bytes=expected_bytes
             )
             return pulling if using is None else _used(using, connection, pulling)
 
@@ -217,28 +217,28 @@ class DataPool(ConnectionPlaces):
     ) -> None:
         """Bring chunks of a value that others read as well, until none are free. Does not queue: raises `PullFailed`
         (BUSY) when every place for a connection is taken."""
-        haste = self._haste(copy, MAX_READERS)
+        limits = self._limits(copy, MAX_READERS)
 
         def pull(connection: DataConnection) -> Awaitable[Pulled]:
             wanted = Wanted(digest, None, copy.slot, arriving)
-            return _used(using, connection, read_one(connection, wanted, haste, reader))
+            return _used(using, connection, read_one(connection, wanted, limits, reader))
 
         await self._read(copy, pull, may_queue=False)
 
     async def look(self, copy: RemoteCopy, digest: bytes) -> tuple[Slot, TrailerBody]:
         """An object's slot and trailer, verified, as the holder tells them. Raises `PullFailed`."""
-        haste = self._haste(copy)
-        return await self._read(copy, lambda connection: look(connection, digest, copy.slot, haste))
+        limits = self._limits(copy)
+        return await self._read(copy, lambda connection: look(connection, digest, copy.slot, limits))
 
     async def pull_many(
         self, peer: RemotePeer, items: Sequence[tuple[bytes, Destination]]
     ) -> list[ItemOutcome]:
         """Read many objects of one holder; per item what was pulled, or why not. Raises nothing but
         cancellation."""
-        haste = self._haste(peer)
+        limits = self._limits(peer)
         try:
             return await self._read(
-                peer, lambda connection: read_many(connection, items, haste, peer.keeps)
+                peer, lambda connection: read_many(connection, items, limits, peer.keeps)
             )
         except PullFailed as failure:
             return [failure] * len(items)
@@ -256,10 +256,10 @@ class DataPool(ConnectionPlaces):
         self, peer: RemotePeer, digest: bytes, view: memoryview
     ) -> tuple[list[int], PullFailed | None]:
         """`pull_small` of one object, which takes less time than a new connection when it is short."""
-        haste = self._haste(peer)
+        limits = self._limits(peer)
 
         def pull(connection: DataConnection) -> Awaitable[int]:
-            return pull_one(connection, digest, view, haste, peer.keeps, peer.announced)
+            return pull_one(connection, digest, view, limits, peer.keeps, peer.announced)
 
         briefly = len(view) <= BRIEF_BYTES
         try:  # as `_read`, which would take 1 us more; so little tells no rate
@@ -275,10 +275,10 @@ class DataPool(ConnectionPlaces):
         """Read many objects of one chunk of one holder into their views, in as few steps as possible: see
         `small_reads.pull_small`. The lengths, and how the connection failed when they are not all."""
         lengths: list[int] = []
-        haste, parts = self._haste(peer), in_parts(wanted, most_items)
+        limits, parts = self._limits(peer), in_parts(wanted, most_items)
 
         def pull(connection: DataConnection) -> Awaitable[None]:
-            return pull_small(connection, parts, lengths, haste, peer.keeps, peer.announced)
+            return pull_small(connection, parts, lengths, limits, peer.keeps, peer.announced)
 
         try:
             await self._read(peer, pull)
@@ -286,14 +286,14 @@ class DataPool(ConnectionPlaces):
             return lengths, failure
         return lengths, None
 
-    def _haste(self, peer: RemotePeer, readers: int = 1) -> Haste:
-        """How soon this holder is to deliver to one of this number of readers of an object."""
+    def _limits(self, peer: RemotePeer, readers: int = 1) -> HolderLimits:
+        """Limits of this holder for one of this number of readers of an object."""
         if peer.answer_seconds == math.inf and not peer.others:
-            return NO_HASTE
+            return NO_LIMITS
         with self._measuring:
             least_rate = self._rates.least(peer.others, time.monotonic(), readers)
             begin_seconds = self._rates.begin_seconds(peer.peer_id) if peer.soon else math.inf
-        return Haste(peer.answer_seconds, least_rate, begin_seconds)
+        return HolderLimits(peer.answer_seconds, least_rate, begin_seconds)
 
     async def _measured(self, peer: RemotePeer, connection: DataConnection, action: Awaitable[T]) -> T:
         """Remember what this holder brings by a second."""

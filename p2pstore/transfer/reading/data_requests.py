@@ -17,7 +17,7 @@ from xxhash import xxh3_64
 
 from p2pstore.errors import AuthenticationFailed, DeadlineExceeded, ProtocolError
 from p2pstore.objects import KIB
-from p2pstore.runtime.flow import MOST_LEAST_RATE, NO_HASTE, Flow, Haste, Outrun
+from p2pstore.runtime.flow import MAX_LEAST_RATE, NO_LIMITS, Flow, HolderLimits, Outrun
 from p2pstore.runtime.streams import MAX_GATHER, ByteStream, advance
 from p2pstore.transfer.data_messages import (
     MAX_DATA_VERSION,
@@ -48,7 +48,7 @@ from p2pstore.wire import (
 
 R = TypeVar("R", bound=Message)
 _NO_BULK: Final = memoryview(b"")
-HELLO_HASTE: Final = Haste(least_rate=MOST_LEAST_RATE)
+HELLO_LIMITS: Final = HolderLimits(least_rate=MAX_LEAST_RATE)
 """A few hundred bytes are no reason to wait longer than for the first of them."""
 
 INBOX_BYTES: Final = 128 * KIB
@@ -63,7 +63,7 @@ class DataRequests:
     """An authenticated connection to another peer. Make one with `open`.
 
     Every operation raises `OSError` when the connection breaks, `DeadlineExceeded` when what is received lags behind
-    its least rate by `stream.progress_seconds`, or as its haste says (`p2pstore.runtime.streams`), and `ProtocolError`
+    its least rate by `stream.progress_seconds`, or as its limits say (`p2pstore.runtime.streams`), and `ProtocolError`
     when the other side talks nonsense; the connection is closed then. All of an operation happens in `operation()`.
     """
 
@@ -97,7 +97,7 @@ class DataRequests:
         return connection
 
     async def _shake_hands(self, granted: GrantedTicket) -> None:
-        self.begin_flow(HELLO_HASTE)
+        self.begin_flow(HELLO_LIMITS)
         nonce = os.urandom(NONCE_BYTES)
         hello = Hello(MIN_DATA_VERSION, MAX_DATA_VERSION, granted.ticket, nonce)
         self.unanswered += 1
@@ -126,27 +126,27 @@ class DataRequests:
         self.abandoned = True
         self.stream.abort()
 
-    def operation(self, haste: Haste = NO_HASTE) -> Operation:
+    def operation(self, limits: HolderLimits = NO_LIMITS) -> Operation:
         """Requests and replies in this block belong together."""
-        return Operation(self, haste)
+        return Operation(self, limits)
 
     @property
     def flow(self) -> Flow:
         """The flow of bytes since `begin_flow`."""
         return self.inbox.flow
 
-    def begin_flow(self, haste: Haste = NO_HASTE) -> None:
+    def begin_flow(self, limits: HolderLimits = NO_LIMITS) -> None:
         """Set the pace for bytes that are received from now on."""
         stream = self.stream
         patience_seconds = stream.progress_seconds
         self._later_seconds = None
-        if haste.answer_seconds < patience_seconds:
-            stream.receive_seconds = patience_seconds = haste.answer_seconds
-            if haste.begin_seconds < patience_seconds:
-                self._later_seconds, stream.receive_seconds = patience_seconds, haste.begin_seconds
+        if limits.answer_seconds < patience_seconds:
+            stream.receive_seconds = patience_seconds = limits.answer_seconds
+            if limits.begin_seconds < patience_seconds:
+                self._later_seconds, stream.receive_seconds = patience_seconds, limits.begin_seconds
         elif stream.receive_seconds is not None:
             stream.receive_seconds = None
-        self.inbox.flow.begin(patience_seconds, haste.least_rate)
+        self.inbox.flow.begin(patience_seconds, limits.least_rate)
 
     @property
     def in_the_middle(self) -> bool:
@@ -213,16 +213,16 @@ class Operation:
     """Closes the connection when an exchange does not end where the next one can begin. Entering raises
     `ConnectionResetError` when it is closed already."""
 
-    __slots__ = ("_connection", "_haste")
+    __slots__ = ("_connection", "_limits")
 
-    def __init__(self, connection: DataRequests, haste: Haste) -> None:
+    def __init__(self, connection: DataRequests, limits: HolderLimits) -> None:
         self._connection = connection
-        self._haste = haste
+        self._limits = limits
 
     def __enter__(self) -> None:
         if self._connection.closed:
             raise ConnectionResetError("the connection is closed")
-        self._connection.begin_flow(self._haste)
+        self._connection.begin_flow(self._limits)
 
     def __exit__(
         self,

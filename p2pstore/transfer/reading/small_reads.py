@@ -15,7 +15,7 @@ from xxhash import xxh3_64_digest
 from p2pstore.errors import ProtocolError
 from p2pstore.memory.segment_layout import SLOT_BYTES, SlotRows, is_only_chunk, slot_version
 from p2pstore.objects import KIB, Announced, Version, chunk_sum
-from p2pstore.runtime.flow import NO_HASTE, Haste
+from p2pstore.runtime.flow import NO_LIMITS, HolderLimits
 from p2pstore.runtime.streams import MAX_GATHER
 from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
@@ -35,7 +35,7 @@ GROUP_BYTES: Final = 256 * KIB
 """Of objects that are received together."""
 PARTS_TOGETHER: Final = 2
 """Requests in one send: each may have to wake the other side, which takes 50 us."""
-MOST_ITEMS: Final = min(MAX_SMALL_ITEMS, MAX_GATHER - 1)
+MAX_ITEMS: Final = min(MAX_SMALL_ITEMS, MAX_GATHER - 1)
 """Of a request, so that its answer can be sent with one call: a head and as many values."""
 PARTS_AHEAD: Final = 3
 """Requests that are kept under way."""
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 def in_parts(wanted: Part, most_items: int = 0) -> list[Part]:
     """The part of each request, of up to `most_items`; 0: a third, so that both sides have work all the time."""
     digests, views, most_bytes, versions = wanted
-    third = max(MIN_BATCH_ITEMS, min(MOST_ITEMS, -(-len(views) // 3)))
+    third = max(MIN_BATCH_ITEMS, min(MAX_ITEMS, -(-len(views) // 3)))
     slices = _part_slices(views, most_bytes, most_items or third)
     return [Part(digests[some], views[some], most_bytes, versions[some]) for some in slices]
 
@@ -64,16 +64,16 @@ async def pull_small(
     connection: DataRequests,
     parts: Sequence[Part],
     lengths: list[int],
-    haste: Haste = NO_HASTE,
+    limits: HolderLimits = NO_LIMITS,
     keeps: Keeps = Keeps.NO,
     announced: Announced | None = None,
 ) -> None:
     """Read many objects of 1 byte to one chunk into the beginnings of their views: adds the length of each to
     `lengths`, in the order of the parts, and -1 where `pull_many` is to say more, which costs nothing but a request.
-    A view whose length is not told is undefined. `haste` and `keeps` as for `pull_many`; a version that is not
+    A view whose length is not told is undefined. `limits` and `keeps` as for `pull_many`; a version that is not
     `announced` counts as not there. Raises as every operation, for all that is left."""
     left, inbox = deque(parts), connection.inbox
-    with connection.operation(haste):
+    with connection.operation(limits):
         asked: deque[tuple[int, GetSmall, Part]] = deque()
         try:
             while left or asked:
@@ -98,13 +98,13 @@ async def pull_one(
     connection: DataRequests,
     digest: bytes,
     view: memoryview,
-    haste: Haste,
+    limits: HolderLimits,
     keeps: Keeps,
     announced: Announced | None,
 ) -> int:
     """`pull_small` of one object, in as few steps as possible: the columns of one row take 10 us more."""
     inbox, most_bytes = connection.inbox, len(view)
-    with connection.operation(haste):
+    with connection.operation(limits):
         inbox.expect(most_bytes)
         request = GetSmall(digest, most_bytes, int(keeps))
         number, frame = connection.frame(DataKind.GET_SMALL, request)

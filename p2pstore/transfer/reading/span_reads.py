@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.memory.segment_layout import Slot, TrailerBody, is_only_chunk, slot_version
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, chunk_count, chunk_sum
-from p2pstore.runtime.flow import NO_HASTE, Haste, Outrun
+from p2pstore.runtime.flow import NO_LIMITS, HolderLimits, Outrun
 from p2pstore.transfer.data_messages import (
     DataKind,
     Get,
@@ -316,7 +316,7 @@ class SpanReader:
 async def read_one(
     connection: DataRequests,
     wanted: Wanted,
-    haste: Haste = NO_HASTE,
+    limits: HolderLimits = NO_LIMITS,
     reader: int = ONLY_READER,
     *,
     keeps: Keeps = Keeps.NO,
@@ -324,10 +324,10 @@ async def read_one(
 ) -> Pulled:
     """Read one object, or what is free of one that others read as well; `expected_bytes` is about its length, where
     that is known. Raises `PullFailed` (`AnotherVersion` when this holder has another one than the others), or what
-    `destination.prepare` raises. When the haste is finite, the other side may be too busy for a large object (BUSY);
+    `destination.prepare` raises. Where other holders have it, the other side may be too busy for a large object (BUSY);
     when the object is kept, or could be, it may also be BUSY because others have it."""
-    may_refuse = haste.answer_seconds < math.inf
-    with connection.operation(haste):
+    may_refuse = limits.answer_seconds < math.inf
+    with connection.operation(limits):
         await SpanReader(
             connection,
             [wanted],
@@ -346,17 +346,17 @@ async def read_one(
 async def read_many(
     connection: DataRequests,
     items: Sequence[BatchItem],
-    haste: Haste = NO_HASTE,
+    limits: HolderLimits = NO_LIMITS,
     keeps: Keeps = Keeps.NO,
 ) -> list[ItemOutcome]:
     """Read many objects, small ones together in few frames: per item what was pulled, or why not.
 
     An item's own failure, and what its `destination.prepare` raises, is that item's result. When the
     connection fails on the way, what was pulled before stands and the rest is `PullFailed`; raises
-    only when nothing was pulled. `haste` and `keeps` as for `read_one`.
+    only when nothing was pulled. `limits` and `keeps` as for `read_one`.
     """
     wanted = [Wanted(digest, destination) for digest, destination in items]
-    with connection.operation(haste):
+    with connection.operation(limits):
         failure = PullFailed(Code.INTERNAL, "it was not read")
         try:
             await SpanReader(connection, wanted, keeps=keeps).run()
@@ -372,11 +372,11 @@ async def read_many(
 
 
 async def look(
-    connection: DataRequests, digest: bytes, slot_hint: int = 0, haste: Haste = NO_HASTE
+    connection: DataRequests, digest: bytes, slot_hint: int = 0, limits: HolderLimits = NO_LIMITS
 ) -> tuple[Slot, TrailerBody]:
     """An object's slot and trailer, verified, and none of its bytes. Raises like `read_one`."""
     item = GetItem(digest, NO_CHUNK, 0, slot_hint)
-    with connection.operation(haste):
+    with connection.operation(limits):
         number = await connection.send(DataKind.GET, Get([item]))
         (reply,) = await receive_answer(connection, Asked(number, (item,)))
         return check_reply(reply, item)

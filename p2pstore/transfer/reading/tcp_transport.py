@@ -33,7 +33,7 @@ from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.data_pool import MAX_READERS, DataPool
 from p2pstore.transfer.reading.data_requests import is_damage
 from p2pstore.transfer.reading.span_reads import TRANSPORT_NAME
-from p2pstore.transfer.transport import SLICED_BYTES, Helpers, Pulled, RemoteCopy, hurried
+from p2pstore.transfer.transport import SLICED_BYTES, Helpers, Pulled, RemoteCopy, with_alternatives
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class TeamRead:
                 return
             wanted = min(MAX_READERS, -(-arriving.left_chunks // SLICE_CHUNKS))
             while len(self._readers) < wanted and (other := self._helpers.next()) is not None:
-                self._start(self._add(hurried(other, [copy.peer_id])), start)
+                self._start(self._add(with_alternatives(other, [copy.peer_id])), start)
             if len(self._readers) == 1 < wanted and may_use_two(copy):
                 self._start(self._add(copy, second=True), start)
 
@@ -236,7 +236,7 @@ class TeamRead:
             self._tell(reader, failure)
             if reader.second or (other := self._helpers.next()) is None:
                 return None
-            return self._add(hurried(other, [self._readers[0].copy.peer_id]))
+            return self._add(with_alternatives(other, [self._readers[0].copy.peer_id]))
 
     def _tell(self, reader: _Reader, failure: PullFailed | None) -> None:
         """Tell the outcome of a reader, once. A second connection that fails says nothing of its holder."""

@@ -30,7 +30,7 @@ BRISK_SECONDS: Final = 0.01
 """Upper bound between two reads in a row."""
 PAUSE_SECONDS: Final = 0.5
 """Pause after which a thread gives the connection back."""
-MOST_PARTS: Final = 16
+MAX_PARTS: Final = 16
 """Heads and values that are sent with one call: as many as eight parts of large objects have."""
 REQUEST_BYTES: Final = 64 * KIB
 """Requests received at once."""
@@ -115,7 +115,7 @@ class ReadThread:
             if not self._make(kind, request_id, body):
                 break
             done += HEADER_BYTES + len(body)
-            if len(self._answers.parts) >= MOST_PARTS:
+            if len(self._answers.parts) >= MAX_PARTS:
                 self._send(sock)
         if self._answers.parts:
             self._send(sock)

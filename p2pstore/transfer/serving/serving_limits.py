@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from p2pstore.access.crowding import Holder, yielding
+from p2pstore.access.crowding import PlaceOwner, yielding
 from p2pstore.objects import GIB, PART_BYTES
 from p2pstore.runtime.byte_budget import Owner
 
@@ -38,14 +38,14 @@ class DataPlaces:
         """How many places are taken."""
         return len(self._places)
 
-    def holders(self) -> list[Holder]:
+    def holders(self) -> list[PlaceOwner]:
         """Their holders."""
         now = time.monotonic()
         holders = []
         for session, place in self._places.items():
             idle_since = session.idle_since
             used_at = now if idle_since is None else idle_since
-            holders.append(Holder(place.owner.host, place.owner.member, idle_since is None, used_at))
+            holders.append(PlaceOwner(place.owner.host, place.owner.member, idle_since is None, used_at))
         return holders
 
     def make_room(self, owner: Owner) -> bool:

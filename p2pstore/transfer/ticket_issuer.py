@@ -12,7 +12,7 @@ from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Signer
 
 
-class TicketOffice:
+class TicketIssuer:
     """Issues tickets in this peer's name. A signature costs 50 us, so tickets are cached for half of their 120 s.
 
     `ahead(peer_id)`: how far this machine's clock is ahead of a peer's, in seconds. A ticket says its

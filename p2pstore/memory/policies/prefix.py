@@ -11,7 +11,7 @@ from p2pstore.memory.entries import EntryList, ObjectEntry, unlink
 from p2pstore.memory.policies.interface import NEW_SHARE, EvictionPolicy, EvictionQueue, Ghosts, worth
 from p2pstore.memory.segment_layout import SlotState
 
-MOST_CREDITS: Final = 3
+MAX_CREDITS: Final = 3
 CORRELATED_SECONDS: Final = 1.0
 """Reads within this time after the last use are part of it: by several ranks of one engine, or by the writer."""
 GAP_WEIGHT: Final = 0.002
@@ -19,7 +19,7 @@ GAP_WEIGHT: Final = 0.002
 requests of some blocks each."""
 BURST_SECONDS: Final = 2.0
 """A block used within this time after the block before it counts as used together with it."""
-MOST_ANCESTORS: Final = 1_024
+MAX_ANCESTORS: Final = 1_024
 FOLLOWED: Final = 2.0
 """Factor on the cost of losing a block that later blocks of its chain build on. Below `extent_allocator.MUCH_MORE`, so
 that such a block can still go ahead of need, with those later ones."""
@@ -51,7 +51,7 @@ class PrefixAware(EvictionPolicy):
         return entry.last_access + entry.standing * self.gap_seconds
 
     def cost(self, entry: ObjectEntry, now: float) -> float:
-        idle = (MOST_CREDITS - entry.standing) * self.gap_seconds
+        idle = (MAX_CREDITS - entry.standing) * self.gap_seconds
         if now > entry.last_access:
             idle += now - entry.last_access
         return worth(entry) * (FOLLOWED if entry.followers else 1.0) / (1.0 + idle)
@@ -71,10 +71,10 @@ class PrefixAware(EvictionPolicy):
         """Credits after one more use, `gap` seconds after the one before."""
         if gap < CORRELATED_SECONDS:
             return credits
-        if credits < MOST_CREDITS:  # shared by all, as a system prompt is: read all the time
+        if credits < MAX_CREDITS:  # shared by all, as a system prompt is: read all the time
             usual = self.gap_seconds or gap
             self.gap_seconds = usual * (gap / usual) ** GAP_WEIGHT
-        return min(MOST_CREDITS, credits + 1)
+        return min(MAX_CREDITS, credits + 1)
 
 
 class _CreditQueue(EvictionQueue):
@@ -82,7 +82,7 @@ class _CreditQueue(EvictionQueue):
 
     def __init__(self, policy: PrefixAware) -> None:
         self._policy = policy
-        self._lists = tuple(EntryList() for _ in range(MOST_CREDITS + 1))
+        self._lists = tuple(EntryList() for _ in range(MAX_CREDITS + 1))
 
     def add(self, *entries: ObjectEntry) -> None:
         if any(entry.standing or entry.follows is not None for entry in entries):
@@ -128,7 +128,7 @@ class _CreditQueue(EvictionQueue):
     def _raise_ancestors(self, entry: ObjectEntry) -> None:
         """Those before a block stay as long as it does. Once done, it need not be done again within the burst."""
         block = entry
-        for _ in range(MOST_ANCESTORS):
+        for _ in range(MAX_ANCESTORS):
             ancestor = block.follows
             if ancestor is None:
                 return

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from p2pstore.client.read_ledger import ReadLedger
-from p2pstore.integrations.lasting_client import (
+from p2pstore.integrations.engine_client import (
     ANSWER_SECONDS,
     KEPT_SECONDS,
     PAUSE_SECONDS,

@@ -258,9 +258,9 @@ def _serve_replicate_many(
 ) -> Message | Operation:
     if core.closing:
         return Failure(int(Code.UNAVAILABLE), "this peer is leaving")
-    things = read_copies(core, sender, request)
+    wanted_copies = read_copies(core, sender, request)
     _introduce(core, sender, request, now)
-    return core.operations.start(TakeCopiesOperation(core, sender, things), now)
+    return core.operations.start(TakeCopiesOperation(core, sender, wanted_copies), now)
 
 
 def _is_proved(core: PeerCore, sender: PeerId, request: Replicate, version: Version) -> bool:

@@ -22,7 +22,7 @@ _DIGEST: Final = np.dtype(f"V{DIGEST_BYTES}")
 
 
 class Leases:
-    """Leases by number, the numbers of each holder, and the bytes they keep in place."""
+    """Leases by number, the numbers of each session, and the bytes they keep in place."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, tuple[ObjectEntry, Hashable]] = {}
@@ -34,38 +34,38 @@ class Leases:
         """The leased entry of each lease."""
         return (entry for entry, _ in self._by_number.values())
 
-    def add(self, entry: ObjectEntry, holder: Hashable) -> int:
+    def add(self, entry: ObjectEntry, session: Hashable) -> int:
         """The number of a new lease."""
         number = next(self._numbers)
-        self._by_number[number] = (entry, holder)
-        self._of.setdefault(holder, set()).add(number)
-        self._bytes_of[holder] = self.bytes_of(holder) + entry.length
+        self._by_number[number] = (entry, session)
+        self._of.setdefault(session, set()).add(number)
+        self._bytes_of[session] = self.bytes_of(session) + entry.length
         return number
 
-    def end(self, number: int, holder: Hashable) -> ObjectEntry:
-        """The entry that was leased. Raises `ValueError` when the holder has no such lease."""
+    def end(self, number: int, session: Hashable) -> ObjectEntry:
+        """The entry that was leased. Raises `ValueError` when the session has no such lease."""
         entry, owner = self._by_number.get(number, (None, None))
-        if entry is None or owner != holder:
-            raise ValueError(f"lease {number} has ended, or belongs to another holder")
+        if entry is None or owner != session:
+            raise ValueError(f"lease {number} has ended, or belongs to another session")
         del self._by_number[number]
-        self._bytes_of[holder] -= entry.length
-        numbers = self._of[holder]
+        self._bytes_of[session] -= entry.length
+        numbers = self._of[session]
         numbers.remove(number)
         if not numbers:
-            del self._of[holder], self._bytes_of[holder]
+            del self._of[session], self._bytes_of[session]
         return entry
 
-    def of(self, holder: Hashable) -> tuple[int, ...]:
-        """The holder's lease numbers."""
-        return tuple(self._of.get(holder, ()))
+    def of(self, session: Hashable) -> tuple[int, ...]:
+        """The session's lease numbers."""
+        return tuple(self._of.get(session, ()))
 
-    def bytes_of(self, holder: Hashable) -> int:
-        """Payload bytes of the holder's leases, each lease counted."""
-        return self._bytes_of.get(holder, 0)
+    def bytes_of(self, session: Hashable) -> int:
+        """Payload bytes of the session's leases, each lease counted."""
+        return self._bytes_of.get(session, 0)
 
 
-class Views:
-    """Keeps objects in place for readers. `holder` is a connection, or the peer itself. Times are Unix seconds."""
+class ObjectLeases:
+    """Keeps objects in place for readers. `session` is a connection, or the peer itself. Times are Unix seconds."""
 
     def __init__(self, buffer: memoryview, objects: SegmentObjects) -> None:
         self.leases = Leases()
@@ -77,38 +77,38 @@ class Views:
         self._loans = objects.references.loans
         self._hazards = objects.references.hazards
 
-    def lease(self, entry: ObjectEntry, *, holder: Hashable, now: float) -> int:
+    def lease(self, entry: ObjectEntry, *, session: Hashable, now: float) -> int:
         """Keep the entry's bytes in place until `release` of this number, or `drop_in_steps`."""
         self._objects.check_open()
         self._references.acquire(entry)
         self._objects.used(entry, 1, now)
-        return self.leases.add(entry, holder)
+        return self.leases.add(entry, session)
 
-    def release(self, lease: int, *, holder: Hashable) -> None:
-        """End a lease. Raises `ValueError` when the holder has no such lease."""
-        self._references.let_go(self.leases.end(lease, holder))
+    def release(self, lease: int, *, session: Hashable) -> None:
+        """End a lease. Raises `ValueError` when the session has no such lease."""
+        self._references.let_go(self.leases.end(lease, session))
 
-    def leased_bytes_of(self, holder: Hashable) -> int:
-        """Payload bytes of the holder's leases and hazards, each counted."""
+    def leased_bytes_of(self, session: Hashable) -> int:
+        """Payload bytes of the session's leases and hazards, each counted."""
         if self._hazards:
-            self._references.settle_hazards(holder)
-        return self.leases.bytes_of(holder) + self._hazards.bytes_of(holder)
+            self._references.settle_hazards(session)
+        return self.leases.bytes_of(session) + self._hazards.bytes_of(session)
 
-    def watch_hazards(self, holder: Hashable, page: memoryview) -> None:
-        """Count the hazards that the holder writes into `page` (`p2pstore.memory.hazards`) as leases, until
+    def watch_hazards(self, session: Hashable, page: memoryview) -> None:
+        """Count the hazards that the session writes into `page` (`p2pstore.memory.hazards`) as leases, until
         `drop_in_steps`. Raises `ValueError` for a segment with marks, which outlives its pages."""
         if self._references.marks is not None:
             raise ValueError("hazards do not outlive this process, as marks do")
-        self._hazards.add(holder, page)
+        self._hazards.add(session, page)
 
-    def drop_in_steps(self, holder: Hashable) -> Steps[None]:
-        """End all leases and hazards of a holder that is gone."""
-        for place, entry in enumerate(list(self._hazards.drop(holder)), 1):
+    def drop_in_steps(self, session: Hashable) -> Steps[None]:
+        """End all leases and hazards of a session that is gone."""
+        for place, entry in enumerate(list(self._hazards.drop(session)), 1):
             self._references.let_go(entry)
             if place % DROPPED_PER_STEP == 0:
                 yield
-        for place, lease in enumerate(self.leases.of(holder), 1):
-            self.release(lease, holder=holder)
+        for place, lease in enumerate(self.leases.of(session), 1):
+            self.release(lease, session=session)
             if place % DROPPED_PER_STEP == 0:
                 yield
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from p2pstore.core.copies.memory_return import BATCHES_UNDER_WAY, OBJECTS_PER_BATCH
+from p2pstore.core.copies.earlier_life import BATCHES_UNDER_WAY, OBJECTS_PER_BATCH
 from p2pstore.core.operation import CheckReturned
 from p2pstore.core.remove import RemoveOperation
 from p2pstore.gossip.records import SCOPE_NAMESPACE

@@ -16,7 +16,7 @@ from p2pstore.checkpoint.content.manifest import SignedManifest
 from p2pstore.checkpoint.content.pieces import NO_PIECES, Extent, PieceMap, pieces_in
 from p2pstore.checkpoint.content.target_directory import TargetDirectory, in_steps
 from p2pstore.checkpoint.peer.checkpoint_peer import THREADS, CheckpointPeer
-from p2pstore.checkpoint.peer.running import Part, SwarmParts
+from p2pstore.checkpoint.peer.running import SwarmPart, SwarmParts
 from p2pstore.checkpoint.peer.stores import PieceStore, Target
 from p2pstore.errors import CheckpointChanged, ConfigError, StoreClosed, Unavailable
 from p2pstore.gossip.records import TakesPart, member_of
@@ -30,7 +30,7 @@ REPORT_SECONDS: Final = 0.25
 """Minimum time between two reports of progress."""
 
 
-class Bringing:
+class VersionFetch:
     """One order, on its way to its target."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Bringing:
 
     # --- from this peer --------------------------------------------------------------------------
 
-    async def _take_over(self, part: Part) -> None:
+    async def _take_over(self, part: SwarmPart) -> None:
         """Copy what the other swarm has, wait until no job waits for it, and end it: a version has one swarm, which
         writes to one place."""
         run, job = part.run, self.job
@@ -106,7 +106,7 @@ class Bringing:
             await trio.sleep(LOOK_SECONDS)
         await self._parts.stop(run.version)
 
-    async def _copy(self, part: Part) -> bool:
+    async def _copy(self, part: SwarmPart) -> bool:
         """Copy the version from another directory while its swarm fills that one. False when the swarm ends early."""
         run, target = part.run, self.target
         self.job.begin(JobPhase.FETCHING, self._needed_bytes)
@@ -123,7 +123,7 @@ class Bringing:
         await self._put_in_place()
         return True
 
-    async def _copy_from(self, part: Part) -> bool:
+    async def _copy_from(self, part: SwarmPart) -> bool:
         """Copy the pieces that the swarm has now. False when its directory cannot be read, which ends the swarm."""
         run, target = part.run, self.target
         for piece in pieces_in(target.needed & ~target.have & run.machine.have):
@@ -139,7 +139,7 @@ class Bringing:
 
     # --- from the swarm --------------------------------------------------------------------------
 
-    async def _fetch(self, part: Part) -> None:
+    async def _fetch(self, part: SwarmPart) -> None:
         run = part.run
         await self._until(part, run.progress.until_complete)
         await run.transfers.written()
@@ -150,7 +150,7 @@ class Bringing:
             await run.transfers.written()
         await self._put_in_place()
 
-    async def fetch_more(self, part: Part, pieces: PieceMap) -> None:
+    async def fetch_more(self, part: SwarmPart, pieces: PieceMap) -> None:
         """Fetch more pieces by a swarm that runs already."""
         run = part.run
         with part.wanted():
@@ -159,7 +159,7 @@ class Bringing:
         if run.machine.complete:
             part.say(TakesPart.SEEDING)
 
-    async def _copy_within(self, part: Part) -> PieceMap:
+    async def _copy_within(self, part: SwarmPart) -> PieceMap:
         """Make pieces of equal pieces that are here. Returns those for which that failed."""
         failed = NO_PIECES
         run, target = part.run, self.target
@@ -183,7 +183,7 @@ class Bringing:
         run.progress.check_running()
         return failed
 
-    async def _until(self, part: Part, until: Callable[[], Awaitable[None]]) -> None:
+    async def _until(self, part: SwarmPart, until: Callable[[], Awaitable[None]]) -> None:
         """Wait for the swarm, while others hear of the progress."""
         run = part.run
         self.job.begin(JobPhase.FETCHING, run.progress.total_bytes, run.progress.done_bytes)
@@ -193,7 +193,7 @@ class Bringing:
             nursery.start_soon(self._give_up_without_publisher, part)
             await until()
 
-    async def _tell_progress(self, part: Part) -> None:
+    async def _tell_progress(self, part: SwarmPart) -> None:
         run = part.run
         while True:
             await run.progress.changed()
@@ -201,7 +201,7 @@ class Bringing:
             self.job.at(run.progress.done_bytes, len(run.links.members))
             await trio.sleep(REPORT_SECONDS)
 
-    async def _give_up_without_publisher(self, part: Part) -> None:
+    async def _give_up_without_publisher(self, part: SwarmPart) -> None:
         """Fail when the live publisher has withdrawn the version and no neighbour has a missing piece."""
         run, publisher = part.run, self._signed.signer
         since = trio.current_time()
@@ -247,7 +247,7 @@ SYNC_THREADS: Final = 16
 """Files synced at once; a file system commits those that wait together in one transaction."""
 
 
-class News:
+class ChangeSignal:
     """Something that changes: `number` grows with each change, and waiters compare it with the last one seen."""
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ class JobPhase(StrEnum):
     DONE = "done"
 
 
-class Job(News):
+class Job(ChangeSignal):
     """Progress of one publish or fetch that a client waits for."""
 
     def __init__(self) -> None:

@@ -77,7 +77,7 @@ def leading(answers: Sequence[bool | None]) -> int:
     return next((number for number, each in enumerate(answers) if not each), len(answers))
 
 
-def or_else(missing: Callable[..., Any]) -> Callable[[F], F]:
+def miss_on_error(missing: Callable[..., Any]) -> Callable[[F], F]:
     """Have a method of a plug-in never raise into its engine: whatever fails, it returns what it returns where nothing
     is found (`missing`, which is called with the same arguments), and the log says so. A cache's failure is a miss."""
 
@@ -110,7 +110,7 @@ def or_else(missing: Callable[..., Any]) -> Callable[[F], F]:
 def _say_failed(plugin: Any, method: Callable[..., Any], error: Exception) -> None:
     """Log what a plug-in's method failed by; where, in the debug log."""
     LOG.debug("%s failed", method.__name__, exc_info=error)
-    plugin._client.say(f"{method.__name__} failed, which counts as a miss: {error!r}")
+    plugin._client.warn(f"{method.__name__} failed, which counts as a miss: {error!r}")
 
 
 class Breaker:
@@ -184,7 +184,7 @@ class Lookups:
         self._late = False
 
 
-class LastingClient:
+class EngineClient:
     """Calls to this machine's peer that never raise, whatever fails. Any thread may make them.
 
     `weight_version` is the namespace: what one version of a model's weights computed is of no use to another, so every
@@ -211,7 +211,7 @@ class LastingClient:
         self._absence_said = False
         self._closed = False
         self._probed_once = threading.Event()
-        self._worker = threading.Thread(target=self._work, name="p2pstore-lasting", daemon=True)
+        self._worker = threading.Thread(target=self._work, name="p2pstore-engine", daemon=True)
         self._worker.start()
         self._probed_once.wait(START_SECONDS)
 
@@ -224,7 +224,7 @@ class LastingClient:
         try:
             result = what(client)
         except Exception as error:  # the engine goes on, whatever it is
-            self.say(str(error) or repr(error))
+            self.warn(str(error) or repr(error))
             self._trip_by(error)
             return otherwise
         if isinstance(result, list):
@@ -258,7 +258,7 @@ class LastingClient:
         try:
             known = client.contains_many_nowait(keys)
         except Exception as error:
-            self.say(str(error) or repr(error))
+            self.warn(str(error) or repr(error))
             self._trip_by(error)
             return [False] * len(keys)
         if None not in known:
@@ -287,7 +287,7 @@ class LastingClient:
                 answers[number] = answer
         return [bool(each) for each in answers]
 
-    def later(self, chore: Callable[[BlockingClient], None]) -> None:
+    def run_in_worker(self, chore: Callable[[BlockingClient], None]) -> None:
         """Have the worker make this call, once a peer answers. Of more than `MAX_CHORES` the oldest are dropped."""
         self._chores.append(chore)
         self._notify()
@@ -297,9 +297,9 @@ class LastingClient:
         now = time.monotonic()
         if now >= self._check_at and self.answers:
             self._check_at = now + CHECK_SECONDS
-            self.later(check)
+            self.run_in_worker(check)
 
-    def say(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Say it in the log, the same thing every ten seconds at most."""
         now = time.monotonic()
         if now >= self._quiet_until.get(text, 0.0):
@@ -308,7 +308,7 @@ class LastingClient:
             self._quiet_until[text] = now + QUIET_SECONDS
             LOG.warning("%s", text)
 
-    def say_unknown(self, given: Iterable[str], known: Sequence[str]) -> None:
+    def warn_unknown(self, given: Iterable[str], known: Sequence[str]) -> None:
         """Say in the log which of the settings that were given mean nothing here."""
         for name in sorted(set(given) - set(known)):
             near = difflib.get_close_matches(name, known, n=1)
@@ -317,7 +317,7 @@ class LastingClient:
 
     def retention(self, parameters: Any, hints: Any = None, prefix: str = "") -> Retention:
         """How long the blocks of a request should be kept: see `retention`."""
-        return retention(parameters, hints, self.say, prefix)
+        return retention(parameters, hints, self.warn, prefix)
 
     def close(self) -> None:
         """Disconnect; may be called twice. Calls then give what they give when the store fails."""
@@ -336,7 +336,7 @@ class LastingClient:
         else must be the same. The first engine leaves its own as an object; an engine that finds another one logs
         what differs."""
         facts = {"hashes": repr(hashed), **layout}
-        self.later(functools.partial(_compare, engine, facts))
+        self.run_in_worker(functools.partial(_compare, engine, facts))
 
     def _trip_by(self, *errors: Any) -> None:
         """Trip the breaker when one of these errors is that of a peer that is gone or hangs."""
@@ -400,7 +400,7 @@ class FetchLimit:
     """Declines blocks that are expected to be there sooner when they are computed, which takes `seconds_per_token`. The
     worker asks for estimates, of all blocks together that a request looked up in one step of the scheduler."""
 
-    def __init__(self, client: LastingClient, seconds_per_token: float) -> None:
+    def __init__(self, client: EngineClient, seconds_per_token: float) -> None:
         if not seconds_per_token > 0:
             raise ConfigError(
                 f"max_fetch_seconds_per_token is {seconds_per_token!r}: it must be above 0"
@@ -413,7 +413,7 @@ class FetchLimit:
         """By request: tokens of the keys of this step."""
 
     def allows(self, request: str, key: str, tokens: int) -> bool | None:
-        """Whether to fetch a block that is there. Never waits. None: look up again, as for `LastingClient.look_up`."""
+        """Whether to fetch a block that is there. Never waits. None: look up again, as for `EngineClient.look_up`."""
         verdicts = self._verdicts.setdefault(request, {})
         verdict = verdicts.get(key)
         if verdict is None:
@@ -428,7 +428,7 @@ class FetchLimit:
         """A step of the scheduler has ended: have the worker ask for what it left open."""
         if self._gathered:
             gathered, self._gathered = self._gathered, {}
-            self._client.later(functools.partial(self._judge, gathered))
+            self._client.run_in_worker(functools.partial(self._judge, gathered))
 
     def forget(self, request: str) -> None:
         """The request has ended."""
