@@ -15,16 +15,16 @@ from typing import Final
 from tests.unit.test_docs import HEADLESS, VAGUE
 
 ROOT: Final = Path(__file__).parents[2]
-MOST_SHIPPED_LINES: Final = 104_700
+MOST_SHIPPED_LINES: Final = 104_200
 MOST_TEST_LINES: Final = 102_000
-MOST_MODULES: Final = 396
+MOST_MODULES: Final = 387
 MOST_LINES_OF_A_MODULE: Final = 500
 MOST_METHODS: Final = 25
 MOST_LINES_OF_A_FUNCTION: Final = 60
 MOST_PARAMETERS: Final = 7
 MOST_WIDE_FUNCTIONS: Final = 5
 """Public signatures with more parameters: the API's own, and Mooncake's."""
-MOST_NAMES_TWICE: Final = 4
+MOST_NAMES_TWICE: Final = 3
 MOST_VAGUE_WORDS: Final = 3
 MOST_HEADLESS_SENTENCES: Final = 0
 
