@@ -62,7 +62,7 @@ def far_pair() -> Iterator[list[PeerProcess]]:
 def questions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what clients of this process ask their peers."""
     asked: list[str] = []
-    for name in ("ask", "ask_ahead", "request"):
+    for name in ("ask_ahead", "request"):
         original = getattr(PeerLink, name)
 
         def counted(
