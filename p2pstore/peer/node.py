@@ -37,8 +37,9 @@ from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.members.membership import STALL_SECONDS
 from p2pstore.gossip.records import Member, PeerId, format_peer_id
-from p2pstore.peer.for_peers.control_traffic import ControlTraffic, Routes, duplicate_identity
+from p2pstore.peer.for_peers.control_traffic import ControlTraffic, duplicate_identity
 from p2pstore.peer.for_peers.data_requests import DataRequests
+from p2pstore.peer.for_peers.routes import Routes
 from p2pstore.peer.lifetime.credentials import Credentials
 from p2pstore.peer.lifetime.leaving import Leaving, StateSaver
 from p2pstore.peer.segment_memory import CopyChecks, MemoryGuard
