@@ -10,10 +10,10 @@ from typing import Final
 import msgspec
 
 from p2pstore.gossip.exchange.anti_entropy import FreshNews, Knowledge, OperationRate
-from p2pstore.gossip.exchange.asking import Questions
 from p2pstore.gossip.exchange.delta_checks import DeltaChecks, FutureRecords
 from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.exchange.exchanges import Exchanges
+from p2pstore.gossip.exchange.open_requests import Questions
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig

@@ -6,9 +6,9 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.anti_entropy import News
-from p2pstore.gossip.exchange.asking import Asked
 from p2pstore.gossip.exchange.delta_checks import check_claims
 from p2pstore.gossip.exchange.exchanges import read_reply, read_request
+from p2pstore.gossip.exchange.open_requests import Asked
 from p2pstore.gossip.gossip_messages import (
     Ack,
     Ask,

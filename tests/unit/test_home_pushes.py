@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, Questions
+from p2pstore.gossip.exchange.open_requests import LOST_ANSWER_SECONDS, Questions
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import ControlKind, HomePush, Ping
 from p2pstore.gossip.homes import home_pushes

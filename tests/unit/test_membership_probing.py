@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.exchange.open_requests import Questions
 from p2pstore.gossip.gossip_config import GossipConfig, preset
 from p2pstore.gossip.gossip_messages import (
     Ack,

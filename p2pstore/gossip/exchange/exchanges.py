@@ -23,7 +23,6 @@ from typing import Final
 from msgspec.structs import replace
 
 from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge, OperationRate
-from p2pstore.gossip.exchange.asking import Asked, Questions
 from p2pstore.gossip.exchange.digests import (
     Digest,
     DigestTable,
@@ -33,6 +32,7 @@ from p2pstore.gossip.exchange.digests import (
     unpack_digest,
     unpack_positions,
 )
+from p2pstore.gossip.exchange.open_requests import Asked, Questions
 from p2pstore.gossip.floors.cluster_records import (
     COMPARED_BUCKETS,
     TheirRecords,

@@ -20,7 +20,7 @@ from random import Random
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.asking import Asked, Questions
+from p2pstore.gossip.exchange.open_requests import Asked, Questions
 from p2pstore.gossip.gossip_messages import (
     Ack,
     Answer,

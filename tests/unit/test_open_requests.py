@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from p2pstore.gossip.exchange.anti_entropy import OperationRate
-from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, MessageBudget, Questions, SharedBudget
+from p2pstore.gossip.exchange.message_budget import MessageBudget, SharedBudget
+from p2pstore.gossip.exchange.open_requests import LOST_ANSWER_SECONDS, Questions
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.wire import Empty
