@@ -28,7 +28,7 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
-from p2pstore.gossip.homes.known_locations import MAX_HOT, pack_hot
+from p2pstore.gossip.homes.hot_keys import MAX_HOT, pack_hot
 from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
 from p2pstore.gossip.locations.log import REMOVED
 from p2pstore.gossip.locations.views import Location

@@ -25,7 +25,7 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.gossip_state import GossipState
-from p2pstore.gossip.homes.known_locations import unpack_hot
+from p2pstore.gossip.homes.hot_keys import unpack_hot
 from p2pstore.gossip.members.member_table import MAX_INCARNATION
 from p2pstore.gossip.records import ClusterRecord, PeerId, SignedRecord
 from p2pstore.wire import Code, Empty, Failure, Message

@@ -4,17 +4,16 @@ import pytest
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.homes.known_locations import (
+from p2pstore.gossip.homes.hot_keys import (
     HALVING_SECONDS,
-    HOLDERS_PER_KEY,
     HOT_USES,
     MAX_COUNTED,
     MAX_HOT,
     HotKeys,
-    LocationCache,
     pack_hot,
     unpack_hot,
 )
+from p2pstore.gossip.homes.known_locations import HOLDERS_PER_KEY, LocationCache
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.objects import Version

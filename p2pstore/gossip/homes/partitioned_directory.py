@@ -16,7 +16,8 @@ from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import HomePush
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate
-from p2pstore.gossip.homes.known_locations import HotKeyNews, KnownLocations, Word
+from p2pstore.gossip.homes.hot_keys import HotKeyNews
+from p2pstore.gossip.homes.known_locations import KnownLocations, Word
 from p2pstore.gossip.homes.partition_homes import (
     NO_HOMES,
     ClusterLoad,
