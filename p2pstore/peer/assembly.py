@@ -74,8 +74,8 @@ from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.state.folder import ephemeral, load_token_file
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.topology.sysfs import host_identity
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION, over_tls
+from p2pstore.transfer.rdma.rdma_hardware import host_identity
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
 from p2pstore.transfer.rdma.rdma_serving import PeerRdma, open_rdma
 from p2pstore.transfer.reading.data_pool import DataPool

@@ -11,9 +11,9 @@ from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.memory.mapped.mapped_memory import create_memory
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.topology.hardware import Choice
 from p2pstore.transfer.rdma import rdma_serving as peer_rdma
 from p2pstore.transfer.rdma.rdma_serving import device_names, near_memory
+from p2pstore.transfer.rdma.rdma_topology import Choice
 from p2pstore.transfer.reading.data_pool import DataPool
 from tests.commands import ran
 

@@ -29,7 +29,7 @@ from p2pstore.status.doctor.network_rules import (
     silent_local_peer,
     ssd_reading,
 )
-from p2pstore.topology.sysfs import read_machine, read_matrix
+from p2pstore.transfer.rdma.rdma_hardware import read_machine, read_matrix
 
 CHECK_SECONDS: Final = 5.0
 

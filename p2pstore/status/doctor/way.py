@@ -36,8 +36,8 @@ from p2pstore.status.doctor.way_transports import (
     examine_rdma,
     examine_shared_memory,
 )
-from p2pstore.topology.sysfs import host_identity
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
+from p2pstore.transfer.rdma.rdma_hardware import host_identity
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.wire import Message

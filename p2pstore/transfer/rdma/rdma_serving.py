@@ -22,10 +22,8 @@ import trio
 from p2pstore.config import PeerConfig
 from p2pstore.errors import CapacityExceeded, ConfigError, P2PStoreError, Unavailable
 from p2pstore.objects import CHUNK_BYTES
-from p2pstore.topology.hardware import Choice, Matrix, natural_order
-from p2pstore.topology.sysfs import location_of, read_matrix
 from p2pstore.transfer.data_messages import RdmaConnect, RdmaConnected
-from p2pstore.transfer.rdma.rdma_addresses import wake_neighbour
+from p2pstore.transfer.rdma.rdma_hardware import location_of, read_matrix, wake_neighbour
 from p2pstore.transfer.rdma.rdma_rules import (
     MAX_PACKET_NUMBER,
     Endpoint,
@@ -35,6 +33,7 @@ from p2pstore.transfer.rdma.rdma_rules import (
     same_network,
 )
 from p2pstore.transfer.rdma.rdma_staging import Registered
+from p2pstore.transfer.rdma.rdma_topology import Choice, Matrix, natural_order
 from p2pstore.transfer.rdma.rdma_verbs import Device, QueuePair, Region
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.reading.data_pool import DataPool
