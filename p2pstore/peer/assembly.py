@@ -21,7 +21,7 @@ from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
-from p2pstore.core.copies.coldest import coldest_use
+from p2pstore.core.copies.hand_over import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
