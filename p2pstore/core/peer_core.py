@@ -24,7 +24,7 @@ from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.copies.write_back import WriteBack
 from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import FetchOperation, Prefetching
-from p2pstore.core.gets.reads import UNSEEN_TRANSPORTS, HotObjects, ReadReports
+from p2pstore.core.gets.hot_objects import UNSEEN_TRANSPORTS, HotObjects, ReadReports
 from p2pstore.core.known_copies import Holders, KnownCopies
 from p2pstore.core.operation import AskPeer, Effect, Notes, Operation, PullOutcome, Reply, Then, Timed
 from p2pstore.core.own_objects import OwnObjects

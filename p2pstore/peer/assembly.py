@@ -78,7 +78,7 @@ from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION, 
 from p2pstore.transfer.rdma.rdma_hardware import host_identity
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
 from p2pstore.transfer.rdma.rdma_serving import PeerRdma, open_rdma
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
@@ -304,7 +304,7 @@ class Assembly:
 
     async def _open_transports(self, node: Node, issuer: TicketIssuer) -> None:
         driver = TrioDriver()
-        node.pool = DataPool(driver, issuer.for_peers)
+        node.pool = ConnectionPool(driver, issuer.for_peers)
         self.stack.callback(node.pool.close)
         transports: list[Transport] = []
         if self.config.transport in ("auto", "shm"):

@@ -50,7 +50,7 @@ from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.status.measures import LoadMeter
 from p2pstore.status.operation_watch import PeerWatch
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.serving.read_answers import Traffic
 from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
@@ -103,7 +103,7 @@ class Node:
         self.failure: P2PStoreError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.host: ControlHost
-        self.pool: DataPool
+        self.pool: ConnectionPool
         self.credentials: Credentials
         self.ssd: PeerSsd | None = None
         self.rdma: PeerRdma | None = None

@@ -27,7 +27,7 @@ from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, Store, Stored, Ticket
 from p2pstore.transfer.peer_messages import Statistics
 from p2pstore.transfer.read_tickets import GrantedTicket, Scope
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.transfer.transport import RemotePeer
@@ -300,7 +300,7 @@ NONSENSE: dict[str, dict[str, Any]] = {
 async def stranger(peer: Peer, scope: Scope) -> AsyncIterator[Callable[..., Any]]:
     """Stores by a process that holds the cluster's key, and is no member."""
     issuer = TicketIssuer(Identity(os.urandom(32)), KeyRing())
-    pool = DataPool(TrioDriver(), lambda remote: issuer.ticket(remote.peer_id, scope))
+    pool = ConnectionPool(TrioDriver(), lambda remote: issuer.ticket(remote.peer_id, scope))
     remote = RemotePeer(peer.node.core.peer_id, tuple(peer.data))
 
     async def store(request: Store, value: bytes) -> Stored:
@@ -334,14 +334,14 @@ async def test_tickets_to_write_go_to_the_places_only(tmp_path: Path) -> None:
         plan = await a._link.request(LocalKind.PLAN, local.Plan(digest), local.Planned)
         place = await a._link.request(LocalKind.PLACE, local.Place(digest, 5), local.Placed)
         (holder,), (target,) = plan.items[0].holders, place.targets
-        pool = DataPool(TrioDriver())
+        pool = ConnectionPool(TrioDriver())
         with pytest.raises(errors.AuthenticationFailed, match="does not allow STORE"):
             await pool.store(remote_copy(holder), store_request(b"other"), memoryview(b"other"))
         ticket = GrantedTicket(
             Ticket(target.ticket_claims, target.ticket_signature), target.ticket_secret
         )
         pool.close()
-        pool = DataPool(TrioDriver())
+        pool = ConnectionPool(TrioDriver())
         remote = RemotePeer(target.peer_id, tuple(target.data), ticket)
         with pytest.raises(errors.AuthenticationFailed, match="does not allow STATISTICS"):
             await pool.request(remote, DataKind.STATISTICS, Statistics())

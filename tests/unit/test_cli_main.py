@@ -182,7 +182,7 @@ def test_the_name_of_a_peer_stands_for_its_socket(
         asked.append(socket)
         raise errors.StoreClosed("closed")
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", connect)
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", connect)
     monkeypatch.setattr("p2pstore.local.socket_paths.live_sockets", lambda: [Path("/run/a.sock")])
     monkeypatch.setenv("MOONCAKE_P2P_SOCKET", "/run/b.sock")
     for words in (["-p", "a"], ["--peer-name", "a"], []):
@@ -254,7 +254,7 @@ def test_an_error_becomes_a_status_and_a_line(
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", fail)
     assert run(["stats"]) == status
     captured = capsys.readouterr()
     assert captured.err.startswith(shown)
@@ -268,7 +268,7 @@ def test_debug_shows_where(
     def fail(*arguments: object, **options: object) -> None:
         raise RuntimeError("oops")
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", fail)
     if how == "environment":
         monkeypatch.setenv("MOONCAKE_P2P_DEBUG", "1")
     assert run([*(["--debug"] if how == "option" else []), "stats"]) == 1
@@ -409,7 +409,7 @@ def test_what_json_says_of_an_error(
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", fail)
     assert run(["stats", "--json"]) == status
     said = json.loads(capsys.readouterr().out)["error"]
     assert (said["type"], said["status"]) == (kind, status)

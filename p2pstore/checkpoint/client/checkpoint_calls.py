@@ -382,7 +382,8 @@ _NAMES: Final = {name: short for short, name in DTYPES.items()}
 
 
 class TensorImage(NamedTuple):
-    """The file's header, and the bytes of its tensors in order."""
+    """A safetensors file in sealed memory, from which the local peer publishes: its header, and the bytes of its tensors
+    in order. They are copied once, as the peer reads the same memory for as long as it is published."""
 
     header: bytes
     tensors: list[memoryview]

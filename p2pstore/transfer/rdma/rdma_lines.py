@@ -32,8 +32,8 @@ from p2pstore.transfer.rdma.rdma_rules import (
 )
 from p2pstore.transfer.rdma.rdma_staging import BlockPool
 from p2pstore.transfer.rdma.rdma_verbs import LinkDown, QueuePair
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import Code
 
@@ -90,7 +90,7 @@ class Lines:
         self,
         engines: Sequence[ReadEngine],
         preferred: int,
-        pool: DataPool,
+        pool: ConnectionPool,
         nursery: trio.Nursery,
         small: BlockPool,
         progress_seconds: float,

@@ -3,8 +3,7 @@
 `stats --watch`: reads the statistics again and again, and shows what changed.
 
 On a terminal it draws on the alternate screen, which the terminal puts away at the end whatever happened
-on it meanwhile: resizing, scrolling, Ctrl-C. The last picture is then printed once more, to stay.
-"""
+on it meanwhile: resizing, scrolling, Ctrl-C. The last picture is then printed once more, to stay."""
 
 from __future__ import annotations
 
