@@ -13,7 +13,7 @@ from p2pstore.gossip.exchange.anti_entropy import FreshNews, Knowledge, Operatio
 from p2pstore.gossip.exchange.delta_checks import DeltaChecks, FutureRecords
 from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.exchange.exchanges import Exchanges
-from p2pstore.gossip.exchange.open_requests import Questions
+from p2pstore.gossip.exchange.open_requests import OpenRequests
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
@@ -119,7 +119,7 @@ class GossipState:
         config = self.config
         self.contacts = Contacts(rng)
         self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
-        self.questions = Questions(config)
+        self.questions = OpenRequests(config)
         self.view = ActiveView(self.membership, rng, config.active_view, config.view_rotation_seconds)
         self.partitions = PartitionedDirectory(config, self.membership, self.directory, self.log, rng)
         self.locations = self.partitions.known

@@ -69,13 +69,13 @@ from p2pstore.peer.segment_memory import (
 )
 from p2pstore.peer.ssd_opening import open_ssd
 from p2pstore.runtime import linux
+from p2pstore.runtime.linux import host_identity
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.state.folder import ephemeral, load_token_file
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION, over_tls
-from p2pstore.transfer.rdma.rdma_hardware import host_identity
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
 from p2pstore.transfer.rdma.rdma_serving import PeerRdma, open_rdma
 from p2pstore.transfer.reading.connection_pool import ConnectionPool

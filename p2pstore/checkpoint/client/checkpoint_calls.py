@@ -382,8 +382,8 @@ _NAMES: Final = {name: short for short, name in DTYPES.items()}
 
 
 class TensorImage(NamedTuple):
-    """A safetensors file in sealed memory, from which the local peer publishes: its header, and the bytes of its tensors
-    in order. They are copied once, as the peer reads the same memory for as long as it is published."""
+    """A safetensors file in sealed memory, from which the local peer publishes: its header, and its tensors' bytes in
+    order. They are copied once, as the peer reads the same memory for as long as it is published."""
 
     header: bytes
     tensors: list[memoryview]

@@ -27,7 +27,7 @@ from p2pstore.gossip.exchange.delta_checks import (
 )
 from p2pstore.gossip.exchange.digests import MAX_PACKED_SEQUENCE, Digest, DigestTable, Run, pack_runs
 from p2pstore.gossip.exchange.message_budget import MessageBudget
-from p2pstore.gossip.exchange.open_requests import Questions
+from p2pstore.gossip.exchange.open_requests import OpenRequests
 from p2pstore.gossip.floors.cluster_records import ClusterRecords, TheirRecords, records_for
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import MAX_CLAIMS, Ask, ControlKind, Delta
@@ -267,7 +267,7 @@ class FreshNews:
         config: GossipConfig,
         knowledge: Knowledge,
         view: ActiveView,
-        questions: Questions,
+        questions: OpenRequests,
         rate: OperationRate,
     ) -> None:
         self._config = config

@@ -21,7 +21,7 @@ LOST_ANSWER_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OpenRequest:
     """One question to `peer_id`. `kind`: None for a snapshot of `member`; `floors_epoch`: which an exchange asks of."""
 
     kind: ControlKind | None
@@ -35,7 +35,7 @@ class Asked:
     """Of a snapshot that is asked for."""
 
 
-class Questions:
+class OpenRequests:
     """Makes the effects that are answered, and knows them again by their tokens."""
 
     def __init__(self, config: GossipConfig) -> None:
@@ -44,8 +44,8 @@ class Questions:
         """Each question is taken from it together with its answer; so are the questions of others."""
         self.count = 0
         """How many were asked so far."""
-        self._open: dict[int, Asked] = {}
-        self._of_kind: defaultdict[ControlKind | None, dict[int, Asked]] = defaultdict(dict)
+        self._open: dict[int, OpenRequest] = {}
+        self._of_kind: defaultdict[ControlKind | None, dict[int, OpenRequest]] = defaultdict(dict)
         """The same by kind: the number of a kind is asked for after every event."""
         self._overdue_up_to = 0
 
@@ -70,18 +70,18 @@ class Questions:
         elif timeout is None:
             timeout = self._config.exchange_timeout_seconds
         self.budget.ask(now)
-        token = self._note(Asked(kind, peer_id, 0, now, floors_epoch, about))
+        token = self._note(OpenRequest(kind, peer_id, 0, now, floors_epoch, about))
         return Ask(token, peer_id, kind, request, timeout)
 
     def fetch_snapshot(
         self, peer_id: PeerId, member: Member, most_bytes: int, now: float
     ) -> FetchSnapshot:
         """Ask a peer for all that it holds."""
-        token = self._note(Asked(None, peer_id, member, now, most_bytes=most_bytes))
+        token = self._note(OpenRequest(None, peer_id, member, now, most_bytes=most_bytes))
         timeout = self._config.snapshot_timeout_seconds
         return FetchSnapshot(token, peer_id, member, timeout, most_bytes)
 
-    def take(self, token: int) -> Asked | None:
+    def take(self, token: int) -> OpenRequest | None:
         """The request of this token; None when it is no longer open."""
         asked = self._open.pop(token, None)
         if asked is not None:
@@ -124,7 +124,7 @@ class Questions:
         for token in [t for t, a in self._open.items() if a.sent_at + LOST_ANSWER_SECONDS < now]:
             self.take(token)
 
-    def _note(self, asked: Asked) -> int:
+    def _note(self, asked: OpenRequest) -> int:
         self.count += 1
         self._open[self.count] = self._of_kind[asked.kind][self.count] = asked
         return self.count

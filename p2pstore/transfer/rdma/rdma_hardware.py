@@ -6,12 +6,10 @@ A file that is missing or says nothing is not an error: machines differ in what 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import ipaddress
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -155,13 +153,6 @@ def location_of(address: int, length_bytes: int, maps: Path = NUMA_MAPS) -> str:
         for node, count in re.findall(r"\bN([0-9]+)=([0-9]+)", rest):
             pages[int(node)] = pages.get(int(node), 0) + int(count)
     return f"cpu:{max(pages, key=lambda node: pages[node], default=0)}"
-
-
-@cache
-def host_identity() -> bytes:
-    """16 bytes that processes of one running machine share: a hash of the kernel's boot id."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return hashlib.blake2b(boot_id.encode(), digest_size=16, person=b"p2pstore.host.1").digest()
 
 
 DEVICES: Final = Path("/sys/class/infiniband")
