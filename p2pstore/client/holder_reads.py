@@ -21,7 +21,7 @@ from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.failover import PullFailed, is_silence
 from p2pstore.transfer.reading.arriving import Destination, ResumableDestination
 from p2pstore.transfer.reading.connection_pool import ConnectionPool
-from p2pstore.transfer.reading.shm import RoomsFor, ShmTransport, copy_into, copy_many
+from p2pstore.transfer.reading.shm_transport import RoomsFor, ShmTransport, copy_into, copy_many
 from p2pstore.transfer.reading.small_reads import Part
 from p2pstore.transfer.reading.span_reads import BatchItem, ItemOutcome
 from p2pstore.transfer.reading.tcp_transport import TcpTransport

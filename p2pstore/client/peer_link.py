@@ -25,7 +25,7 @@ from p2pstore.wire import ONE_WAY, Message, encode_frame
 
 if TYPE_CHECKING:
     from p2pstore.client.host_neighbours import Neighbours
-    from p2pstore.transfer.reading.shm import ShmTransport
+    from p2pstore.transfer.reading.shm_transport import ShmTransport
 
 M = TypeVar("M", bound=Message)
 

@@ -79,7 +79,7 @@ from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION, 
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
 from p2pstore.transfer.rdma.rdma_serving import PeerRdma, open_rdma
 from p2pstore.transfer.reading.connection_pool import ConnectionPool
-from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.shm_transport import ShmTransport
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.ticket_issuer import TicketIssuer

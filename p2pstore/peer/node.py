@@ -51,7 +51,7 @@ from p2pstore.state.state_directory import StateDirectory
 from p2pstore.status.measures import LoadMeter
 from p2pstore.status.operation_watch import PeerWatch
 from p2pstore.transfer.reading.connection_pool import ConnectionPool
-from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.shm_transport import ShmTransport
 from p2pstore.transfer.serving.read_answers import Traffic
 from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
 

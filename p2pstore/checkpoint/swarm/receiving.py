@@ -1,4 +1,4 @@
-"""Fetching pieces: which from which neighbour, grants, pieces on their way, failures, late pieces near the end. Pure."""
+"""Fetching pieces: which from which neighbour, grants, pieces on their way, failures, late pieces at the end. Pure."""
 
 from __future__ import annotations
 

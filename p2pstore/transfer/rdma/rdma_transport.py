@@ -62,7 +62,7 @@ from p2pstore.transfer.rdma.rdma_verbs import Device
 from p2pstore.transfer.reading.arriving import Destination, checked_view, resume, watch_of
 from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.segment_reader import expired
-from p2pstore.transfer.reading.shm import ON_SSD
+from p2pstore.transfer.reading.shm_transport import ON_SSD
 from p2pstore.transfer.reading.span_reads import failure_of
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import Pulled, RemoteCopy
