@@ -26,8 +26,8 @@ import trio
 import p2pstore
 from p2pstore import aio, blocking, wire
 from p2pstore.client import answers, leasing
-from p2pstore.client import leases as leases_module
-from p2pstore.client.leases import LeaseBook
+from p2pstore.client import lease_book as leases_module
+from p2pstore.client.lease_book import LeaseBook
 from p2pstore.errors import (
     AmbiguousLocalPeer,
     CapacityExceeded,
