@@ -73,7 +73,7 @@ class RoomMaker:
     def can_spare(
         self, length: int, trailer_length: int, count: int = 1, *, namespace: str = ""
     ) -> bool:
-        """Whether room for so many such values may be reserved ahead of demand: some is free, or 16 times as much is
+        """Whether room for `count` values may be reserved ahead of demand: it is free, or 16 times as much is
         evictable."""
         size = count * extent_bytes(length, max(1, trailer_length))
         places = self._areas.searches(namespace)[-1]
