@@ -47,8 +47,8 @@ class LocalPuts:
         self._issuer = issuer
         self._core = node.core
         self._segment = node.core.segment
-        self._next_put: tuple[int, int, str] | None = None
-        """The likely next reservation of a client that puts in a loop: length, trailer length, namespace."""
+        self._next_put: tuple[int, int, int, str] | None = None
+        """The likely next reservation of a client that puts in a loop: length, trailer length, count, namespace."""
 
     def reserve(self, client: LocalClient, message: local.Reserve) -> Answer:
         """Room for each value, or why there is none."""
@@ -164,36 +164,34 @@ class LocalPuts:
             return local.Committed(outcomes, _spans(rooms))
         ahead: list[Reserved] = []
         try:
-            for size in again:
+            for room in message.again:
                 if ahead:
                     yield
-                ahead.append((yield from self._reserve_ahead(client, size, message.namespace)))
+                ahead += yield from self._reserve_ahead(client, room, message.namespace)
         except BaseException:  # the client will not release them
             self._abort_all(client, [each.number for each in ahead if isinstance(each, Reservation)])
             raise
         return local.Committed(outcomes, _spans(ahead))
 
     def _reserve_ahead(
-        self, client: LocalClient, size: tuple[int, int], namespace: str
-    ) -> Steps[Reserved]:
-        """Room for a put that may never come, where some can be spared."""
-        if not self._segment.room.can_spare(*size, namespace=namespace):
-            return _NO_ROOM_AHEAD
-        [reserved] = yield from self._rooms_for(client, [size], namespace)
-        if isinstance(reserved, Reservation):
-            self._next_put = *size, namespace
-        return reserved
+        self, client: LocalClient, room: tuple[int, int, int], namespace: str
+    ) -> Steps[list[Reserved]]:
+        """Room for puts that may never come, where some can be spared."""
+        length, trailer_length, count = room
+        if not self._segment.room.can_spare(*room, namespace=namespace):
+            return [_NO_ROOM_AHEAD] * count
+        self._next_put = *room, namespace
+        sizes = [(length, trailer_length)] * count
+        return (yield from self._rooms_for(client, sizes, namespace))
 
     def make_room_ahead(self) -> None:
-        """Evict for the next put while no put waits for room: one value's room, however many clients put."""
+        """Evict for the next put or batch while none waits for room: for that of one client, however many put."""
         if self._next_put is None:
             return
-        length, trailer_length, namespace = self._next_put
+        *room, namespace = self._next_put
         self._next_put = None
         now = self._node.now
-        self._segment.room.make_ahead(
-            length, trailer_length, now=self._core.unix(now), namespace=namespace
-        )
+        self._segment.room.make_ahead(*room, now=self._core.unix(now), namespace=namespace)
         self._core.objects.announce_withdrawn(now)
 
     def abort(self, client: LocalClient, message: local.Abort) -> Answer:
