@@ -172,14 +172,9 @@ class LookupHereOperation(Operation):
         partitions = self.core.gossip.partitions
         begin = len(self._items)
         for digest in self._digests[begin : begin + LOOKED_UP_PER_STEP]:
-            holdings = _holdings(self.core, digest, now)
-            if (
-                holdings
-            ):  # hot keys are those that are wanted, whether their holders can be reached or not
-                partitions.hot.used(digest, now)
             if not partitions.vouches(digest, now):
                 self._unsure.append(len(self._items))
-            self._items.append(holdings)
+            self._items.append(_holdings(self.core, digest, now))
         if len(self._items) == len(self._digests):
             self.finish(Locations(self._items, self._unsure), now)
         else:

@@ -127,7 +127,6 @@ class GossipState:
         self.exchanges = Exchanges(
             config, self.knowledge, self.floors, self.questions, self.view, rng, rate
         )
-        self.exchanges.hot_for = self.partitions.hot.tell
         self.exchanges.unix_ms = self.time.unix_ms
         self.eager_news = FreshNews(config, self.knowledge, self.view, self.questions, rate)
         self.probing = Probing(self.membership, self.questions, rng)

@@ -364,8 +364,6 @@ class LookupOperation(Operation):
         """The copies known for sure of the key at `place`; copies announced as newer are noted."""
         known, doubtful = self.core.copies.sorted(digest, now, self._namespace, hearsay=True)
         copies = [copy for copy in known if copy.member not in self._exclude]
-        if copies and not copies[0].local:
-            self.core.gossip.partitions.hot.used(digest, now)
         newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
         self.claimed.pop(digest, None)
         if newest == (0, 0) and (open_claims := self.core.proofs.undenied(doubtful, now)):

@@ -16,7 +16,7 @@ from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import HomePush
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate
-from p2pstore.gossip.homes.known_locations import HotKeyNews, KnownLocations, Word
+from p2pstore.gossip.homes.known_locations import KnownLocations, Word
 from p2pstore.gossip.homes.partition_homes import (
     NO_HOMES,
     ClusterLoad,
@@ -75,7 +75,6 @@ class PartitionedDirectory:
             config.partitions, directory, log, self.mode, self._own, rng.getrandbits(128)
         )
         self._followed = FollowedLogs(membership, directory)
-        self.hot = HotKeyNews(self.mode, membership, self.known, self.current.keeps_partitions)
         self._follow_at = -math.inf
         self._agreed_at = math.inf
         """When another peer knew the same members, for the first time."""
@@ -93,7 +92,6 @@ class PartitionedDirectory:
             "home_partitions": len(self.current.table.by_home.get(self._own, ())),
             "home_locations": self.known.views.record_count,
             "cached_locations": self.known.cache.count,
-            "hot_keys": len(self.hot.keys.hottest()),
             "not_confirmed_by_homes": self.pushes.lacking(),
             "partitions_sent_whole": self.pushes.whole_partitions_sent,
         }
