@@ -12,7 +12,6 @@ from p2pstore.core.gets.lookup import check_holding_record
 from p2pstore.core.operation import AskPeer, KnownCopy, Reply
 from p2pstore.core.own_objects import location_of, location_on_ssd
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import (
     LocationRecord,
     Member,
@@ -125,12 +124,12 @@ class KnownCopies:
             for holding in holdings[:64]:
                 if holding.member != self._core.member and check_holding_record(holding.record, digest):
                     self._gossip.heard_of(holding.record, now)
-                    position = (holding.incarnation, holding.sequence)
-                    word = Word.OWN if holding.member == member_of(home) else Word.HOME
+                    hearsay = holding.member != member_of(home)
                     stamp = decode_location(holding.record).version.clock
-                    if word is Word.OWN or self._core.is_in_time(stamp, now):
-                        self._gossip.locations.heard(
-                            holding.member, position, holding.record, now, word=word
+                    if not hearsay or self._core.is_in_time(stamp, now):
+                        place = holding.incarnation, [holding.sequence]
+                        self._gossip.directory.heard(
+                            holding.member, *place, holding.record, now, hearsay=hearsay
                         )
 
     def versions_heard_of(
@@ -169,7 +168,7 @@ class KnownCopies:
                 here[digest] = entry.version
         if not here:
             return list(digests)
-        same = here.keys() - self._gossip.locations.of_other_versions(here)
+        same = here.keys() - self._gossip.directory.of_other_versions(here)
         return [digest for digest in digests if digest not in same]
 
     def prove_newer(
@@ -234,7 +233,7 @@ class Holders:
         self._core.counters["holders_too_slow"] += failure.code == Code.DEADLINE_EXCEEDED
         state = self._gossip.membership.resolve(failure.member)
         if failure.code == Code.NO_SUCH_KEY:
-            self._gossip.locations.mark_stale(
+            self._gossip.directory.mark_stale(
                 failure.member, digest, failure.incarnation, failure.sequence
             )
         elif failure.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED) and state is not None:

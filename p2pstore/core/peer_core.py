@@ -114,7 +114,7 @@ class PeerCore:
         self.participations = Participations(self)
         self.checkpoints = Checkpoints(self)
         self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
-        gossip.locations.watch(segment.digests(), self.operations.awaited.keys())
+        gossip.directory.watched.watch(segment.digests(), self.operations.awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
 

@@ -122,7 +122,6 @@ class GossipState:
         self.questions = Questions(config)
         self.view = ActiveView(self.membership, rng, config.active_view, config.view_rotation_seconds)
         self.partitions = PartitionedDirectory(config, self.membership, self.directory, self.log, rng)
-        self.locations = self.partitions.known
         rate = OperationRate(config.eager_operations_per_second)
         self.exchanges = Exchanges(
             config, self.knowledge, self.floors, self.questions, self.view, rng, rate
@@ -231,7 +230,7 @@ class GossipState:
     def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
         """The known holders of the key: owners believed alive first, among them the newest version first. With
         `hearsay` also those that may hold it."""
-        return self.locations.holders(digest, now, hearsay=hearsay)
+        return self.directory.holders(digest, hearsay=hearsay)
 
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, best first; this one may be among them."""

@@ -17,13 +17,8 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.homes.partition_homes import (
-    PARTITION_COUNT,
-    PartitionConfig,
-    partition_of,
-    table_of,
-)
-from p2pstore.gossip.records import LocationRecord, Member
+from p2pstore.gossip.homes.partition_homes import PartitionConfig, table_of
+from p2pstore.gossip.records import PARTITION_COUNT, LocationRecord, Member, partition_of
 from p2pstore.home_messages import PartitionSet, Push
 from p2pstore.objects import Version
 from simulation.gossip_cluster import GossipCluster

@@ -119,7 +119,7 @@ class World:
         """How many all peers together know of others, in views of whole logs or of partitions."""
         directories = [peer.core.gossip.partitions for peer in self.cluster.running if peer.core]
         if part == "views":
-            return sum(directory.known.views.record_count for directory in directories)
+            return sum(directory.views.record_count for directory in directories)
         return sum(peer.core.gossip.directory.record_count for peer in self.cluster.running if peer.core)
 
     def work(self, seconds: float, puts_per_second: float, looks_per_second: float) -> None:

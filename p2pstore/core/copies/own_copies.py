@@ -82,7 +82,7 @@ def held_here(core: PeerCore, digest: bytes, now: float) -> ObjectEntry | ColdEn
 def are_kept_elsewhere(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> list[bool]:
     """Of each object whether a living peer holds a firm copy of the same version in memory, and comes before this one
     in rendezvous order: of those that hold it, one does not give it up because of the others."""
-    mentioned = core.gossip.locations.mentioned({entry.digest for entry in entries})
+    mentioned = core.gossip.directory.mentioned({entry.digest for entry in entries})
     return [entry.digest in mentioned and _is_kept_elsewhere(core, entry, now) for entry in entries]
 
 

@@ -188,7 +188,7 @@ def known_keys(
     here = wanted & core.segment.digests()
     here |= core.cold.held_only_here(wanted - here, now)
 
-    elsewhere = core.gossip.locations.held(wanted - here, believed_clocks(core, now, namespace), now)
+    elsewhere = core.gossip.directory.held(wanted - here, believed_clocks(core, now, namespace))
     floors = core.gossip.cluster_records.floors
     under_a_floor = (
         [digest for digest in elsewhere if floors.floor_for(digest) is not ZERO_VERSION]
@@ -237,9 +237,9 @@ def holdings_here(
 ) -> dict[Member, Holding] | None:
     """Holders of keys whose locations this peer knows all, at a microsecond or so a key. None: ask homes
     (`LookupOperation`), and use `holdings_of`."""
-    found = core.gossip.locations.holdings(digests, believed_clocks(core, now, namespace))
-    if found is None:
+    if not core.gossip.partitions.knows_all:
         return None
+    found = core.gossip.directory.holdings(digests, believed_clocks(core, now, namespace))
     floors = core.gossip.cluster_records.floors
     found[core.member] = _own_holding(core, digests, now)
     for place, digest in enumerate(digests) if floors.count else ():

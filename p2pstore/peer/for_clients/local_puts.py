@@ -17,7 +17,6 @@ from p2pstore.core.puts.placing import place
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, Reserved, publish_new, reserve_many
 from p2pstore.core.puts.put_operation import PutOperation, check_put
 from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
-from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalClient
@@ -250,10 +249,8 @@ class LocalPuts:
             raise ProtocolError("not a location record")
         if message.peer_id != self._core.peer_id:
             now = self._node.now
-            position = (message.incarnation, message.sequence)
-            self._core.gossip.locations.heard(
-                member_of(message.peer_id), position, message.record, now, word=Word.OWN
-            )
+            place = message.incarnation, [message.sequence]
+            self._core.gossip.directory.heard(member_of(message.peer_id), *place, message.record, now)
             stamp = decode_location(message.record).version.clock
             self._core.clock.observe(stamp, self._core.believed_unix(now))  # later puts are above it
         self._core.counters["puts_elsewhere"] += 1
