@@ -350,9 +350,10 @@ class OwnRecord:
         one sees that a live peer signs with its key, by so little above its own that it is a defence,
         and goes. The older one defends itself against each newcomer.
         """
-        past = (
-            record.leaving
-        )  # of a life that ended, while this machine's clock was ahead of what it is now
+        if record.incarnation < self._log.incarnation:
+            return False  # another member told of it as well, before the log that was begun for it was announced
+        # Of a life that ended, while this machine's clock was ahead of what it is now.
+        past = record.leaving
         if not past and record.incarnation < self._log.incarnation + self._config.defence_margin:
             self.duplicate = record
             return False
