@@ -183,6 +183,23 @@ class Directory(LocationLookups):
             self._moved.add(member)
             self._share_relay()
 
+    # --- partitions --------------------------------------------------------------------------
+
+    def open_part(self, partition: int, member: Member, incarnation: int, *, hidden: bool) -> View:
+        """A view of a member's part of a partition, in place of the one that there was."""
+        self.close_part(partition, member)
+        view = View(member, incarnation, self.index.open(), hidden=hidden)
+        self._of_slot[view.slot] = self.parts.setdefault(partition, {})[member] = view
+        return view
+
+    def close_part(self, partition: int, member: Member) -> None:
+        """Forget such a view, if there is one."""
+        views = self.parts.get(partition, {})
+        if (view := views.pop(member, None)) is not None:
+            self._discard(view.slot)
+            if not views:
+                del self.parts[partition]
+
     # --- snapshots ---------------------------------------------------------------------------
 
     @changing
@@ -250,8 +267,6 @@ class Directory(LocationLookups):
     def _wants(self, view: View, sequence: int) -> bool:
         return sequence > view.sequence or view.diverged
 
-    # --- ahead of the log --------------------------------------------------------------------
-
     # --- looking up --------------------------------------------------------------------------
 
     def show_own(self, member: Member, operation: bytes) -> None:
@@ -277,5 +292,3 @@ class Directory(LocationLookups):
     @changing
     def _change_own(self, slot: int, operation: bytes) -> None:
         self.index.apply(slot, operation)
-
-    # --- inside ------------------------------------------------------------------------------

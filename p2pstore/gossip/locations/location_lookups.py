@@ -72,6 +72,15 @@ class LocationLookups(ViewTable):
         self.follows_logs = True
         """Whether logs tell of all members: then hearsay is left out where it is not asked for."""
 
+    @exclusive
+    def close(self) -> None:
+        """Let go of the table and forget all. Nothing but `holders` may be called after that."""
+        self._published = None
+        self._views.clear()
+        self._of_slot.clear()
+        index, self.index = self.index, LocationIndex(0)
+        index.close()
+
     @property
     def word_count(self) -> int:
         """Words that are known beside the views."""

@@ -160,15 +160,6 @@ class ViewTable:
         self._unsettled: set[Member] = set()
         self._moved: set[Member] = set()
 
-    @exclusive
-    def close(self) -> None:
-        """Let go of the table and forget all. Nothing but `holders` may be called after that."""
-        self._published = None
-        self._views.clear()
-        self._of_slot.clear()
-        index, self.index = self.index, LocationIndex(0)
-        index.close()
-
     def share(self, lock: AbstractContextManager[object]) -> None:
         """From now on other threads may call `holders`; `lock` keeps them apart."""
         self._lock = lock
@@ -270,21 +261,6 @@ class ViewTable:
         self._claim_slot(view)
         self._share_relay()
         return view
-
-    def open_part(self, partition: int, member: Member, incarnation: int, *, hidden: bool) -> View:
-        """A view of a member's part of a partition, in place of the one that there was."""
-        self.close_part(partition, member)
-        view = View(member, incarnation, self.index.open(), hidden=hidden)
-        self._of_slot[view.slot] = self.parts.setdefault(partition, {})[member] = view
-        return view
-
-    def close_part(self, partition: int, member: Member) -> None:
-        """Forget such a view, if there is one."""
-        views = self.parts.get(partition, {})
-        if (view := views.pop(member, None)) is not None:
-            self._discard(view.slot)
-            if not views:
-                del self.parts[partition]
 
     def _agrees(self, view: View) -> bool:
         """Whether the view may be right. A wrong one is dropped."""
