@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +11,8 @@ from p2pstore.core.copies.proofs import ProveOperation
 from p2pstore.core.gets.lookup import check_holding_record
 from p2pstore.core.operation import AskPeer, KnownCopy, Reply
 from p2pstore.core.own_objects import location_of, location_on_ssd
-from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import (
     LocationRecord,
     Member,
@@ -64,18 +65,9 @@ class KnownCopies:
                 KnownCopy(self._core.member, self._core.peer_id, mine, reachable=True, local=True)
             )
             vouched.add(mine.version)
-        for holding in self._gossip.holders(digest, now, hearsay=hearsay):
+        for holding, state in self.believed(digest, now, namespace, hearsay=hearsay):
             version, member = holding.record.version, holding.member
-            if self._gossip.cluster_records.floors.forbids(digest, namespace, version):
-                continue
-            if self._gossip.doubts(member, version, now):
-                continue
-            if not self._core.is_in_time(version.clock, now):
-                continue
-            state = self._gossip.membership.resolve(member)
-            if state is None:
-                continue
-            reachable = state.status in (Status.ALIVE, Status.SUSPECT) and not holding.hidden
+            reachable = state.alive and not holding.hidden
             proved = not holding.hearsay or self._core.proofs.knows(digest, version)
             copy = KnownCopy(
                 member, state.peer_id, holding.record, reachable, proved=proved, hearsay=holding.hearsay
@@ -99,6 +91,22 @@ class KnownCopies:
             )
         )
         return copies, doubtful
+
+    def believed(
+        self, digest: bytes, now: float, namespace: bytes | None = None, *, hearsay: bool = False
+    ) -> Iterator[tuple[Location, MemberState]]:
+        """The locations at other members of versions that no floor forbids, whose holder has not missed a floor, and
+        that are not from the future."""
+        gossip = self._gossip
+        for location in gossip.directory.holders(digest, hearsay=hearsay):
+            version, state = location.record.version, gossip.membership.resolve(location.member)
+            if (
+                state is not None
+                and not gossip.floor_set.forbids(digest, namespace, version)
+                and not gossip.doubts(location.member, version, now)
+                and self._core.is_in_time(version.clock, now)
+            ):
+                yield location, state
 
     def _proved_among(
         self, digest: bytes, others: Sequence[KnownCopy], vouched: set[Version], copies: list[KnownCopy]
@@ -137,7 +145,7 @@ class KnownCopies:
     ) -> list[Version]:
         """Versions that members say to hold, believed or not, and `others`, that no floor forbids."""
         forbids = self._gossip.cluster_records.floors.forbids
-        versions = [each.record.version for each in self._gossip.holders(digest, now, hearsay=True)]
+        versions = [each.record.version for each in self._gossip.directory.holders(digest, hearsay=True)]
         return [
             version
             for version in (*versions, *others)

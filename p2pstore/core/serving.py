@@ -189,7 +189,7 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
     mine = core.copies.own_location(digest, now)
     if mine is not None:
         alive.append(Holding(core.member, core.incarnation, core.gossip.log.sequence, mine.encode()))
-    for known in core.gossip.holders(digest, now):
+    for known in core.gossip.directory.holders(digest):
         version = known.record.version
         if known.hearsay:  # of others: let each speak for itself
             continue
@@ -443,7 +443,7 @@ def holding_of(location: Location) -> Holding:
 
 
 def pushed_reply(behind: list[int], rivals: Iterable[Location]) -> Pushed:
-    """A home's reply, from the results of `Gossip.take_push`."""
+    """A home's reply, from the results of a `PushIntake`."""
     return Pushed(behind, [holding_of(rival) for rival in rivals])
 
 

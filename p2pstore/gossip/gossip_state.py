@@ -187,14 +187,6 @@ class GossipState:
         self.own_record.changed()
         self.exchanges.hurry()
 
-    def take_push(self, sender: Member, update: Push, now: float) -> tuple[list[int], list[Location]]:
-        """Take in what an owner pushes; what to answer: see `PartitionedDirectory.pushed`. Raises `ProtocolError`, and
-        changes nothing, for nonsense. A large one takes tenths of a second: see `intake`."""
-        intake = self.intake(sender, update)
-        while not intake.step(now):
-            pass
-        return intake.behind, intake.rivals
-
     def intake(self, sender: Member, update: Push) -> PushIntake:
         """Take in an owner's push, in steps of a few milliseconds. Raises `ProtocolError`, as its first steps do."""
         return PushIntake(sender, update, self._take_pushed)
@@ -226,11 +218,6 @@ class GossipState:
         state = self.membership.resolve(member)
         shown = None if state is None or state.signed is None else state.floors_horizon
         return self.floors.doubts.up_to(member, shown, now)
-
-    def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
-        """The known holders of the key: owners believed alive first, among them the newest version first. With
-        `hearsay` also those that may hold it."""
-        return self.directory.holders(digest, hearsay=hearsay)
 
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, best first; this one may be among them."""

@@ -202,7 +202,7 @@ class ColdCopies:
         if gone.digest in core.segment.digests():
             return Gone.REPLACED
         if not mentioned or all(
-            each.hidden or each.hearsay for each in core.gossip.holders(gone.digest, now)
+            each.hidden or each.hearsay for each in core.gossip.directory.holders(gone.digest)
         ):
             return Gone.LAST_COPY
         return Gone.SOFT_COPY if gone.soft else Gone.COPY_ELSEWHERE

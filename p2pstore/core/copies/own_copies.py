@@ -89,7 +89,7 @@ def are_kept_elsewhere(core: PeerCore, entries: Sequence[ObjectEntry], now: floa
 def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
     mine = (entry.version.clock, entry.version.writer)
     my_weight = -1
-    for holding in core.gossip.holders(entry.digest, now):
+    for holding in core.gossip.directory.holders(entry.digest):
         record = holding.record
         same = (record.version.clock, record.version.writer) == mine
         away = holding.hidden or holding.hearsay

@@ -159,24 +159,8 @@ def is_known(core: PeerCore, digest: bytes, now: float, namespace: bytes | None 
     """`known_keys` for one key: without the sets, which cost more than looking it up."""
     if digest in core.segment.digests() or core.cold.find(digest, now) is not None:
         return True
-    locations = core.gossip.holders(digest, now)
-    if not locations:
-        return False
-    floors = core.gossip.cluster_records.floors
-    end = newest_accepted_clock(core.believed_unix(now)) + 1
-    for location in locations:
-        version = location.record.version
-        state = core.gossip.membership.resolve(location.member)
-        if (
-            not location.hidden
-            and state is not None
-            and state.alive
-            and version.clock < end
-            and not core.gossip.doubts(location.member, version, now)
-            and not floors.forbids(digest, namespace, version)
-        ):
-            return True
-    return False
+    copies = core.copies.believed(digest, now, namespace)
+    return any(state.alive and not location.hidden for location, state in copies)
 
 
 def known_keys(

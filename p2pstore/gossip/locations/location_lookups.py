@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT, digests_of
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex, digests_of
 from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.locations.log import REMOVED, check_run
 from p2pstore.gossip.locations.log import Position as Position
