@@ -10,18 +10,23 @@ answers there first proves its identity, and that much a peer of another cluster
 """
 
 from __future__ import annotations
-
-import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
-from typing import Final, NamedTuple, TypeVar
-
+from p2pstore.gossip.exchange.message_budget import MemberBudgets
 from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.records import PeerId
 from p2pstore.objects import put_newest
+from random import Random
+from typing import Final
+from typing import NamedTuple
+from typing import TypeVar
+import math
 
 FIRST_DELAY_SECONDS: Final = 0.5
 LAST_DELAY_SECONDS: Final = 30.0
@@ -31,7 +36,6 @@ not hold up an address that the user named."""
 MAX_CONTACTS: Final = 10_000
 
 Addresses = tuple[str, ...]
-
 
 @dataclass(slots=True)
 class _Contact:
@@ -44,7 +48,6 @@ class _Contact:
     in_flight: bool = False
     counted_as: bool = False
     """Whether the attempt in flight counts as one of a bootstrap address."""
-
 
 class Contacts:
     """The schedule of attempts. Contacts are told apart by their addresses."""
@@ -173,7 +176,6 @@ class Contacts:
             self._look_at = -math.inf  # others of the kind waited for a free place
         self._in_flight[contact.counted_as] -= 1
 
-
 class AddressBook:
     """Where peers are, and where they were last: from records of members, and from contacts."""
 
@@ -218,7 +220,6 @@ class AddressBook:
         for address in addresses:
             self._contacts.add((address,))
 
-
 PINGS_A_SECOND: Final = 8.0
 PINGS_AT_ONCE: Final = 64
 """For one member's word. A peer that joins a cluster is told of all members by the first that it meets."""
@@ -231,17 +232,15 @@ MAX_REMEMBERED: Final = 1024
 
 Value = TypeVar("Value")
 
-
 class _Ping(NamedTuple):
     by: PeerId
     addresses: tuple[str, ...]
-
 
 class Newcomers:
     """Peers that a member told of. Each is pinged before it counts as a member, so that invented peers never do."""
 
     def __init__(self) -> None:
-        self._budgets: OrderedDict[PeerId, MessageBudget] = OrderedDict()
+        self._pings = MemberBudgets[PeerId](PINGS_A_SECOND, PINGS_AT_ONCE, MAX_REMEMBERED)
         self._pinged_at: OrderedDict[PeerId, float] = OrderedDict()
         self._in_flight: dict[PeerId, _Ping] = {}
         self._to_ping: list[PeerId] = []
@@ -253,7 +252,7 @@ class Newcomers:
         if now < self._pinged_at.get(peer_id, -AGAIN_SECONDS) + AGAIN_SECONDS:
             return
         under_way = Counter(ping.by for ping in self._in_flight.values())
-        if under_way[by] >= MAX_IN_FLIGHT_A_MEMBER or not self._affords(by, now):
+        if under_way[by] >= MAX_IN_FLIGHT_A_MEMBER or not self._pings.affords(by, now):
             return
         self._in_flight[peer_id] = _Ping(by, tuple(control))
         put_newest(self._pinged_at, peer_id, now, MAX_REMEMBERED)
@@ -277,11 +276,3 @@ class Newcomers:
     def is_due(self) -> bool:
         """Whether `take` would give a peer."""
         return bool(self._to_ping)
-
-    def _affords(self, by: PeerId, now: float) -> bool:
-        budget = self._budgets.get(by) or MessageBudget(PINGS_A_SECOND, PINGS_AT_ONCE)
-        if not budget.has(1, now):
-            return False
-        budget.take(1, now)
-        put_newest(self._budgets, by, budget, MAX_REMEMBERED)
-        return True
