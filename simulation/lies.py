@@ -5,71 +5,60 @@ its own identity only. What it may do by right, a put or a removal of its own, i
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from p2pstore.errors import P2PStoreError
-from p2pstore.gossip.floors.floor_stamps import Stamps
-from p2pstore.gossip.floors.floor_stamps import hash_stamps
-from p2pstore.gossip.floors.floor_stamps import pack_stamps
-from p2pstore.gossip.gossip_messages import Ack
-from p2pstore.gossip.gossip_messages import Claim
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import Exchange
-from p2pstore.gossip.gossip_messages import ExchangeReply
-from p2pstore.gossip.gossip_messages import LogChunk
-from p2pstore.gossip.gossip_messages import Ping
-from p2pstore.gossip.gossip_messages import SnapshotHead
-from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
-from p2pstore.gossip.homes.hot_keys import MAX_HOT
-from p2pstore.gossip.homes.hot_keys import pack_hot
-from p2pstore.gossip.locations.log import REMOVED
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PARTITION_COUNT
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import location_hash
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import partition_of
-from p2pstore.gossip.records import sign_peer_record
-from p2pstore.home_messages import Holding
-from p2pstore.home_messages import PartitionSet
-from p2pstore.home_messages import Push
-from p2pstore.home_messages import Pushed
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Written
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.memory.segment_layout import encode_slot
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.objects import root_checksum
-from p2pstore.transfer import peer_messages
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import ObjectReply
-from p2pstore.transfer.data_messages import ObjectStatus
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
+
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
-from simulation.peer import NAMESPACE
-from simulation.peer import SimulatedPeer
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from p2pstore.errors import P2PStoreError
+from p2pstore.gossip.floors.floor_stamps import Stamps, hash_stamps, pack_stamps
+from p2pstore.gossip.gossip_messages import (
+    Ack,
+    Claim,
+    ControlKind,
+    Delta,
+    Exchange,
+    ExchangeReply,
+    LogChunk,
+    Ping,
+    SnapshotHead,
+    Status,
+)
+from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
+from p2pstore.gossip.locations.log import REMOVED
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    PARTITION_COUNT,
+    LocationRecord,
+    LogHead,
+    Member,
+    PeerId,
+    PeerRecord,
+    decode_location,
+    location_hash,
+    member_of,
+    partition_of,
+    sign_peer_record,
+)
+from p2pstore.home_messages import Holding, PartitionSet, Push, Pushed
+from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.memory.segment_layout import (
+    TrailerBody,
+    decode_slot,
+    decode_trailer,
+    encode_slot,
+    encode_trailer,
+)
+from p2pstore.objects import DIGEST_BYTES, Version, chunk_sums, clock_from_unix_seconds, root_checksum
+from p2pstore.transfer import peer_messages
+from p2pstore.transfer.data_messages import DataKind, ObjectReply, ObjectStatus
+from p2pstore.wire import Code, Failure, Message
+from simulation.peer import NAMESPACE, SimulatedPeer
 from simulation.signer import SimulatedSigner
 from simulation.transport import SMALL_BYTES
-from types import MappingProxyType
-from typing import Final
-from typing import TYPE_CHECKING
-import msgspec
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -83,6 +72,7 @@ LARGE_SNAPSHOT: Final = 20_000
 FORGED_PROOF_BYTES: Final = 98
 CLAIMS_A_STEP: Final = 3
 """Messages full of claims to each peer: 30 a second."""
+
 
 class Behaviour:
     """Tells the truth: what all behaviours have in common."""
@@ -155,9 +145,11 @@ class Behaviour:
         assert peer.core is not None
         return peer.core.member, peer.core.incarnation, peer.core.gossip.log.sequence
 
+
 def location_of(entry: ObjectEntry, version: Version | None = None) -> LocationRecord:
     """What a holder of this object, in this version or another one, would announce."""
     return LocationRecord(entry.digest, version or entry.version, 0, 1, replicas=1)
+
 
 class Horizons(Behaviour):
     """Tells that floors of others were dropped up to now, and that it had seen them all."""
@@ -195,6 +187,7 @@ class Horizons(Behaviour):
 
     def step(self) -> None:
         self.core.gossip.offer_changed()
+
 
 class Poison(Behaviour):
     """Announces versions of others, and serves other bytes under them."""
@@ -285,6 +278,7 @@ class Poison(Behaviour):
             return peer_messages.Locations(items)
         return message
 
+
 class Tails(Behaviour):
     """Speaks for the logs of others, beyond what they signed."""
 
@@ -338,6 +332,7 @@ class Tails(Behaviour):
             forged.append(Holding(each.member, each.incarnation, FAR, packed))
         return forged
 
+
 class Snapshots(Behaviour):
     """Signs heads that its own log does not have, and answers with logs that are larger, or others."""
 
@@ -366,6 +361,7 @@ class Snapshots(Behaviour):
         claimed = self._hash if self._how == "large" else self._hash ^ 1
         return SnapshotHead(head.incarnation, head.sequence + 5_000, claimed), self._packed
 
+
 class Claims(Behaviour):
     """Says by the dozen per second that the living are dead, have left, or are suspects."""
 
@@ -390,6 +386,7 @@ class Claims(Behaviour):
                 by = self.rng.choice(members) if self._accusers else self.core.member
                 claims.append(Claim(state.peer_id, state.incarnation, int(self._status), by))
         return claims
+
 
 class Invented(Behaviour):
     """Brings in members by the thousand that do not exist, with memory for all, and objects of others."""
@@ -430,11 +427,13 @@ class Invented(Behaviour):
         for peer in self.liar.victims:
             self.liar.tell(peer, ControlKind.DELTA, Delta(records, logs, [], []))
 
+
 def _hash_of(records: list[bytes]) -> int:
     found = 0
     for packed in records:
         found ^= location_hash(packed)
     return found
+
 
 class Withholding(Behaviour):
     """Announces what others hold, and does not give it: denies it, is silent, slow, or says that it cannot."""
@@ -494,6 +493,7 @@ class Withholding(Behaviour):
             return Failure(int(Code.BUSY), "busy")
         return message
 
+
 class Clocks(Behaviour):
     """Says that it is another time."""
 
@@ -513,6 +513,7 @@ class Clocks(Behaviour):
             skew_ms = int(self.rng.uniform(-1e9, 1e9))
             return msgspec.structs.replace(message, unix_ms=max(1, message.unix_ms + skew_ms))
         return message
+
 
 class Replays(Behaviour):
     """Says again what it or others said long ago."""
@@ -542,6 +543,7 @@ class Replays(Behaviour):
                     self.liar.tell(peer, ControlKind(kind), request)
                 else:
                     self.liar.tell_data(peer, DataKind(kind), request)
+
 
 class Homes(Behaviour):
     """As the home of keys, denies what others told it; as an owner, tells homes that it holds everything."""
@@ -583,6 +585,7 @@ class Homes(Behaviour):
         for peer in self.liar.victims:
             self.liar.tell_data(peer, DataKind.PUSH, push)
 
+
 class Floors(Behaviour):
     """Announces floors that no other peer has, so that none can be dropped."""
 
@@ -608,6 +611,7 @@ class Floors(Behaviour):
     def step(self) -> None:
         self.core.gossip.offer_changed()
 
+
 class Orders(Behaviour):
     """Has the copies of others end, or be pinned no longer, by messages without a valid signature."""
 
@@ -619,6 +623,7 @@ class Orders(Behaviour):
             self.liar.tell_data(holder, DataKind.SET_EXPIRY, peer_messages.SetExpiry([ends]))
             pin = peer_messages.PinItem(entry.digest, clock, writer)
             self.liar.tell_data(holder, DataKind.SET_PINS, peer_messages.SetPins([pin], 0))
+
 
 BEHAVIOURS: Final[Mapping[str, Callable[[LyingPeer, Random], Behaviour]]] = MappingProxyType(
     {

@@ -1,39 +1,37 @@
 """Handlers of gossip requests and replies, by kind. Pure."""
 
 from __future__ import annotations
+
+from typing import Final
+
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.anti_entropy import News
 from p2pstore.gossip.exchange.delta_checks import check_claims
-from p2pstore.gossip.exchange.exchanges import read_reply
-from p2pstore.gossip.exchange.exchanges import read_request
+from p2pstore.gossip.exchange.exchanges import read_reply, read_request
 from p2pstore.gossip.exchange.open_requests import OpenRequest
-from p2pstore.gossip.gossip_messages import Ack
-from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.gossip_messages import Claim
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import Effect
-from p2pstore.gossip.gossip_messages import Exchange
-from p2pstore.gossip.gossip_messages import ExchangeReply
-from p2pstore.gossip.gossip_messages import Later
-from p2pstore.gossip.gossip_messages import Leave
-from p2pstore.gossip.gossip_messages import Ping
-from p2pstore.gossip.gossip_messages import PingRequest
-from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.gossip_messages import (
+    Ack,
+    Ask,
+    Claim,
+    ControlKind,
+    Delta,
+    Effect,
+    Exchange,
+    ExchangeReply,
+    Later,
+    Leave,
+    Ping,
+    PingRequest,
+    Status,
+)
 from p2pstore.gossip.gossip_state import GossipState
-from p2pstore.gossip.homes.hot_keys import unpack_hot
 from p2pstore.gossip.members.member_table import MAX_INCARNATION
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from typing import Final
+from p2pstore.gossip.records import ClusterRecord, PeerId, SignedRecord
+from p2pstore.wire import Code, Empty, Failure, Message
 
 MANY_ROWS: Final = 1_000
 """Digest rows made anew in one step, from which on it chooses no homes as well: that would take 7 ms in all."""
+
 
 class Incoming:
     """Takes in others' requests and answers. Methods raise `ProtocolError`, and change nothing, for nonsense."""

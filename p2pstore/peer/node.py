@@ -1,51 +1,51 @@
 """The peer's shell: carries out what the core decides, and feeds back what happens."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
 from p2pstore.config import PeerConfig
 from p2pstore.core.gets.fetch_estimates import Estimator
-from p2pstore.core.operation import AskPeer
-from p2pstore.core.operation import CheckObject
-from p2pstore.core.operation import CheckReturned
-from p2pstore.core.operation import ColdSorted
-from p2pstore.core.operation import Effect
-from p2pstore.core.operation import LoadObject
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import OperationFinished
-from p2pstore.core.operation import PullObject
-from p2pstore.core.operation import PullTogether
-from p2pstore.core.operation import SaveClusterRecord
-from p2pstore.core.operation import WriteObject
+from p2pstore.core.operation import (
+    AskPeer,
+    CheckObject,
+    CheckReturned,
+    ColdSorted,
+    Effect,
+    LoadObject,
+    Operation,
+    OperationFinished,
+    PullObject,
+    PullTogether,
+    SaveClusterRecord,
+    WriteObject,
+)
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import StoreClosed
-from p2pstore.gossip.gossip_messages import Answer
-from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.gossip_messages import Contact
-from p2pstore.gossip.gossip_messages import Duplicate
+from p2pstore.errors import P2PStoreError, StoreClosed
+from p2pstore.gossip.gossip_messages import Answer, Ask, Contact, Duplicate, FetchSnapshot, Status
 from p2pstore.gossip.gossip_messages import Effect as GossipEffect
-from p2pstore.gossip.gossip_messages import FetchSnapshot
-from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.members.membership import STALL_SECONDS
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.peer.for_peers.control_traffic import ControlTraffic
-from p2pstore.peer.for_peers.control_traffic import duplicate_identity
+from p2pstore.gossip.records import Member, PeerId, format_peer_id
+from p2pstore.peer.for_peers.control_traffic import ControlTraffic, duplicate_identity
 from p2pstore.peer.for_peers.data_requests import DataRequests
 from p2pstore.peer.for_peers.routes import Routes
 from p2pstore.peer.lifetime.credentials import Credentials
-from p2pstore.peer.lifetime.leaving import Leaving
-from p2pstore.peer.lifetime.leaving import StateSaver
-from p2pstore.peer.segment_memory import CopyChecks
-from p2pstore.peer.segment_memory import MemoryGuard
+from p2pstore.peer.lifetime.leaving import Leaving, StateSaver
+from p2pstore.peer.segment_memory import CopyChecks, MemoryGuard
 from p2pstore.peer.statistics import Statistics
 from p2pstore.runtime.byte_budget import ByteBudget
-from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.stepping import run_through
+from p2pstore.runtime.stepping import Steps, run_through
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.status.measures import LoadMeter
@@ -53,19 +53,7 @@ from p2pstore.status.operation_watch import PeerWatch
 from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.shm_transport import ShmTransport
 from p2pstore.transfer.serving.read_answers import Traffic
-from p2pstore.transfer.serving.serving_limits import DataPlaces
-from p2pstore.transfer.serving.serving_limits import ServerLimits
-from p2pstore.transfer.serving.serving_limits import Uploads
-from random import Random
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import contextlib
-import logging
-import math
-import threading
-import time
-import trio
+from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
 
 if TYPE_CHECKING:
     from p2pstore.memory.mapped.kept_file import KeptMemory
@@ -80,6 +68,7 @@ handled before a peer is declared silent."""
 FORGET_SECONDS: Final = 2.0
 LOOP_LAG_SECONDS: Final = 0.2
 """Interval of measurements of the event loop's lag. They take less than a thousandth of a core."""
+
 
 class Node:
     """One running peer. `run` keeps it going; everything else may be called from trio tasks beside it."""
@@ -388,14 +377,17 @@ class Node:
         if self.core.closing:
             raise StoreClosed("this peer is leaving")
 
+
 async def _to_the_end(steps: Steps[None]) -> None:
     with trio.CancelScope(shield=True):
         await take_turns(steps)
+
 
 def _said(change: MemberChange) -> str:
     if change.new is Status.ALIVE:
         return "joined" if change.old is None else "is back"
     return {Status.SUSPECT: "is suspected", Status.DEAD: "is dead"}.get(change.new, "left")
+
 
 def _event(change: MemberChange) -> str:
     """The name of the event of a member's change."""

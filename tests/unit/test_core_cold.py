@@ -1,65 +1,59 @@
 """A core and its SSD: objects are written before memory needs their room, announced, and brought back."""
 
 from itertools import pairwise
+from typing import Any
+
+import pytest
 from msgspec.structs import replace
+
 from p2pstore.core.copies.write_back import LOOKED_AT
-from p2pstore.core.gets.fetch_operation import AT_ONCE
-from p2pstore.core.gets.fetch_operation import BEGUN_PER_STEP
-from p2pstore.core.gets.fetch_operation import MAX_QUEUED
-from p2pstore.core.gets.key_pages import ListOperation
-from p2pstore.core.gets.key_pages import is_known
-from p2pstore.core.gets.key_pages import known_keys
-from p2pstore.core.operation import ColdObject
-from p2pstore.core.operation import ColdSorted
-from p2pstore.core.operation import LoadObject
-from p2pstore.core.operation import PullObject
-from p2pstore.core.operation import PullOutcome
-from p2pstore.core.operation import WriteObject
-from p2pstore.core.serving import ListHereOperation
-from p2pstore.core.serving import reply_of
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import decode_location
+from p2pstore.core.gets.fetch_operation import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
+from p2pstore.core.gets.key_pages import ListOperation, is_known, known_keys
+from p2pstore.core.operation import (
+    ColdObject,
+    ColdSorted,
+    LoadObject,
+    PullObject,
+    PullOutcome,
+    WriteObject,
+)
+from p2pstore.core.serving import ListHereOperation, reply_of
+from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
+from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import KIB
-from p2pstore.objects import Version
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import KIB, Version, namespace_digest
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.peer_messages import ExpiryItem
-from p2pstore.transfer.peer_messages import ExpirySet
-from p2pstore.transfer.peer_messages import Keys
-from p2pstore.transfer.peer_messages import ListKeys
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.transfer.peer_messages import Proofs
-from p2pstore.transfer.peer_messages import Prove
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import Replicated
-from p2pstore.transfer.peer_messages import SetExpiry
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
+from p2pstore.transfer.peer_messages import (
+    ExpiryItem,
+    ExpirySet,
+    Keys,
+    ListKeys,
+    Lookup,
+    Proofs,
+    Prove,
+    Replicate,
+    Replicated,
+    SetExpiry,
+)
+from p2pstore.wire import Code, Failure
 from simulation.segment_checks import check_segment
 from tests.present import present
 from tests.unit.cold_world import ColdWorld
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import digest_of
-from typing import Any
-import pytest
+from tests.unit.core_harness import NAMESPACE, Harness, digest_of
 
 VALUE = b"v" * 9_000
 
 # --- to the SSD ------------------------------------------------------------------------------
+
 
 def test_nothing_is_written_while_memory_has_room() -> None:
     world = ColdWorld()
     world.stored("k", VALUE)
     world.pass_time(1.0)
     assert not world.effects(WriteObject)
+
 
 def test_the_coldest_is_written_first_and_used_objects_last() -> None:
     world = ColdWorld(memory_bytes=256 * 1024)
@@ -76,6 +70,7 @@ def test_the_coldest_is_written_first_and_used_objects_last() -> None:
     assert world.announced("k1") is not None
     assert world.announced("k1").tier is Tier.DRAM  # type: ignore[union-attr]  # it is not None
 
+
 def test_the_coldest_quarter_is_written_however_many_objects_that_are() -> None:
     count = 6 * LOOKED_AT
     world = ColdWorld(memory_bytes=count * 16 * KIB)
@@ -86,6 +81,7 @@ def test_the_coldest_quarter_is_written_however_many_objects_that_are() -> None:
         world.write()
     assert len(world.store.objects) == pytest.approx(count / 4, rel=0.1)
     check_segment(world.segment)
+
 
 def test_what_is_being_written_is_not_evicted_and_little_is_at_a_time() -> None:
     world = ColdWorld(memory_bytes=256 * 1024)
@@ -101,6 +97,7 @@ def test_what_is_being_written_is_not_evicted_and_little_is_at_a_time() -> None:
         world.core.write_back.ended(effect.entry, False, 60.0, world.now)
     world.check_idle()
 
+
 def test_an_evicted_object_is_announced_as_on_the_ssd() -> None:
     world = ColdWorld()
     record = world.cool("k", VALUE, replicas=2)
@@ -110,6 +107,7 @@ def test_an_evicted_object_is_announced_as_on_the_ssd() -> None:
     assert copy.record == record
     assert is_known(world.core, digest_of("k"), world.now)
     assert known_keys(world.core, [digest_of("k"), digest_of("x")], world.now) == {digest_of("k")}
+
 
 def test_what_the_ssd_does_not_take_is_lost_when_it_is_evicted() -> None:
     world = ColdWorld()
@@ -121,6 +119,7 @@ def test_what_the_ssd_does_not_take_is_lost_when_it_is_evicted() -> None:
     assert world.find("k") is None
     assert world.announced("k") is None
     assert world.core.counters["last_copies_dropped"] == world.core.counters["objects_withdrawn"] > 0
+
 
 def test_what_others_have_and_what_the_ssd_took_are_no_last_copies() -> None:
     world = ColdWorld(others=1)
@@ -134,6 +133,7 @@ def test_what_others_have_and_what_the_ssd_took_are_no_last_copies() -> None:
         world.write(accept=True)
     assert world.find("both") is None
     assert world.core.counters["last_copies_dropped"] == before
+
 
 def test_a_refused_object_is_offered_again_later() -> None:
     world = ColdWorld()
@@ -149,6 +149,7 @@ def test_a_refused_object_is_offered_again_later() -> None:
     world.pass_time(0.1)
     assert set(refused) & set(world.write())
 
+
 def test_soft_copies_are_not_written() -> None:
     world = ColdWorld(others=1)
     thing = world.hold(world.others[0], "soft", VALUE)
@@ -158,6 +159,7 @@ def test_soft_copies_are_not_written() -> None:
         world.stored(f"k{number}", VALUE)
         world.pass_time(0.05)
         assert "soft" not in world.write()
+
 
 def test_what_is_removed_while_it_is_written_does_not_stay_on_the_ssd() -> None:
     world = ColdWorld(others=1)
@@ -173,7 +175,9 @@ def test_what_is_removed_while_it_is_written_does_not_stay_on_the_ssd() -> None:
     assert digest_of("k0") not in world.store.objects
     world.check_idle()
 
+
 # --- and back --------------------------------------------------------------------------------
+
 
 def test_a_fetch_loads_from_the_ssd_and_asks_nobody() -> None:
     world = ColdWorld(others=2)
@@ -191,6 +195,7 @@ def test_a_fetch_loads_from_the_ssd_and_asks_nobody() -> None:
     record = present(world.announced("k"))
     assert record.tier is Tier.BOTH
 
+
 def test_a_load_that_fails_goes_on_at_another_holder() -> None:
     world = ColdWorld(others=2)
     world.cool("k", VALUE)
@@ -201,6 +206,7 @@ def test_a_load_that_fails_goes_on_at_another_holder() -> None:
     entry = world.deliver(world.pull_wanted(), thing)
     assert operation.result is entry is world.find("k")
 
+
 def test_a_load_without_room_says_so() -> None:
     world = ColdWorld()
     world.cool("k", VALUE)
@@ -208,6 +214,7 @@ def test_a_load_without_room_says_so() -> None:
     error = CapacityExceeded("no room")
     world.load(error=error)
     assert operation.result is error
+
 
 def test_a_load_for_another_peer_asks_nobody_when_it_fails() -> None:
     world = ColdWorld(others=2)
@@ -218,6 +225,7 @@ def test_a_load_for_another_peer_asks_nobody_when_it_fails() -> None:
     world.load(fail=True)
     assert isinstance(operation.result, NoSuchKey)
     assert not world.effects(PullObject)
+
 
 def test_an_ssd_that_hangs_is_said_and_its_peer_is_not_doubted() -> None:
     world = ColdWorld()
@@ -231,6 +239,7 @@ def test_an_ssd_that_hangs_is_said_and_its_peer_is_not_doubted() -> None:
     assert world.core.counters["holder_failures"] == 0
     assert is_known(world.core, digest_of("k"), world.now)
 
+
 def test_who_wants_it_from_anywhere_may_join_a_load_for_another_peer() -> None:
     world = ColdWorld(others=2)
     world.cool("k", VALUE)
@@ -240,6 +249,7 @@ def test_who_wants_it_from_anywhere_may_join_a_load_for_another_peer() -> None:
     assert world.core.operations.fetch(digest_of("k"), world.now) is operation
     world.load(fail=True)
     assert world.deliver(world.pull_wanted(), thing) is operation.result
+
 
 def test_a_pass_over_cold_objects_does_not_push_out_what_is_used() -> None:
     world = ColdWorld(memory_bytes=512 * 1024)
@@ -258,7 +268,9 @@ def test_a_pass_over_cold_objects_does_not_push_out_what_is_used() -> None:
         world.write()
     assert all(world.find(f"hot{number}") for number in range(10))
 
+
 # --- other peers -----------------------------------------------------------------------------
+
 
 def test_others_hear_of_it_and_may_count_on_it() -> None:
     world = ColdWorld(others=1)
@@ -272,6 +284,7 @@ def test_others_hear_of_it_and_may_count_on_it() -> None:
     )
     assert not world.effects(LoadObject)
 
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_what_does_not_come_from_the_ssd_is_not_denied(comes: bool) -> None:
     world = ColdWorld(others=1)
@@ -283,6 +296,7 @@ def test_what_does_not_come_from_the_ssd_is_not_denied(comes: bool) -> None:
     denied = world.serve(world.others[0], DataKind.PROVE, Prove(digest_of("absent")))
     assert reply_of(denied) == Proofs([b""])
 
+
 def test_a_newer_version_elsewhere_ends_an_older_one_on_the_ssd() -> None:
     world = ColdWorld(others=1)
     world.cool("k", VALUE)
@@ -292,7 +306,9 @@ def test_a_newer_version_elsewhere_ends_an_older_one_on_the_ssd() -> None:
     assert digest_of("k") not in world.store.objects
     assert world.announced("k") is None
 
+
 # --- the end of objects ----------------------------------------------------------------------
+
 
 def test_a_floor_ends_it() -> None:
     world = ColdWorld(others=1)
@@ -304,6 +320,7 @@ def test_a_floor_ends_it() -> None:
     assert world.core.cold.find(digest_of("k"), world.now) is None
     assert digest_of("k") not in world.store.objects
     assert world.announced("k") is None
+
 
 @pytest.mark.slow
 def test_the_floor_of_a_namespace_ends_all_in_steps_and_hides_them_at_once() -> None:
@@ -318,6 +335,7 @@ def test_the_floor_of_a_namespace_ends_all_in_steps_and_hides_them_at_once() -> 
     assert not any(world.announced(name) for name in names)
     world.check_idle()
 
+
 def test_it_expires() -> None:
     world = ColdWorld()
     world.cool("k", VALUE, ttl_seconds=30.0)
@@ -325,6 +343,7 @@ def test_it_expires() -> None:
     assert world.core.cold.find(digest_of("k"), world.now) is None
     assert world.announced("k") is None
     assert digest_of("k") not in world.store.objects
+
 
 def test_an_object_that_comes_and_goes_is_timed_once() -> None:
     world = ColdWorld()
@@ -340,6 +359,7 @@ def test_an_object_that_comes_and_goes_is_timed_once() -> None:
     assert world.announced("k") is None
     assert not world.core.cold._expiring
 
+
 def test_what_the_tier_loses_is_withdrawn_unless_memory_has_it() -> None:
     world = ColdWorld()
     world.cool("gone", VALUE)
@@ -353,6 +373,7 @@ def test_what_the_tier_loses_is_withdrawn_unless_memory_has_it() -> None:
     assert not entry.on_ssd
     assert world.announced("here") is not None
 
+
 def test_spoilt_memory_leaves_the_copy_on_the_ssd() -> None:
     world = ColdWorld()
     world.cool("k", VALUE)
@@ -363,7 +384,9 @@ def test_spoilt_memory_leaves_the_copy_on_the_ssd() -> None:
     record = present(world.announced("k"))
     assert record.tier is Tier.SSD
 
+
 # --- puts ------------------------------------------------------------------------------------
+
 
 def test_what_leaves_memory_is_kept_on_the_ssd_as_firmly_as_it_was_last() -> None:
     """It was written while it was pinned, and before three copies were asked for."""
@@ -387,6 +410,7 @@ def test_what_leaves_memory_is_kept_on_the_ssd_as_firmly_as_it_was_last() -> Non
     back = present(world.find("k"))
     assert (back.pin, back.replicas) == (Pin.NONE, 3)
 
+
 def test_the_same_bytes_come_back_to_memory_until_the_object_ends() -> None:
     world = ColdWorld()
     ends = int((world.core.unix(world.now) + 60) * 1000)
@@ -395,6 +419,7 @@ def test_the_same_bytes_come_back_to_memory_until_the_object_ends() -> None:
     assert put.result.status is PutStatus.UNCHANGED
     entry = present(world.find("k"))
     assert (entry.expires_unix_ms, entry.pin, entry.soft) == (ends, 1, False)
+
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 500.0), (60.0, 500.0), (1000.0, 60.0)])
 def test_the_ttl_of_a_second_put_is_that_of_the_copy_on_the_ssd_too(before: float, after: float) -> None:
@@ -415,6 +440,7 @@ def test_the_ttl_of_a_second_put_is_that_of_the_copy_on_the_ssd_too(before: floa
     assert world.announced("k") is None
     assert digest_of("k") not in world.store.objects
 
+
 def test_a_holder_sets_the_end_of_what_is_on_its_ssd_alone() -> None:
     world = ColdWorld(others=1)
     record = world.cool("k", VALUE, ttl_seconds=60.0)
@@ -426,6 +452,7 @@ def test_a_holder_sets_the_end_of_what_is_on_its_ssd_alone() -> None:
     assert cold.expires_unix_ms == ends
     world.pass_time(100.0)
     assert world.announced("k") is not None
+
 
 def test_without_its_bytes_the_same_value_takes_over_no_pin() -> None:
     """Asked for more than it is, what is on the SSD alone needs its bytes in memory."""
@@ -439,6 +466,7 @@ def test_without_its_bytes_the_same_value_takes_over_no_pin() -> None:
         assert put.done
         assert put.result is None
 
+
 def test_the_same_bytes_come_back_to_memory() -> None:
     world = ColdWorld()
     record = world.cool("k", VALUE)
@@ -448,7 +476,9 @@ def test_the_same_bytes_come_back_to_memory() -> None:
     assert entry.on_ssd
     assert (entry.version.clock, entry.version.writer) == record.version[:2]
 
+
 TENSOR: dict[str, Any] = {"dtype": "uint8", "shape": (len(VALUE),)}
+
 
 @pytest.mark.parametrize("ttl", [0.0, 60.0])
 @pytest.mark.parametrize("given", [{}, TENSOR])
@@ -466,6 +496,7 @@ def test_the_bytes_of_a_tensor_come_back_as_that_tensor(given: dict[str, Any], t
     )
     assert (entry.expires_unix_ms > 0) == (ttl > 0)
 
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("had", [{}, TENSOR])
 def test_the_same_bytes_in_another_shape_are_another_value(had: dict[str, Any], overwrite: bool) -> None:
@@ -478,6 +509,7 @@ def test_the_same_bytes_in_another_shape_are_another_value(had: dict[str, Any], 
     entry = present(world.find("k"))
     assert entry.shape == ((1, len(VALUE)) if overwrite else had.get("shape", ()))
 
+
 def test_a_tensor_that_the_ssd_does_not_give_is_created_anew() -> None:
     world = ColdWorld()
     record = world.cool("k", VALUE, **TENSOR)
@@ -485,6 +517,7 @@ def test_a_tensor_that_the_ssd_does_not_give_is_created_anew() -> None:
     world.load(fail=True)
     assert put.result.status is PutStatus.CREATED
     assert put.result.version[:2] > record.version[:2]
+
 
 def test_other_bytes_keep_what_exists() -> None:
     world = ColdWorld()
@@ -494,6 +527,7 @@ def test_other_bytes_keep_what_exists() -> None:
     assert world.find("k") is None
     assert world.core.cold.find(digest_of("k"), world.now) is not None
     world.check_idle()
+
 
 def test_overwriting_ends_the_copy_on_the_ssd() -> None:
     world = ColdWorld()
@@ -505,7 +539,9 @@ def test_overwriting_ends_the_copy_on_the_ssd() -> None:
     entry = present(world.find("k"))
     assert not entry.on_ssd
 
+
 # --- listing ---------------------------------------------------------------------------------
+
 
 def listed_here(world: ColdWorld, request: ListKeys) -> Keys:
     operation = world.start(ListHereOperation(world.core, request))
@@ -513,6 +549,7 @@ def listed_here(world: ColdWorld, request: ListKeys) -> Keys:
         world.pass_time(0.0001)
     assert isinstance(operation.result, Keys)
     return operation.result
+
 
 def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> None:
     world = ColdWorld()
@@ -537,6 +574,7 @@ def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> Non
     page = listed_here(world, ListKeys(NAMESPACE, "", "", 100, True))
     assert [item.key for item in page.items] == ["pinned"]
 
+
 def test_many_keys_are_put_in_order_step_by_step_before_they_are_listed() -> None:
     world = ColdWorld(others=1)
     world.cool("a", VALUE)
@@ -555,6 +593,7 @@ def test_many_keys_are_put_in_order_step_by_step_before_they_are_listed() -> Non
     world.core.operations.cancel(cancelled, world.now)
     world.check_idle()
 
+
 def test_a_page_goes_past_keys_that_may_not_be_shown() -> None:
     world = ColdWorld(others=1)
     for number in range(6):
@@ -568,11 +607,14 @@ def test_a_page_goes_past_keys_that_may_not_be_shown() -> None:
     assert "b" in [item.key for item in page.items] or page.more
     assert not any(item.key.startswith("a") for item in page.items)
 
+
 # --- a new life ------------------------------------------------------------------------------
+
 
 def returned(world: Harness) -> ColdSorted:
     (effect,) = world.effects(ColdSorted)
     return effect
+
 
 def test_objects_of_an_earlier_life_are_hidden_until_they_are_known_to_be_good() -> None:
     before = ColdWorld()
@@ -584,6 +626,7 @@ def test_objects_of_an_earlier_life_are_hidden_until_they_are_known_to_be_good()
     world.core.earlier_life.return_with([cold], entry.version.clock, world.now)
     assert world.core.cold.find(digest_of("k"), world.now) is None
     assert not world.core.copies.known(digest_of("k"), world.now)
+
 
 def test_alone_they_are_back_at_once() -> None:
     before = ColdWorld()
@@ -601,6 +644,7 @@ def test_alone_they_are_back_at_once() -> None:
     assert record.tier is Tier.SSD
     assert world.core.cold.find(digest_of("k"), world.now) is not None
 
+
 @pytest.mark.parametrize("many", [1, 5])
 def test_without_a_tier_nothing_changes(many: int) -> None:
     world = Harness()
@@ -610,7 +654,9 @@ def test_without_a_tier_nothing_changes(many: int) -> None:
     assert not world.effects(WriteObject)
     assert world.core.cold.find(digest_of("k0"), world.now) is None
 
+
 # --- ahead of need ---------------------------------------------------------------------------
+
 
 def test_prefetching_goes_some_at_a_time() -> None:
     world = ColdWorld(memory_bytes=1024 * 1024)
@@ -626,6 +672,7 @@ def test_prefetching_goes_some_at_a_time() -> None:
     assert brought == names
     world.check_idle()
 
+
 def test_prefetching_passes_over_what_is_here_nowhere_or_on_its_way() -> None:
     world = ColdWorld()
     world.stored("here", b"x")
@@ -637,10 +684,12 @@ def test_prefetching_passes_over_what_is_here_nowhere_or_on_its_way() -> None:
     assert world.load() == ["cold"]
     world.check_idle()
 
+
 def test_prefetching_ends_somewhere() -> None:
     world = ColdWorld(others=1)
     world.core.prefetching.add((number.to_bytes(16, "big") for number in range(40_000)), world.now)
     assert len(world.core.prefetching) <= MAX_QUEUED + AT_ONCE
+
 
 def test_prefetching_many_that_are_nowhere() -> None:
     world = ColdWorld()
@@ -650,7 +699,9 @@ def test_prefetching_many_that_are_nowhere() -> None:
     assert not len(world.core.prefetching)
     world.check_idle()
 
+
 # --- a failing SSD ---------------------------------------------------------------------------
+
 
 def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
     world = ColdWorld()
@@ -670,6 +721,7 @@ def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
         world.pass_time(0.05)
     assert not world.effects(WriteObject)
     world.check_idle()
+
 
 def test_what_a_fast_clock_left_on_the_ssd_alone_is_given_up_and_counted() -> None:
     """An object that memory has as well gets a new stamp there."""

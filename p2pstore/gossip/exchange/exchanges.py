@@ -13,45 +13,42 @@ exchange with the same peer follows, and compares cells (`cluster_records`).
 """
 
 from __future__ import annotations
+
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
-from msgspec.structs import replace
-from p2pstore.gossip.exchange.anti_entropy import Knowledge
-from p2pstore.gossip.exchange.anti_entropy import OperationRate
-from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS
-from p2pstore.gossip.exchange.digests import Digest
-from p2pstore.gossip.exchange.digests import DigestTable
-from p2pstore.gossip.exchange.digests import pack_digest
-from p2pstore.gossip.exchange.digests import pack_positions
-from p2pstore.gossip.exchange.digests import pack_record_positions
-from p2pstore.gossip.exchange.digests import unpack_digest
-from p2pstore.gossip.exchange.digests import unpack_positions
-from p2pstore.gossip.exchange.open_requests import OpenRequest
-from p2pstore.gossip.exchange.open_requests import OpenRequests
-from p2pstore.gossip.floors.cluster_records import COMPARED_BUCKETS
-from p2pstore.gossip.floors.cluster_records import TheirRecords
-from p2pstore.gossip.floors.cluster_records import differing_buckets
-from p2pstore.gossip.floors.cluster_records import pack_buckets
-from p2pstore.gossip.floors.cluster_records import pack_cells
-from p2pstore.gossip.floors.cluster_records import read_buckets
-from p2pstore.gossip.floors.cluster_records import read_cells
-from p2pstore.gossip.floors.floor_comparison import FloorAnswer
-from p2pstore.gossip.floors.floor_stamps import pack_stamps
-from p2pstore.gossip.floors.floor_stamps import unpack_stamps
-from p2pstore.gossip.floors.floor_sync import FloorSync
-from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import Exchange
-from p2pstore.gossip.gossip_messages import ExchangeReply
-from p2pstore.gossip.members.active_view import ActiveView
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import member_of
+from dataclasses import dataclass, field
 from random import Random
 from typing import Final
-import math
+
+from msgspec.structs import replace
+
+from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge, OperationRate
+from p2pstore.gossip.exchange.digests import (
+    Digest,
+    DigestTable,
+    pack_digest,
+    pack_positions,
+    pack_record_positions,
+    unpack_digest,
+    unpack_positions,
+)
+from p2pstore.gossip.exchange.open_requests import OpenRequest, OpenRequests
+from p2pstore.gossip.floors.cluster_records import (
+    COMPARED_BUCKETS,
+    TheirRecords,
+    differing_buckets,
+    pack_buckets,
+    pack_cells,
+    read_buckets,
+    read_cells,
+)
+from p2pstore.gossip.floors.floor_comparison import FloorAnswer
+from p2pstore.gossip.floors.floor_stamps import pack_stamps, unpack_stamps
+from p2pstore.gossip.floors.floor_sync import FloorSync
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_messages import Ask, ControlKind, Delta, Exchange, ExchangeReply
+from p2pstore.gossip.members.active_view import ActiveView
+from p2pstore.gossip.records import PeerId, member_of
 
 MAX_IN_FLIGHT_EXCHANGES: Final = 3
 SLOW_SECONDS: Final = 0.5
@@ -65,6 +62,7 @@ EXCHANGE_MESSAGES: Final = 4
 FAST_COMPARISONS: Final = 2
 """How much faster exchanges follow each other while they bring cluster records by the dozen."""
 
+
 @dataclass(frozen=True, slots=True)
 class Theirs:
     """Knowledge of the other side of an exchange. `digest` is None when it wants nothing, or spoke
@@ -75,9 +73,11 @@ class Theirs:
     records: TheirRecords
     floors: FloorAnswer = field(default_factory=FloorAnswer)
 
+
 def read_request(request: Exchange, table: DigestTable) -> Theirs:
     """Raises `ProtocolError` for nonsense."""
     return _read(request, table, FloorAnswer())
+
 
 def read_reply(reply: ExchangeReply, table: DigestTable) -> Theirs:
     """Raises `ProtocolError` for nonsense."""
@@ -85,6 +85,7 @@ def read_reply(reply: ExchangeReply, table: DigestTable) -> Theirs:
         reply.floors_epoch, unpack_stamps(reply.floors_seen), unpack_stamps(reply.floors_horizon)
     )
     return _read(reply, table, floors)
+
 
 def _read(message: Exchange | ExchangeReply, table: DigestTable, floors: FloorAnswer) -> Theirs:
     digest: Digest | None = None
@@ -95,6 +96,7 @@ def _read(message: Exchange | ExchangeReply, table: DigestTable, floors: FloorAn
         digest = None if of is None else unpack_positions(message.positions, of)
     records = TheirRecords(read_buckets(message.cluster_buckets), read_cells(message.cluster_cells))
     return Theirs(digest, message.members_hash, records, floors)
+
 
 class Exchanges:
     """See the module's docstring. The machine takes in what the messages bring."""
@@ -364,6 +366,7 @@ class Exchanges:
             and state.signed is not None
             and state.floors_horizon != self._records.floors.horizon_hash
         )
+
 
 def has_news(delta: Delta) -> bool:
     """Whether a delta says anything besides claims."""

@@ -1,16 +1,16 @@
 """Open requests of gossip: each counts against the message budget, and ends by its answer or as failed. Pure."""
 
 from __future__ import annotations
+
+import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING, Final
+
 from p2pstore.gossip.exchange.message_budget import SharedBudget
-from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import FetchSnapshot
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.gossip_messages import Ask, ControlKind, FetchSnapshot
+from p2pstore.gossip.records import Member, PeerId
 from p2pstore.wire import Message
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LOST_ANSWER_SECONDS: Final = 120.0
 """An effect that was not answered for this long is taken as failed."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
@@ -32,6 +33,7 @@ class OpenRequest:
     """The peer that a PING_REQUEST asks to ping."""
     most_bytes: int = 0
     """Of a snapshot that is asked for."""
+
 
 class OpenRequests:
     """Makes the effects that are answered, and knows them again by their tokens."""
@@ -126,4 +128,3 @@ class OpenRequests:
         self.count += 1
         self._open[self.count] = self._of_kind[asked.kind][self.count] = asked
         return self.count
-

@@ -6,39 +6,42 @@ keeping the directory to the other (`DirectoryMode`).
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from random import Random
+from typing import Final
+
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import HomePush
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.hot_keys import HotKeyNews
-from p2pstore.gossip.homes.partition_homes import ClusterLoad
-from p2pstore.gossip.homes.partition_homes import DirectoryMode
-from p2pstore.gossip.homes.partition_homes import HomeTable
-from p2pstore.gossip.homes.partition_homes import KeptDirectory
-from p2pstore.gossip.homes.partition_homes import NO_HOMES
-from p2pstore.gossip.homes.partition_homes import Phase
+from p2pstore.gossip.homes.partition_homes import (
+    NO_HOMES,
+    ClusterLoad,
+    DirectoryMode,
+    HomeTable,
+    KeptDirectory,
+    Phase,
+)
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.snapshots import FollowedLogs
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import partition_of
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    Member,
+    PeerId,
+    PeerRecord,
+    decode_location,
+    member_of,
+    partition_of,
+)
 from p2pstore.home_messages import PartitionSet
 from p2pstore.objects import DIGEST_BYTES
-from random import Random
-from typing import Final
-import math
 
 MODE_SECONDS: Final = 1.0
 ACQUAINTANCE_SECONDS: Final = 1.0
@@ -52,6 +55,7 @@ STEP_SECONDS: Final = 1e-3
 """An event within this time of another may be handled in one step with it."""
 _REMOVED: Final = 0x80
 _FLAGS: Final = LOCATION_BYTES - 1
+
 
 class PartitionedDirectory:
     """See the module's docstring."""
@@ -330,8 +334,10 @@ class PartitionedDirectory:
         state = self._membership.resolve(member)
         return None if state is None else state.peer_id
 
+
 FOLLOWED_AT_ONCE: Final = 128
 """Members that may have come since the table of homes was made: 500 take 4 ms, and choosing homes from it 3."""
+
 
 class CurrentHomes:
     """The homes among the members that are alive now, and how those keep the directory."""

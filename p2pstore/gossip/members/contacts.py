@@ -10,23 +10,18 @@ answers there first proves its identity, and that much a peer of another cluster
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
+from typing import Final, NamedTuple, TypeVar
+
 from p2pstore.gossip.exchange.message_budget import MemberBudgets
-from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.records import PeerId
 from p2pstore.objects import put_newest
-from random import Random
-from typing import Final
-from typing import NamedTuple
-from typing import TypeVar
-import math
 
 FIRST_DELAY_SECONDS: Final = 0.5
 LAST_DELAY_SECONDS: Final = 30.0
@@ -36,6 +31,7 @@ not hold up an address that the user named."""
 MAX_CONTACTS: Final = 10_000
 
 Addresses = tuple[str, ...]
+
 
 @dataclass(slots=True)
 class _Contact:
@@ -48,6 +44,7 @@ class _Contact:
     in_flight: bool = False
     counted_as: bool = False
     """Whether the attempt in flight counts as one of a bootstrap address."""
+
 
 class Contacts:
     """The schedule of attempts. Contacts are told apart by their addresses."""
@@ -176,6 +173,7 @@ class Contacts:
             self._look_at = -math.inf  # others of the kind waited for a free place
         self._in_flight[contact.counted_as] -= 1
 
+
 class AddressBook:
     """Where peers are, and where they were last: from records of members, and from contacts."""
 
@@ -220,6 +218,7 @@ class AddressBook:
         for address in addresses:
             self._contacts.add((address,))
 
+
 PINGS_A_SECOND: Final = 8.0
 PINGS_AT_ONCE: Final = 64
 """For one member's word. A peer that joins a cluster is told of all members by the first that it meets."""
@@ -232,9 +231,11 @@ MAX_REMEMBERED: Final = 1024
 
 Value = TypeVar("Value")
 
+
 class _Ping(NamedTuple):
     by: PeerId
     addresses: tuple[str, ...]
+
 
 class Newcomers:
     """Peers that a member told of. Each is pinged before it counts as a member, so that invented peers never do."""

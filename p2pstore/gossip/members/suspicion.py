@@ -11,17 +11,16 @@ the time is over for those whose own probe failed, and the others probe the susp
 """
 
 from __future__ import annotations
-from collections import OrderedDict
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore.gossip.exchange.message_budget import MemberBudgets
-from p2pstore.gossip.exchange.message_budget import MessageBudget
-from p2pstore.gossip.members.member_table import MembershipConfig
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.objects import put_newest
-from typing import Final
+
 import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from p2pstore.gossip.exchange.message_budget import MemberBudgets
+from p2pstore.gossip.members.member_table import MembershipConfig
+from p2pstore.gossip.records import Member, PeerId
+from p2pstore.objects import put_newest
 
 PROOF_PROBES: Final = 3
 """A probe of a suspect is wanted again when it has not ended within this number of probe intervals."""
@@ -30,16 +29,19 @@ LONGEST_MULTIPLIER: Final = 6.0
 JUDGED_AT_ONCE: Final = 128
 """Suspects judged in one step: where thousands die together, the table of homes follows them in steps."""
 
+
 def shortest_suspicion_seconds(multiplier: float, members: int, probe_interval_seconds: float) -> float:
     """How long a confirmed suspect has to refute: it grows with the logarithm of the cluster, as the time
     does that the accusation and the refutation take to spread."""
     return multiplier * max(1.0, math.log10(max(1, members))) * probe_interval_seconds
+
 
 def expected_confirmations(multiplier: float, members: int) -> int:
     """How many confirmations make a suspicion as short as it gets. None are expected in a cluster without
     that many members besides this one and the suspect."""
     expected = int(multiplier) - 2
     return expected if 0 < expected <= members - 2 else 0
+
 
 @dataclass(slots=True)
 class Suspicion:
@@ -105,8 +107,10 @@ class Suspicion:
             return self.failed_at > -math.inf
         return self.failed_at >= self.asked_at > -math.inf
 
+
 MAX_HEALTH_SCORE: Final = 8
 """The worst score: everything takes nine times as long."""
+
 
 class LocalHealth:
     """A score from 0 (well) to `most`; every wait is multiplied by one more than it."""
@@ -128,6 +132,7 @@ class LocalHealth:
         """A probe failed, a helper did not even refuse, or an accusation of this peer had to be refuted."""
         self.score = min(self._most, self.score + by)
 
+
 ACCUSATIONS_A_SECOND: Final = 2.0
 ACCUSATIONS_AT_ONCE: Final = 64
 """Many die at once when a rack loses power, and each survivor tells of all of them."""
@@ -136,6 +141,7 @@ DISBELIEVED_SECONDS: Final = 180.0
 MAX_ACCUSERS: Final = 512
 MAX_PAIRS: Final = 4096
 """Those that were heard of last are kept."""
+
 
 class Accusers:
     """Limits on probes that accusations cause: 2 a second for one accuser, in bursts of 64; and none about a member
@@ -172,6 +178,7 @@ class Accusers:
     def died(self, accused: Member) -> None:
         """This peer believes it, too."""
         self._unrefuted.pop(accused, None)
+
 
 class Suspects:
     """The suspects of one peer, `me`, and when each is to be probed or judged."""
