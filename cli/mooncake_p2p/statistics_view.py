@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, TextIO
 
-from mooncake_p2p.output import printable, short_id
+from mooncake_p2p.output import Columns, cells, printable, short_id
 from p2pstore.objects import counted, format_bytes
 
 LABEL_COLUMNS: Final = 11
@@ -291,30 +291,21 @@ def _cluster_lines(cluster: Document, blocks: bool) -> list[str]:
 
 
 def _member_lines(members: Sequence[Document]) -> list[str]:
-    rows = [
-        (
-            printable(member["name"]),
-            member.get("status", "alive"),
-            share(member["memory_used_bytes"], member["memory_capacity_bytes"]),
-            f"{member['objects']:,}",
-            ago(member.get("heard_seconds_ago")),
-            short_id(member["peer_id"]),
-        )
-        for member in members
+    columns: Columns[Document] = {
+        "NAME": lambda each: each["name"],
+        "STATE": lambda each: each.get("status", "alive"),
+        ">MEMORY USED": lambda each: share(each["memory_used_bytes"], each["memory_capacity_bytes"]),
+        ">OBJECTS": lambda each: f"{each['objects']:,}",
+        ">HEARD": lambda each: ago(each.get("heard_seconds_ago")),
+        "PEER ID": lambda each: short_id(each["peer_id"]),
+    }
+    rows = cells(members, columns)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [
+        f"{'>' if mark.startswith('>') else '<'}{width}"
+        for mark, width in zip(columns, widths, strict=True)
     ]
-    return table(("NAME", "STATE", "MEMORY USED", "OBJECTS", "HEARD", "PEER ID"), rows, {2, 3, 4})
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Columns under headers; those whose numbers are in `right` align right."""
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (headers, *rows)
-    ]
+    return ["  ".join(map(format, row, aligned)).rstrip() for row in rows]
 
 
 def slow_lines(slow: Document, *, columns: int = 80) -> list[str]:

@@ -299,9 +299,12 @@ def config(
         print_json([asdict(each) for each in shown])
         return
     print_table(
-        ("SETTING", "VALUE", "ORIGIN"),
-        [(each.name, _text(each.name, each.value), each.origin) for each in shown],
-        fold=("VALUE", "ORIGIN"),
+        shown,
+        {
+            "SETTING": lambda each: each.name,
+            "~VALUE": lambda each: _text(each.name, each.value),
+            "~ORIGIN": lambda each: each.origin,
+        },
     )
 
 
