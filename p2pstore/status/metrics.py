@@ -165,6 +165,17 @@ gauge ssd_segments{state} = ssd.segments.*: Segments by state.
 """Kind, name, label and text of metrics, with the path in the statistics document where that is not the name. Counters
 of the document's `counters` stand in it like any others, and those of the SSD only where there is one."""
 
+HISTOGRAMS: Final = """\
+histogram client_request_seconds{request} = requests: Duration of requests of clients here; reads in place send none.
+histogram read_seconds{transport} = reads: Time to bring an object, not in a batch, by the peer or a client itself.
+histogram read_size_bytes{transport} = read_bytes: Length of objects that were read; those of a batch count as its mean.
+histogram put_size_bytes = put_bytes: Length of objects that were put.
+histogram peer_request_seconds{request} = asked: Time until other peers answered requests that are no reads.
+histogram event_loop_lag_seconds = loop_lag: Delay of the event loop in waking a task, looked at 20 times a second.
+histogram gossip_ping_seconds = pings: Duration of pings of other members.
+"""
+"""The same, with fields of `Measures`."""
+
 
 class _Row(NamedTuple):
     kind: str
@@ -187,6 +198,7 @@ class _Row(NamedTuple):
 
 
 _ROWS: Final = [_Row.parse(line) for line in FAMILIES.splitlines()]
+_HISTOGRAMS: Final = [_Row.parse(line) for line in HISTOGRAMS.splitlines()]
 _GONE: Final = "gone_"
 ANSWERS: Final = {
     "memory": ("client_reads", "client_leases"),
@@ -254,37 +266,12 @@ def _counters(counted: Document) -> Iterator[Metric]:
     )
 
 
-_HISTOGRAMS: Final[Sequence[tuple[str, str, str, Sequence[int], str]]] = (
-    (
-        *("client_request_seconds", "request", "requests", COARSE_SECONDS),
-        "How long requests of this machine's clients took the peer. Reads in place send no request.",
-    ),
-    (
-        *("read_seconds", "transport", "reads", FINE_SECONDS),
-        "How long it took to bring an object, by what brought it: by the peer or by a client itself, not in a batch.",
-    ),
-    (
-        *("read_size_bytes", "transport", "read_bytes", SIZES),
-        "How long the objects were that were read; those of a batch count as its mean.",
-    ),
-    ("put_size_bytes", "", "put_bytes", SIZES, "How long the objects were that were put."),
-    (
-        *("peer_request_seconds", "request", "asked", COARSE_SECONDS),
-        "How long other peers took to answer requests that are no reads.",
-    ),
-    (
-        *("event_loop_lag_seconds", "", "loop_lag", FINE_SECONDS),
-        "How much too late the event loop woke up a task, looked at 20 times a second.",
-    ),
-    ("gossip_ping_seconds", "", "pings", FINE_SECONDS, "Duration of pings of other members."),
-)
-"""Name, label if any, field of `Measures`, buckets and text."""
-
-
 def _latencies(measures: Measures) -> Iterator[Metric]:
-    for name, label, field, buckets, text in _HISTOGRAMS:
-        value = getattr(measures, field)
-        yield histograms(name, text, label, value if label else {"": value}, buckets)
+    for row in _HISTOGRAMS:
+        value = getattr(measures, row.path)
+        coarse = COARSE_SECONDS if row.label == "request" else FINE_SECONDS
+        buckets = SIZES if row.name.endswith("_bytes") else coarse
+        yield histograms(row.name, row.text, row.label, value if row.label else {"": value}, buckets)
     text = "Requests to other peers that were refused, or not answered in time."
     what = sorted({*measures.asked, *measures.asked_in_vain})
     failures = [((each,), measures.asked_in_vain[each]) for each in what]

@@ -32,6 +32,7 @@ from p2pstore.status.doctor.support_bundle import REMOVED, Redactor
 from p2pstore.topology.hardware import Machine, Nic, NumaNode, Place, matrix_of, overridden
 from p2pstore.transfer.rdma.rdma_rules import GidEntry
 from p2pstore.wire import Code
+from tests.unit.gossip_network import peer_record
 
 OK, WARNING, BROKEN, SKIPPED = Status.OK, Status.WARNING, Status.BROKEN, Status.SKIPPED
 
@@ -207,9 +208,9 @@ def test_the_first_bytes_of_a_stranger(greeting: bytes | None, refused: bool) ->
 
 
 def test_another_version_in_an_answer_is_told() -> None:
-    reading = way.PeerReading("n", "id", "0.1.0", (1, 2), ("h:1",), 3)
-    assert way.judge_who(reading, "0.1.0", (1, 2)).status is OK
-    other = way.judge_who(reading, "0.2.0", (2, 3))
+    record = peer_record(1, software="0.1.0")
+    assert way.judge_who(record, 3, "0.1.0", (1, 2)).status is OK
+    other = way.judge_who(record, 3, "0.2.0", (2, 3))
     assert other.status is WARNING
     assert "0.2.0" in other.cause
     check_words(other)
