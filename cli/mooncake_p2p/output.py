@@ -106,11 +106,23 @@ def format_rate(length_bytes: int, seconds: float) -> str:
     return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.2f} MB/s"
 
 
+def format_seconds(seconds: float) -> str:
+    """A short time, precisely: `12.3 ms` or `1.23 s`."""
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def format_duration(seconds: float) -> str:
+    """A length of time in the unit that suits: `5.2 s`, `70 s`, `12 min`, `3 h` or `4 d`."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
 def format_transfer(length_bytes: int, seconds: float) -> str:
     """How much was moved, how long it took and, where the size tells that, how fast."""
-    duration = f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
     rate = f" ({format_rate(length_bytes, seconds)})" if length_bytes >= MIB else ""
-    return f"{format_bytes(length_bytes)} in {duration}{rate}"
+    return f"{format_bytes(length_bytes)} in {format_seconds(seconds)}{rate}"
 
 
 def short_id(peer_id: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, TextIO
 
-from mooncake_p2p.output import Columns, cells, printable, short_id
+from mooncake_p2p.output import Columns, cells, format_duration, format_seconds, printable, short_id
 from p2pstore.objects import counted, format_bytes
 
 LABEL_COLUMNS: Final = 11
@@ -148,7 +148,7 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
         _fact("id", peer["peer_id"]),
         _fact(
             "up",
-            f"{duration(peer['uptime_seconds'])}, p2pstore {printable(peer['software'])}"
+            f"{format_duration(peer['uptime_seconds'])}, p2pstore {printable(peer['software'])}"
             f"{', no bootstrap peer has answered yet' if lonely else ''}",
         ),
         *([] if role == "member" else [_fact("role", printable(role))]),
@@ -331,10 +331,10 @@ def _slow_operation_lines(operation: Document, columns: int) -> list[str]:
         key = f"{clip(key, MAX_KEY_COLUMNS - 12)} +{operation['keys'] - 1:,}"
     parts = [_stage(stage) for stage in operation["stages"]]
     if operation["waiting_seconds"] >= 0.0005:
-        parts.insert(0, f"waiting {seconds(operation['waiting_seconds'])}")
+        parts.insert(0, f"waiting {format_seconds(operation['waiting_seconds'])}")
     lines = [
         f"{when}  {operation['what']:<9} {clip(key, MAX_KEY_COLUMNS):<{MAX_KEY_COLUMNS}} "
-        f"{seconds(operation['seconds']):>10}"
+        f"{format_seconds(operation['seconds']):>10}"
     ]
     indent = " " * 10
     lines += textwrap.wrap(", ".join(parts), columns, initial_indent=indent, subsequent_indent=indent)
@@ -344,9 +344,9 @@ def _slow_operation_lines(operation: Document, columns: int) -> list[str]:
 
 
 def _stage(stage: Document) -> str:
-    parts = ", ".join(f"{name} {seconds(took)}" for name, took in stage.get("parts", {}).items())
+    parts = ", ".join(f"{name} {format_seconds(took)}" for name, took in stage.get("parts", {}).items())
     return (
-        f"{stage['what']} {seconds(stage['seconds'])}"
+        f"{stage['what']} {format_seconds(stage['seconds'])}"
         f"{f' ({parts})' if parts else ''}"
         f"{' from ' + printable(stage['peer']) if stage.get('peer') else ''}"
         f"{' by ' + printable(stage['transport']) if stage.get('transport') else ''}"
@@ -376,22 +376,9 @@ def share(used: int, capacity: int) -> str:
     return f"{100 * used / capacity:.1f} % of {format_bytes(capacity)}"
 
 
-def duration(length_seconds: float) -> str:
-    """A length of time in the unit that suits."""
-    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if length_seconds >= 2 * length:
-            return f"{length_seconds / length:.0f} {unit}"
-    return f"{length_seconds:.1f} s"
-
-
 def ago(heard_seconds_ago: float | None) -> str:
     """How long ago something was heard; `-` for never, or not known."""
-    return "-" if heard_seconds_ago is None else duration(heard_seconds_ago)
-
-
-def seconds(value: float) -> str:
-    """`12.3 ms` or `1.23 s`."""
-    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+    return "-" if heard_seconds_ago is None else format_duration(heard_seconds_ago)
 
 
 def _number(value: float) -> str:

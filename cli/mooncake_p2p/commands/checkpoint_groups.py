@@ -32,6 +32,7 @@ from mooncake_p2p.output import (
     Columns,
     confirm,
     describe,
+    format_duration,
     print_json,
     print_json_line,
     print_table,
@@ -292,7 +293,7 @@ def status_lines(info: CheckpointInfo) -> list[str]:
         figures.append(f"{len(fetching)} {'fetches' if len(fetching) == 1 else 'fetch'} it")
         seconds = [left for each in fetching if (left := _seconds_left(info, each)) is not None]
         if len(seconds) == len(fetching):
-            figures[-1] += f", {_duration(max(seconds))} left"
+            figures[-1] += f", {format_duration(max(seconds))} left"
     if have < len(done):
         figures.append(f"{len(done) - have} {'has' if len(done) - have == 1 else 'have'} a part")
     if failed:
@@ -315,7 +316,7 @@ def _member_columns(info: CheckpointInfo) -> Columns[CheckpointMember]:
 
     def left(member: CheckpointMember) -> str:
         seconds = _seconds_left(info, member)
-        return "" if seconds is None else _duration(seconds)
+        return "" if seconds is None else format_duration(seconds)
 
     return {
         "PEER": lambda each: f"{each.name}{' (here)' if each.me else ''}",
@@ -340,14 +341,8 @@ def _done(member: CheckpointMember) -> str:
     return f"{member.done:.0%}" + (f" of {member.needs:.0%}" if member.needs < 1 else "")
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def _ago(unix_seconds: float) -> str:
-    return f"{_duration(max(0.0, time.time() - unix_seconds))} ago"
+    return f"{format_duration(max(0.0, time.time() - unix_seconds))} ago"
 
 
 def _document(info: CheckpointInfo) -> dict[str, Any]:

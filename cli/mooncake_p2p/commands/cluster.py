@@ -33,6 +33,7 @@ from mooncake_p2p.output import (
     Columns,
     ProgressBar,
     describe,
+    format_seconds,
     print_json,
     print_json_line,
     print_table,
@@ -140,10 +141,9 @@ def peers(
         _print_reads(members)
         return
     from mooncake_p2p.statistics_view import ago, share
-    from mooncake_p2p.statistics_view import seconds as length
 
     def round_trip(member: PeerInfo) -> str:
-        return "-" if member.round_trip_seconds is None else length(member.round_trip_seconds)
+        return "-" if member.round_trip_seconds is None else format_seconds(member.round_trip_seconds)
 
     columns: Columns[PeerInfo] = {
         "NAME": lambda member: member.name,
@@ -177,10 +177,9 @@ def _read_by(member: PeerInfo) -> str:
 
 
 def _print_reads(members: Sequence[PeerInfo]) -> None:
-    from mooncake_p2p.statistics_view import seconds as length
 
     def took(microseconds: int) -> str:
-        return length(microseconds / 1e6) if microseconds else "-"
+        return format_seconds(microseconds / 1e6) if microseconds else "-"
 
     print_table(
         [(member, name, use) for member in members for name, use in member.transports.items()],
