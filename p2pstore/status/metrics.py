@@ -82,7 +82,7 @@ gauge objects: Objects in this peer's memory.
 gauge operations: Operations under way.
 gauge known_locations: Copies of others that this peer knows of.
 gauge floors: Removals that are remembered.
-gauge floors_permille: Of what there is room for: removals are slowed from 800 on.
+gauge floors_permille: Of the room for them: removals are slowed from 800 on.
 gauge floors_refused: Removals by others that had to wait, as there was no room.
 gauge local_clients: Clients on this machine that are connected.
 gauge cluster_keys: Keys that this peer accepts: more than one while a key is being replaced.
@@ -92,12 +92,12 @@ gauge joined: 1 once another peer has answered.
 gauge lacking_objects = repair.lacking: Objects here with fewer copies than wanted and than peers offer memory.
 counter repaired_copies = repair.copies: Copies made again after a loss.
 counter repaired_bytes = repair.bytes: Their bytes.
-gauge gossip_local_health = gossip.local_health: How little this peer trusts its own probes: 0 is best, 8 worst.
+gauge gossip_local_health = gossip.local_health: Distrust of this peer's own probes: 0 is best, 8 worst.
 gauge gossip_neighbours = connections.neighbours: Members that gossip talks to now.
 gauge control_connections = connections.open: Open control connections.
 gauge held_for_others_bytes = places.held_bytes: Incomplete or unanswered requests, and unread answers.
 counter hoarders_ended = places.hoarders_ended: Connections cut for the memory held for them.
-gauge stamps_ahead_seconds: How far this peer's next stamp is ahead of its own wall clock.
+gauge stamps_ahead_seconds: Lead of this peer's next stamp over its own wall clock.
 gauge kept_objects_unchecked = objects_returning: Objects of kept memory that were not looked at yet.
 gauge members{status} = gossip.members.*: Members by state, this peer included. Dead ones are remembered for a day.
 gauge connection_places_taken{kind} = places.control|data.taken: Taken places for other members' connections.
@@ -135,7 +135,7 @@ counter received_failures{transport} = received.*.failures: Reads from other pee
 gauge namespace_quota_bytes{namespace} = quotas.*.quota_bytes: Memory kept for the namespace.
 gauge namespace_used_bytes{namespace} = quotas.*.used_bytes: Memory that it has, within its quota and above.
 gauge namespace_kept_bytes{namespace} = quotas.*.kept_bytes: Of that, what is evicted for no other namespace.
-gauge namespace_ssd_bytes{namespace} = quotas.*.ssd_bytes: What it has on the SSD.
+gauge namespace_ssd_bytes{namespace} = quotas.*.ssd_bytes: Its bytes on the SSD.
 gauge namespace_cap_bytes{namespace} = quotas.*.cap_bytes: Limit of its memory and SSD together, if any.
 gauge rdma_devices = rdma.devices: RDMA devices that know this peer's memory.
 gauge rdma_lost_devices = rdma.lost_devices: Of these, failed since the start.
