@@ -49,7 +49,7 @@ def family(kind: str, name: str, text: str, values: Labelled, *labels: str) -> M
 
 def values_at(document: Document, path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The values at a path of names joined by dots, each with its labels: of a step * or of names joined by |, the one
-    that was taken. What is missing is 0."""
+    that was taken. A missing value is 0."""
     step, _, rest = path.partition(".")
     for name in list(document) if step == "*" else step.split("|"):
         label = () if name == step else (name,)
