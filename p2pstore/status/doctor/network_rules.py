@@ -1,16 +1,24 @@
 """Judgements about ports, kernel settings, network interfaces, RDMA devices and GPUs. Pure."""
 
 from __future__ import annotations
-
-import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-
-from p2pstore.objects import counted, format_bytes
-from p2pstore.status.doctor.finding import Finding, Status, broken, fine, skipped, warning
-from p2pstore.transfer.rdma.rdma_rules import GidEntry, choose_gid
-from p2pstore.transfer.rdma.rdma_topology import Machine, Matrix
+from p2pstore.objects import counted
+from p2pstore.objects import format_bytes
+from p2pstore.status.doctor.finding import Finding
+from p2pstore.status.doctor.finding import Status
+from p2pstore.status.doctor.finding import broken
+from p2pstore.status.doctor.finding import fine
+from p2pstore.status.doctor.finding import skipped
+from p2pstore.status.doctor.finding import warning
+from p2pstore.transfer.rdma.rdma_rules import GidEntry
+from p2pstore.transfer.rdma.rdma_rules import choose_gid
+from p2pstore.transfer.rdma.rdma_topology import Machine
+from p2pstore.transfer.rdma.rdma_topology import Matrix
+from typing import Any
+from typing import Final
+import ipaddress
 
 CONTROL_PORT: Final = 17946
 DATA_PORT: Final = 17947
@@ -20,7 +28,6 @@ JUMBO_SPEED_MEGABITS: Final = 25_000
 """From here on, 1,500-byte frames cost more CPU than the copy."""
 JUMBO_MTU_BYTES: Final = 4096
 PACING: Final = frozenset({"bbr"})
-
 
 def judge_port(port: int, what: str, problem: str, user: str) -> Finding:
     """`problem`: why it cannot be listened on, or nothing. `user`: the local peer that has it."""
@@ -36,7 +43,6 @@ def judge_port(port: int, what: str, problem: str, user: str) -> Finding:
         )
     return fine(name, f"free ({what})")
 
-
 def judge_congestion_control(default: str, used: str) -> Finding:
     """`default`: the system's; `used`: what a data connection of p2pstore gets."""
     name = "congestion control"
@@ -49,7 +55,6 @@ def judge_congestion_control(default: str, used: str) -> Finding:
         )
     return fine(name, used if used == default else f"{used} for data (the default is {default})")
 
-
 def judge_backlog(somaxconn: int) -> Finding:
     if somaxconn < BACKLOG:
         return warning(
@@ -59,7 +64,6 @@ def judge_backlog(somaxconn: int) -> Finding:
             f"`sysctl net.core.somaxconn={BACKLOG}` or more",
         )
     return fine("somaxconn", str(somaxconn))
-
 
 @dataclass(frozen=True, slots=True)
 class InterfaceReading:
@@ -71,7 +75,6 @@ class InterfaceReading:
     speed_megabits: int | None
     numa_node: int | None
     driver: str = ""
-
 
 def judge_interface(reading: InterfaceReading) -> Finding:
     name = f"interface {reading.name}"
@@ -94,9 +97,7 @@ def judge_interface(reading: InterfaceReading) -> Finding:
         )
     return fine(name, text)
 
-
 USED_PORT: Final = 1
-
 
 @dataclass(frozen=True, slots=True)
 class RdmaPortReading:
@@ -109,7 +110,6 @@ class RdmaPortReading:
     link_layer: str
     rate: str
     gids: tuple[GidEntry, ...]
-
 
 def judge_rdma(ports: Sequence[RdmaPortReading], *, pyverbs_problem: str) -> list[Finding]:
     """One finding per port, and one for pyverbs, with the problem of loading it, where there is a device."""
@@ -128,7 +128,6 @@ def judge_rdma(ports: Sequence[RdmaPortReading], *, pyverbs_problem: str) -> lis
     else:
         findings.append(fine("pyverbs", "loads"))
     return findings
-
 
 def _judge_rdma_port(port: RdmaPortReading) -> Finding:
     name = f"rdma {port.device}/{port.port}"
@@ -157,7 +156,6 @@ def _judge_rdma_port(port: RdmaPortReading) -> Finding:
     address = ipaddress.IPv6Address(chosen.gid)
     return fine(name, f"{text}, RoCE v2 as {address.ipv4_mapped or address} (GID {chosen.index})")
 
-
 def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Finding]:
     """One finding per memory location, and one for devices whose NUMA node matters and is not known, unless
     a setting `told` where they are. Nothing without devices."""
@@ -179,7 +177,6 @@ def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Find
         )
     return findings
 
-
 def judge_wrong_topology(problem: str) -> Finding:
     """`problem`: of the given matrix."""
     return broken(
@@ -189,7 +186,6 @@ def judge_wrong_topology(problem: str) -> Finding:
         "correct it: a peer does not start with it. Without one, this command shows what the machine says",
     )
 
-
 @dataclass(frozen=True, slots=True)
 class GpuReading:
     """A display or 3D controller on the PCI bus."""
@@ -197,7 +193,6 @@ class GpuReading:
     address: str
     vendor: str
     numa_node: int | None
-
 
 def judge_gpus(gpus: Sequence[GpuReading]) -> Finding:
     if not gpus:
@@ -209,91 +204,49 @@ def judge_gpus(gpus: Sequence[GpuReading]) -> Finding:
     )
     return fine("gpus", f"{len(gpus)}: {listed}")
 
-
 # --- SSDs of peers ---------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class SsdReading:
-    """A peer's SSD tier as its statistics have it. `why` is empty as long as `state` is ok."""
-
-    state: str
-    why: str
-    capacity_bytes: int
-    live_bytes: int
-    objects: int
-    damaged: int
-    read_p99_ms: float
-    cure: str = ""
-
-
-def ssd_reading(ssd: Mapping[str, Any]) -> SsdReading:
-    """The reading of `ssd` in a statistics document."""
-    return SsdReading(
-        state=ssd["state"],
-        why=ssd["why"],
-        cure=ssd.get("cure", ""),
-        capacity_bytes=ssd["capacity_bytes"],
-        live_bytes=ssd["live_bytes"],
-        objects=ssd["objects"],
-        damaged=ssd["damaged"],
-        read_p99_ms=ssd["read_latency"].get("p99_ms") or 0.0,
-    )
-
-
-def judge_ssd(name: str, ssd: SsdReading) -> Finding:
-    """The SSD of a peer on this machine."""
+def judge_ssd(name: str, ssd: Mapping[str, Any]) -> Finding:
+    """The SSD of a peer on this machine, by its statistics."""
+    read_p99_ms = ssd["read_latency"].get("p99_ms") or 0.0
     text = (
-        f"{format_bytes(ssd.live_bytes)} of {format_bytes(ssd.capacity_bytes)}, {counted(ssd.objects, 'object')}, "
-        f"99 % of reads in {ssd.read_p99_ms:.1f} ms"
+        f"{format_bytes(ssd['live_bytes'])} of {format_bytes(ssd['capacity_bytes'])}, "
+        f"{counted(ssd['objects'], 'object')}, 99 % of reads in {read_p99_ms:.1f} ms"
     )
-    measured = {"read_p99_ms": ssd.read_p99_ms, "capacity_bytes": ssd.capacity_bytes}
-    if ssd.state != "ok":
-        state = "is only read" if ssd.state == "read_only" else "is not used any more"
-        return broken(f"{name}: ssd", f"{state}: {text}", ssd.why, ssd.cure or "start the peer again")
-    if ssd.damaged:
+    measured = {"read_p99_ms": read_p99_ms, "capacity_bytes": ssd["capacity_bytes"]}
+    if ssd["state"] != "ok":
+        state = "is only read" if ssd["state"] == "read_only" else "is not used any more"
+        cure = ssd.get("cure") or "start the peer again"
+        return broken(f"{name}: ssd", f"{state}: {text}", ssd["why"], cure)
+    if ssd["damaged"]:
         return warning(
             f"{name}: ssd",
-            f"{text}; {counted(ssd.damaged, 'damaged object')}",
+            f"{text}; {counted(ssd['damaged'], 'damaged object')}",
             "what was read was not what had been written; other copies were used, if there were any",
             "if that number grows, replace the disk",
             **measured,
         )
     return fine(f"{name}: ssd", text, **measured)
 
-
-@dataclass(frozen=True, slots=True)
-class LocalPeerReading:
-    """A peer on this machine as it answered. `clock_ahead_seconds`: of this machine's clock against the median of the
-    others'; None where it is not known. `problems`: as its status page shows them; None of an older peer, which does
-    not say."""
-
-    name: str
-    software: str
-    cluster: str
-    live: int
-    clock_ahead_seconds: float | None = None
-    ssd: SsdReading | None = None
-    problems: Sequence[Mapping[str, str]] | None = ()
-
-
-def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Finding]:
-    """The peer, its problems in its own words, and readings of it that are as they should be."""
-    name = f"peer {reading.name}"
-    members = f"{counted(reading.live, 'live member')}"
-    text = f"p2pstore {reading.software}, cluster {reading.cluster}, {members}"
-    findings = [fine(name, text)]
-    if reading.problems is None:
+def judge_local_peer(document: Mapping[str, Any], own_version: str) -> list[Finding]:
+    """A peer on this machine by its statistics document: its problems in its own words, and readings of it that are as
+    they should be."""
+    peer, cluster = document["peer"], document["cluster"]
+    name, software = f"peer {peer['name']}", peer["software"]
+    members = counted(cluster["peers"], "live member")
+    findings = [fine(name, f"p2pstore {software}, cluster {cluster['name']}, {members}")]
+    if "problems" not in peer:
         findings.append(
             skipped(f"{name}: problems", "it is older, and does not say: see its status page")
         )
-    problems = [_finding(name, each) for each in reading.problems or ()]
+    problems = [_finding(name, each) for each in peer.get("problems", ())]
     told = {finding.name for finding in problems}
-    if reading.clock_ahead_seconds is not None and f"{name}: clock" not in told:
-        findings.append(_clock(name, reading.clock_ahead_seconds))
-    if reading.ssd is not None and f"{name}: ssd" not in told:
-        findings.append(judge_ssd(name, reading.ssd))
-    if reading.software != own_version:
+    ahead = peer.get("clock_ahead_seconds")  # of this machine's clock, against the median of the others'
+    if ahead is not None and f"{name}: clock" not in told:
+        findings.append(_clock(name, ahead))
+    if "ssd" in peer and f"{name}: ssd" not in told:
+        findings.append(judge_ssd(name, peer["ssd"]))
+    if software != own_version:
         findings.append(
             warning(
                 f"{name}: this command",
@@ -304,16 +257,13 @@ def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Findin
         )
     return [*findings, *problems]
 
-
 def _clock(name: str, ahead: float) -> Finding:
     text = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} the other peers'"
     return fine(f"{name}: clock", text, clock_ahead_seconds=ahead)
 
-
 def _finding(name: str, problem: Mapping[str, str]) -> Finding:
     make = broken if problem["status"] == Status.BROKEN else warning
     return make(f"{name}: {problem['name']}", problem["what"], problem["cause"], problem["cure"])
-
 
 def absent_local_peer(socket: str, reason: str) -> Finding:
     """The named socket has no peer, or none that this user may ask."""
@@ -323,7 +273,6 @@ def absent_local_peer(socket: str, reason: str) -> Finding:
         reason,
         "if it is to run, the end of its log says why it ended (`journalctl -u`, peer.log in its state directory)",
     )
-
 
 def silent_local_peer(socket: str, reason: str) -> Finding:
     """The process at the socket does not answer."""
