@@ -1,42 +1,38 @@
 """The doctor's judgements of readings, each in all of its outcomes."""
 
+import base64
+import json
 from collections.abc import Callable
 from functools import partial
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from p2pstore.access.invite import Invite
-from p2pstore.access.invite import format_invite
+
+from p2pstore.access.invite import Invite, format_invite
 from p2pstore.access.keyring import new_cluster_key
-from p2pstore.objects import GIB
-from p2pstore.objects import MIB
+from p2pstore.objects import GIB, MIB
 from p2pstore.status.doctor import machine_rules as machine
 from p2pstore.status.doctor import network_rules as network
 from p2pstore.status.doctor import network_rules as peers
 from p2pstore.status.doctor import way_rules as way
-from p2pstore.status.doctor.finding import Failure
-from p2pstore.status.doctor.finding import Finding
-from p2pstore.status.doctor.finding import Status
-from p2pstore.status.doctor.finding import broken
-from p2pstore.status.doctor.finding import fine
-from p2pstore.status.doctor.finding import skipped
-from p2pstore.status.doctor.finding import summary
-from p2pstore.status.doctor.finding import warning
-from p2pstore.status.doctor.finding import worst_failure
-from p2pstore.status.doctor.support_bundle import REMOVED
-from p2pstore.status.doctor.support_bundle import Redactor
+from p2pstore.status.doctor.finding import (
+    Failure,
+    Finding,
+    Status,
+    broken,
+    fine,
+    skipped,
+    summary,
+    warning,
+    worst_failure,
+)
+from p2pstore.status.doctor.support_bundle import REMOVED, Redactor
 from p2pstore.transfer.rdma.rdma_rules import GidEntry
-from p2pstore.transfer.rdma.rdma_topology import Machine
-from p2pstore.transfer.rdma.rdma_topology import Nic
-from p2pstore.transfer.rdma.rdma_topology import NumaNode
-from p2pstore.transfer.rdma.rdma_topology import Place
-from p2pstore.transfer.rdma.rdma_topology import matrix_of
-from p2pstore.transfer.rdma.rdma_topology import overridden
+from p2pstore.transfer.rdma.rdma_topology import Machine, Nic, NumaNode, Place, matrix_of, overridden
 from p2pstore.wire import Code
 from tests.unit.gossip_network import peer_record
-from typing import Any
-import base64
-import json
-import pytest
 
 OK, WARNING, BROKEN, SKIPPED = Status.OK, Status.WARNING, Status.BROKEN, Status.SKIPPED
 
@@ -150,6 +146,7 @@ WAY: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Failure
     (way.judge_round_trip, ("control", [0.1, 0.2, 3.0]), {}, OK),
 ]
 
+
 def check_words(finding: Finding) -> None:
     """A problem comes with a cause and a cure; a good finding with neither."""
     problem = finding.status in (WARNING, BROKEN)
@@ -160,6 +157,7 @@ def check_words(finding: Finding) -> None:
     if finding.status is OK:
         assert finding.value
 
+
 @pytest.mark.parametrize(("judge", "arguments", "options", "status"), MACHINE)
 def test_judgements_of_the_machine(
     judge: Callable[..., Finding], arguments: tuple[Any, ...], options: dict[str, Any], status: Status
@@ -167,6 +165,7 @@ def test_judgements_of_the_machine(
     finding = judge(*arguments, **options)
     assert finding.status is status
     check_words(finding)
+
 
 @pytest.mark.parametrize(("judge", "arguments", "options", "outcome"), WAY)
 def test_judgements_of_the_way(
@@ -179,6 +178,7 @@ def test_judgements_of_the_way(
     assert outcome in (finding.status, finding.failure)
     check_words(finding)
 
+
 def test_a_key_that_is_missing_is_asked_for_and_a_wrong_one_is_to_be_replaced() -> None:
     def cure(keyless: bool) -> str:
         code = Code.AUTHENTICATION_FAILED
@@ -186,6 +186,7 @@ def test_a_key_that_is_missing_is_asked_for_and_a_wrong_one_is_to_be_replaced() 
 
     assert cure(True).startswith("give the cluster's key")
     assert cure(False).startswith("copy the cluster's key")
+
 
 @pytest.mark.parametrize(
     ("greeting", "refused"),
@@ -205,6 +206,7 @@ def test_the_first_bytes_of_a_stranger(greeting: bytes | None, refused: bool) ->
         assert finding.failure is Failure.BROKEN
         check_words(finding)
 
+
 def test_another_version_in_an_answer_is_told() -> None:
     record = peer_record(1, software="0.1.0")
     assert way.judge_who(record, 3, "0.1.0", (1, 2)).status is OK
@@ -213,8 +215,10 @@ def test_another_version_in_an_answer_is_told() -> None:
     assert "0.2.0" in other.cause
     check_words(other)
 
+
 LINK_LOCAL = bytes.fromhex("fe80000000000000505400fffe000001")
 MAPPED = bytes(10) + b"\xff\xff" + bytes((10, 0, 0, 7))
+
 
 def test_rdma_devices() -> None:
     def port(**changes: Any) -> network.RdmaPortReading:
@@ -247,6 +251,7 @@ def test_rdma_devices() -> None:
     assert statuses(port(gids=(GidEntry(0, LINK_LOCAL, 2),))) == [WARNING, OK]
     assert statuses(port(link_layer="InfiniBand")) == [WARNING, OK]
 
+
 def test_which_rdma_devices_are_near_which_memory() -> None:
     nodes = (NumaNode(0, {0: 10, 1: 21}), NumaNode(1, {0: 21, 1: 10}))
     known = Machine(nodes, (Nic("mlx5_0", Place((), 0)), Nic("mlx5_1", Place((), 1))))
@@ -269,9 +274,11 @@ def test_which_rdma_devices_are_near_which_memory() -> None:
     assert network.judge_topology(nothing, matrix_of(nothing), told=False) == []
     check_words(network.judge_wrong_topology("rdma_topology: not JSON"))
 
+
 def ssd(**changes: Any) -> dict[str, Any]:
     well: dict[str, Any] = {"state": "ok", "why": "", "capacity_bytes": 1 << 40, "live_bytes": 1 << 39}
     return {**well, "objects": 1000, "damaged": 0, "read_latency": {"p99_ms": 2.5}, **changes}
+
 
 def test_peers_on_this_machine() -> None:
     def judge(**changes: Any) -> dict[str, Finding]:
@@ -305,6 +312,7 @@ def test_peers_on_this_machine() -> None:
     alone = judge(problems=said)["peer a: alone"]
     assert (alone.value, alone.cause, alone.cure) == ("w", "why", "do")
 
+
 def test_ssds_of_peers() -> None:
     def judge(**changes: Any) -> Finding:
         finding = network.judge_ssd("peer a", ssd(**changes))
@@ -316,6 +324,7 @@ def test_ssds_of_peers() -> None:
     for state in ("read_only", "off"):
         failed = judge(state=state, why="writing failed: no space left on the device")
         assert (failed.name, failed.status) == ("peer a: ssd", BROKEN)
+
 
 def test_the_first_breakage_decides_and_all_are_counted() -> None:
     late = broken("b", "", "cause", "cure", Failure.DEADLINE)
@@ -338,7 +347,9 @@ def test_the_first_breakage_decides_and_all_are_counted() -> None:
     }
     assert fine("m", "v", mtu_bytes=5).document()["measured"] == {"mtu_bytes": 5}
 
+
 SECRET = bytes(range(100, 132))
+
 
 @given(st.binary(min_size=16, max_size=40), st.text(max_size=20), st.text(max_size=20))
 def test_a_known_secret_is_gone_in_every_form(secret: bytes, before: str, after: str) -> None:
@@ -354,6 +365,7 @@ def test_a_known_secret_is_gone_in_every_form(secret: bytes, before: str, after:
         assert form not in redactor.clean(f"{before} {form} {after}")
         assert form not in redactor.clean(f"x{form}y")
 
+
 @pytest.mark.parametrize(
     "secret",
     [
@@ -368,6 +380,7 @@ def test_what_looks_like_a_secret_is_gone(secret: str) -> None:
     assert secret[12:] not in cleaned
     assert cleaned.endswith(", and more")
 
+
 @pytest.mark.parametrize(
     "text", ["secret=abc", '"api_key": "abc def"', "PASSWORD: abc", "x_token='abc'"]
 )
@@ -376,6 +389,7 @@ def test_what_is_called_a_secret_is_gone(text: str) -> None:
     assert "abc" not in cleaned
     assert REMOVED in cleaned
     assert cleaned.endswith(", 1}")
+
 
 @pytest.mark.parametrize(
     "text",
@@ -391,8 +405,10 @@ def test_what_is_called_a_secret_is_gone(text: str) -> None:
 def test_what_is_no_secret_stays(text: str) -> None:
     assert Redactor([SECRET]).clean(text) == text
 
+
 def test_too_short_a_secret_is_not_looked_for() -> None:
     assert Redactor([b"", b"short"]).clean("short") == "short"
+
 
 @pytest.mark.parametrize("value", ["3.5.0", 7, None, "a b"])
 def test_json_stays_json(value: object) -> None:

@@ -1,17 +1,13 @@
 """Statistics as people see them: rates between two readings, and lines that fit a terminal."""
 
+import copy
+from typing import Any
+
+import pytest
+
 from mooncake_p2p.commands.stats import _Picture
 from mooncake_p2p.output import format_duration
-from mooncake_p2p.statistics_view import Reading
-from mooncake_p2p.statistics_view import clip
-from mooncake_p2p.statistics_view import memory_bar
-from mooncake_p2p.statistics_view import overview
-from mooncake_p2p.statistics_view import rates
-from mooncake_p2p.statistics_view import slow_lines
-from mooncake_p2p.statistics_view import totals
-from typing import Any
-import copy
-import pytest
+from mooncake_p2p.statistics_view import Reading, clip, memory_bar, overview, rates, slow_lines, totals
 
 PEER: dict[str, Any] = {
     "name": "alpha",
@@ -57,13 +53,16 @@ CLUSTER: dict[str, Any] = {
     "members": [MEMBER],
 }
 
+
 def document(**peer: Any) -> dict[str, Any]:
     return {"peer": {**copy.deepcopy(PEER), **peer}, "cluster": copy.deepcopy(CLUSTER)}
+
 
 def test_objects_that_kept_memory_had_are_told_until_they_are_checked() -> None:
     returning = overview(document(objects_returning=1500), None)
     assert "1,500 more from before the start, not checked yet" in str(returning)
     assert "not checked" not in str(overview(document(objects_returning=0), None))
+
 
 def test_totals_tell_hits_from_misses_and_here_from_elsewhere() -> None:
     total = totals(PEER)
@@ -74,6 +73,7 @@ def test_totals_tell_hits_from_misses_and_here_from_elsewhere() -> None:
     assert idle.hit_rate is None
     assert idle.local_share is None
 
+
 def test_an_older_peer_without_the_new_fields_can_be_shown() -> None:
     old = document()
     for name in ("received", "served", "joined", "bootstrap", "slow"):
@@ -81,6 +81,7 @@ def test_an_older_peer_without_the_new_fields_can_be_shown() -> None:
     for name in ("status", "heard_seconds_ago", "software"):
         del old["cluster"]["members"][0][name]
     assert any("alpha" in line for line in overview(old, None))
+
 
 def test_repair_is_shown_when_there_was_or_is_something_to_repair() -> None:
     def lines(**repair: int) -> list[str]:
@@ -94,6 +95,7 @@ def test_repair_is_shown_when_there_was_or_is_something_to_repair() -> None:
     (line,) = lines(copies=0, bytes=0, lacking=0, limited=3)
     assert line.split(None, 1)[1] == "3 objects limited by the number of peers"
 
+
 def test_quotas_are_shown_with_what_all_others_have() -> None:
     assert not any("quota" in line for line in overview(document(quotas={}), None))
     use = {"quota_bytes": 8 << 20, "used_bytes": 6 << 20, "kept_bytes": 4 << 20}
@@ -104,6 +106,7 @@ def test_quotas_are_shown_with_what_all_others_have() -> None:
     assert shown[1].endswith("50.0 % of 8.0 MiB and 2.0 MiB more")
     assert shown[2] == "10.0 MiB of all others, and being written"
 
+
 def test_what_a_namespace_has_on_the_ssd_and_its_cap_are_shown() -> None:
     use = {"quota_bytes": 8 << 20, "used_bytes": 6 << 20, "kept_bytes": 6 << 20}
     capped = use | {"ssd_bytes": 2 << 20, "cap_bytes": 16 << 20}
@@ -112,6 +115,7 @@ def test_what_a_namespace_has_on_the_ssd_and_its_cap_are_shown() -> None:
     assert lines.count("on the SSD") == 1
     assert "role" not in lines
     assert "  role" in "\n".join(overview(document(role="writer of 'a'"), None))
+
 
 def test_rates_are_differences_over_the_time_between() -> None:
     later = document()
@@ -124,13 +128,16 @@ def test_rates_are_differences_over_the_time_between() -> None:
     assert rate.received_bytes == {"tcp": 2000.0, "shm": 200.0}
     assert rate.document()["received_bytes_per_second"] == {"tcp": 2000, "shm": 200}
 
+
 @pytest.mark.parametrize("changes", [{"incarnation": 8}, {"peer_id": "another"}])
 def test_a_restart_makes_no_rates(changes: dict[str, Any]) -> None:
     assert rates(Reading(document(), 10.0), Reading(document(**changes), 11.0)) is None
 
+
 def test_without_time_between_there_are_no_rates() -> None:
     assert rates(None, Reading(document(), 10.0)) is None
     assert rates(Reading(document(), 10.0), Reading(document(), 10.0)) is None
+
 
 def test_every_line_fits_and_shows_strangers_text_harmlessly() -> None:
     shown = document(name="n" * 64, software="\x1b[31m")
@@ -143,10 +150,12 @@ def test_every_line_fits_and_shows_strangers_text_harmlessly() -> None:
     assert any("PER SECOND" in line for line in overview(document(), rate))
     assert not any("PER SECOND" in line for line in overview(document(), None))
 
+
 def test_a_lonely_peer_says_so() -> None:
     lonely = overview(document(joined=False, bootstrap=["h:1"]), None)
     assert any("no bootstrap peer has answered" in line for line in lonely)
     assert not any("no bootstrap" in line for line in overview(document(joined=False), None))
+
 
 def test_what_is_wrong_is_said_with_cause_and_cure() -> None:
     assert not any("warning" in line for line in overview(document(problems=[]), None))
@@ -159,6 +168,7 @@ def test_what_is_wrong_is_said_with_cause_and_cure() -> None:
     assert lines[first + 3].strip() == "cut off cut off cut off"
     assert lines[first + 4] == "  cure       start it again"
 
+
 @pytest.mark.parametrize(
     ("used", "capacity", "shown"),
     [
@@ -170,6 +180,7 @@ def test_what_is_wrong_is_said_with_cause_and_cure() -> None:
 )
 def test_bars(used: int, capacity: int, shown: str) -> None:
     assert memory_bar(used, capacity, False) == shown
+
 
 def test_slow_operations_show_where_the_time_went() -> None:
     operation = {
@@ -196,15 +207,18 @@ def test_slow_operations_show_where_the_time_went() -> None:
     assert "no operation took 0.1 s" in slow_lines({**slow, "operations": []})[0]
     assert "--slow-operation" in slow_lines({**slow, "threshold_seconds": 0.0})[0]
 
+
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.5, "0.5 s"), (119, "119 s"), (130, "2 min"), (200_000, "2 d")]
 )
 def test_durations(seconds: float, shown: str) -> None:
     assert format_duration(seconds) == shown
 
+
 def test_a_cut_line_shows_that_it_was_cut() -> None:
     assert clip("abcdef", 6) == "abcdef"
     assert clip("abcdefg", 6) == "abcde~"
+
 
 SSD: dict[str, Any] = {
     "state": "ok",
@@ -219,6 +233,7 @@ SSD: dict[str, Any] = {
     "written_bytes_per_second": 2_000_000,
 }
 
+
 def test_an_ssd_is_shown_with_what_is_wrong_with_it() -> None:
     lines = overview(document(ssd=SSD), None, columns=120)
     text = "\n".join(lines)
@@ -229,7 +244,9 @@ def test_an_ssd_is_shown_with_what_is_wrong_with_it() -> None:
     lines = overview(document(ssd=failed), None, columns=120)
     assert any("read only: writing failed" in line and "\x1b" not in line for line in lines)
 
+
 MEMBERS = 5
+
 
 @pytest.fixture
 def picture(monkeypatch: pytest.MonkeyPatch) -> _Picture:
@@ -239,6 +256,7 @@ def picture(monkeypatch: pytest.MonkeyPatch) -> _Picture:
     lines = [f"line {number}" for number in range(10)] + [f"member {n}" for n in range(MEMBERS)]
     monkeypatch.setattr(picture, "lines", lambda columns: lines)
     return picture
+
 
 def test_what_does_not_fit_is_counted(picture: _Picture) -> None:
     assert len(picture.fitted(60, 24)) == 24
@@ -251,6 +269,7 @@ def test_what_does_not_fit_is_counted(picture: _Picture) -> None:
     )
     assert "members" in shown[-2]
 
+
 def test_a_peer_that_is_gone_is_said_whole(picture: _Picture) -> None:
     picture.read_at = "12:00:00"
     picture.problem = "no answer, trying again: " + "word " * 30 + "end"
@@ -261,6 +280,7 @@ def test_a_peer_that_is_gone_is_said_whole(picture: _Picture) -> None:
         text = " ".join(shown)
         assert "STALE, as of 12:00:00: no answer" in text
         assert text.endswith("end")
+
 
 def test_lines_that_are_cut_are_pointed_out(picture: _Picture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cut" not in picture.fitted(60, 24)[-1]

@@ -1,48 +1,32 @@
 """Runs checks one after the other, none longer than its deadline. Shell."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore import blocking
-from p2pstore.addresses import split_address
-from p2pstore.errors import ConfigError
-from p2pstore.errors import NoLocalPeer
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import PeerNotInstalled
-from p2pstore.local.socket_paths import SOCKET_VARIABLE
-from p2pstore.local.socket_paths import find_socket
-from p2pstore.local.socket_paths import live_sockets
-from p2pstore.local.socket_paths import socket_directories
-from p2pstore.memory.mapped.mapped_memory import makes_huge_pages
-from p2pstore.status.doctor import machine_rules
-from p2pstore.status.doctor import network_rules
-from p2pstore.status.doctor import readings
-from p2pstore.status.doctor.finding import Finding
-from p2pstore.status.doctor.finding import broken
-from p2pstore.status.doctor.finding import fine
-from p2pstore.status.doctor.finding import skipped
-from p2pstore.status.doctor.finding import warning
-from p2pstore.status.doctor.network_rules import absent_local_peer
-from p2pstore.status.doctor.network_rules import judge_local_peer
-from p2pstore.status.doctor.network_rules import silent_local_peer
-from p2pstore.transfer.rdma.rdma_hardware import read_machine
-from p2pstore.transfer.rdma.rdma_hardware import read_matrix
-from pathlib import Path
-from typing import Final
-from typing import TypeVar
+
 import importlib
 import importlib.metadata
 import os
-import p2pstore
 import platform
 import resource
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+
+import p2pstore
+from p2pstore import blocking
+from p2pstore.addresses import split_address
+from p2pstore.errors import ConfigError, NoLocalPeer, P2PStoreError, PeerNotInstalled
+from p2pstore.local.socket_paths import SOCKET_VARIABLE, find_socket, live_sockets, socket_directories
+from p2pstore.memory.mapped.mapped_memory import makes_huge_pages
+from p2pstore.status.doctor import machine_rules, network_rules, readings
+from p2pstore.status.doctor.finding import Finding, broken, fine, skipped, warning
+from p2pstore.status.doctor.network_rules import absent_local_peer, judge_local_peer, silent_local_peer
+from p2pstore.transfer.rdma.rdma_hardware import read_machine, read_matrix
 
 CHECK_SECONDS: Final = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -52,7 +36,9 @@ class Check:
     run: Callable[[], Finding | Sequence[Finding]]
     seconds: float = CHECK_SECONDS
 
+
 T = TypeVar("T")
+
 
 def in_time(name: str, work: Callable[[], T], seconds: float) -> list[T]:
     """The outcome of `work`, which must not raise; none after `seconds`.
@@ -66,12 +52,14 @@ def in_time(name: str, work: Callable[[], T], seconds: float) -> list[T]:
     thread.join(seconds)
     return outcome
 
+
 def run_check(check: Check) -> list[Finding]:
     """The check's findings. Never raises, and never takes longer than `check.seconds`."""
     cause = f"no answer within {check.seconds:g} s: a device or a file system hangs"
     cure = "look at `dmesg`, and for mounts whose server is gone"
     hangs = [warning(check.name, "", cause, cure)]
     return next(iter(in_time(f"doctor: {check.name}", lambda: _guarded(check), check.seconds)), hangs)
+
 
 def _guarded(check: Check) -> list[Finding]:
     try:
@@ -88,8 +76,10 @@ def _guarded(check: Check) -> list[Finding]:
         cause = f"the check itself failed ({type(error).__name__}: {error})"
         return [broken(check.name, "", cause, "please report it")]
 
+
 DISK_SECONDS = 20.0
 LIBRARIES = ("libp2p", "trio", "msgspec", "numpy", "xxhash")
+
 
 def examine_machine(
     *, socket: str | None = None, directory: str | None = None, rdma_topology: str | None = None
@@ -115,6 +105,7 @@ def examine_machine(
     if directory is not None:
         yield from run_check(Check("disk", lambda: _disk(directory), DISK_SECONDS))
 
+
 def _libraries() -> Finding:
     problem = ""
     try:
@@ -126,20 +117,24 @@ def _libraries() -> Finding:
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES} if not problem else {}
     return machine_rules.judge_libraries(versions, problem)
 
+
 def _locked_memory() -> Finding:
     soft, _ = readings.read_limit(resource.RLIMIT_MEMLOCK)
     unlimited = readings.may_lock_all_memory()
     return machine_rules.judge_memlock(soft, unlimited=unlimited, rdma=bool(readings.read_rdma_ports()))
 
+
 def _huge_pages() -> Finding:
     rdma, made = bool(readings.read_rdma_ports()), makes_huge_pages()
     return machine_rules.judge_huge_pages(*readings.read_huge_pages(), made=made, rdma=rdma)
+
 
 def _state_directory() -> Finding:
     from p2pstore.state.places import state_root
 
     path = state_root()
     return machine_rules.judge_state_directory(str(path), *readings.read_directory(path))
+
 
 def _socket_directories() -> Finding:
     reasons = []
@@ -153,10 +148,12 @@ def _socket_directories() -> Finding:
         reasons.append(problem)
     return machine_rules.judge_socket_directories("", reasons)
 
+
 def _rdma() -> list[Finding]:
     ports = readings.read_rdma_ports()
     problem = readings.read_pyverbs_problem() if ports else ""
     return network_rules.judge_rdma(ports, pyverbs_problem=problem)
+
 
 def _topology(told: str | None) -> Finding | list[Finding]:
     machine = read_machine()
@@ -166,9 +163,11 @@ def _topology(told: str | None) -> Finding | list[Finding]:
         return network_rules.judge_wrong_topology(str(error))
     return network_rules.judge_topology(machine, matrix, told=told is not None)
 
+
 def _disk(directory: str) -> Finding:
     rates = readings.measure_disk(Path(directory))
     return machine_rules.judge_disk(directory, *rates, readings.DISK_BYTES)
+
 
 def _network_checks(peers: LocalPeers) -> Iterator[Check]:
     ports = ((network_rules.CONTROL_PORT, "control"), (network_rules.DATA_PORT, "data"))
@@ -180,6 +179,7 @@ def _network_checks(peers: LocalPeers) -> Iterator[Check]:
 
         yield Check(f"port {number}", port)
     yield from _NETWORK
+
 
 _NETWORK: Final = (
     Check(
@@ -224,6 +224,7 @@ _SPEEDS: Final = (
     Check("checksums", lambda: machine_rules.judge_hash(readings.measure_hash())),
 )
 ANSWER_SECONDS: Final = 2.0
+
 
 @dataclass(slots=True)
 class LocalPeers:

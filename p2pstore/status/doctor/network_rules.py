@@ -1,24 +1,16 @@
 """Judgements about ports, kernel settings, network interfaces, RDMA devices and GPUs. Pure."""
 
 from __future__ import annotations
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from p2pstore.objects import counted
-from p2pstore.objects import format_bytes
-from p2pstore.status.doctor.finding import Finding
-from p2pstore.status.doctor.finding import Status
-from p2pstore.status.doctor.finding import broken
-from p2pstore.status.doctor.finding import fine
-from p2pstore.status.doctor.finding import skipped
-from p2pstore.status.doctor.finding import warning
-from p2pstore.transfer.rdma.rdma_rules import GidEntry
-from p2pstore.transfer.rdma.rdma_rules import choose_gid
-from p2pstore.transfer.rdma.rdma_topology import Machine
-from p2pstore.transfer.rdma.rdma_topology import Matrix
-from typing import Any
-from typing import Final
+
 import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from p2pstore.objects import counted, format_bytes
+from p2pstore.status.doctor.finding import Finding, Status, broken, fine, skipped, warning
+from p2pstore.transfer.rdma.rdma_rules import GidEntry, choose_gid
+from p2pstore.transfer.rdma.rdma_topology import Machine, Matrix
 
 CONTROL_PORT: Final = 17946
 DATA_PORT: Final = 17947
@@ -28,6 +20,7 @@ JUMBO_SPEED_MEGABITS: Final = 25_000
 """From here on, 1,500-byte frames cost more CPU than the copy."""
 JUMBO_MTU_BYTES: Final = 4096
 PACING: Final = frozenset({"bbr"})
+
 
 def judge_port(port: int, what: str, problem: str, user: str) -> Finding:
     """`problem`: why it cannot be listened on, or nothing. `user`: the local peer that has it."""
@@ -43,6 +36,7 @@ def judge_port(port: int, what: str, problem: str, user: str) -> Finding:
         )
     return fine(name, f"free ({what})")
 
+
 def judge_congestion_control(default: str, used: str) -> Finding:
     """`default`: the system's; `used`: what a data connection of p2pstore gets."""
     name = "congestion control"
@@ -55,6 +49,7 @@ def judge_congestion_control(default: str, used: str) -> Finding:
         )
     return fine(name, used if used == default else f"{used} for data (the default is {default})")
 
+
 def judge_backlog(somaxconn: int) -> Finding:
     if somaxconn < BACKLOG:
         return warning(
@@ -64,6 +59,7 @@ def judge_backlog(somaxconn: int) -> Finding:
             f"`sysctl net.core.somaxconn={BACKLOG}` or more",
         )
     return fine("somaxconn", str(somaxconn))
+
 
 @dataclass(frozen=True, slots=True)
 class InterfaceReading:
@@ -75,6 +71,7 @@ class InterfaceReading:
     speed_megabits: int | None
     numa_node: int | None
     driver: str = ""
+
 
 def judge_interface(reading: InterfaceReading) -> Finding:
     name = f"interface {reading.name}"
@@ -97,7 +94,9 @@ def judge_interface(reading: InterfaceReading) -> Finding:
         )
     return fine(name, text)
 
+
 USED_PORT: Final = 1
+
 
 @dataclass(frozen=True, slots=True)
 class RdmaPortReading:
@@ -110,6 +109,7 @@ class RdmaPortReading:
     link_layer: str
     rate: str
     gids: tuple[GidEntry, ...]
+
 
 def judge_rdma(ports: Sequence[RdmaPortReading], *, pyverbs_problem: str) -> list[Finding]:
     """One finding per port, and one for pyverbs, with the problem of loading it, where there is a device."""
@@ -128,6 +128,7 @@ def judge_rdma(ports: Sequence[RdmaPortReading], *, pyverbs_problem: str) -> lis
     else:
         findings.append(fine("pyverbs", "loads"))
     return findings
+
 
 def _judge_rdma_port(port: RdmaPortReading) -> Finding:
     name = f"rdma {port.device}/{port.port}"
@@ -156,6 +157,7 @@ def _judge_rdma_port(port: RdmaPortReading) -> Finding:
     address = ipaddress.IPv6Address(chosen.gid)
     return fine(name, f"{text}, RoCE v2 as {address.ipv4_mapped or address} (GID {chosen.index})")
 
+
 def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Finding]:
     """One finding per memory location, and one for devices whose NUMA node matters and is not known, unless
     a setting `told` where they are. Nothing without devices."""
@@ -177,6 +179,7 @@ def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Find
         )
     return findings
 
+
 def judge_wrong_topology(problem: str) -> Finding:
     """`problem`: of the given matrix."""
     return broken(
@@ -186,6 +189,7 @@ def judge_wrong_topology(problem: str) -> Finding:
         "correct it: a peer does not start with it. Without one, this command shows what the machine says",
     )
 
+
 @dataclass(frozen=True, slots=True)
 class GpuReading:
     """A display or 3D controller on the PCI bus."""
@@ -193,6 +197,7 @@ class GpuReading:
     address: str
     vendor: str
     numa_node: int | None
+
 
 def judge_gpus(gpus: Sequence[GpuReading]) -> Finding:
     if not gpus:
@@ -204,7 +209,9 @@ def judge_gpus(gpus: Sequence[GpuReading]) -> Finding:
     )
     return fine("gpus", f"{len(gpus)}: {listed}")
 
+
 # --- SSDs of peers ---------------------------------------------------------------------------
+
 
 def judge_ssd(name: str, ssd: Mapping[str, Any]) -> Finding:
     """The SSD of a peer on this machine, by its statistics."""
@@ -227,6 +234,7 @@ def judge_ssd(name: str, ssd: Mapping[str, Any]) -> Finding:
             **measured,
         )
     return fine(f"{name}: ssd", text, **measured)
+
 
 def judge_local_peer(document: Mapping[str, Any], own_version: str) -> list[Finding]:
     """A peer on this machine by its statistics document: its problems in its own words, and readings of it that are as
@@ -257,13 +265,16 @@ def judge_local_peer(document: Mapping[str, Any], own_version: str) -> list[Find
         )
     return [*findings, *problems]
 
+
 def _clock(name: str, ahead: float) -> Finding:
     text = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} the other peers'"
     return fine(f"{name}: clock", text, clock_ahead_seconds=ahead)
 
+
 def _finding(name: str, problem: Mapping[str, str]) -> Finding:
     make = broken if problem["status"] == Status.BROKEN else warning
     return make(f"{name}: {problem['name']}", problem["what"], problem["cause"], problem["cure"])
+
 
 def absent_local_peer(socket: str, reason: str) -> Finding:
     """The named socket has no peer, or none that this user may ask."""
@@ -273,6 +284,7 @@ def absent_local_peer(socket: str, reason: str) -> Finding:
         reason,
         "if it is to run, the end of its log says why it ended (`journalctl -u`, peer.log in its state directory)",
     )
+
 
 def silent_local_peer(socket: str, reason: str) -> Finding:
     """The process at the socket does not answer."""

@@ -5,52 +5,42 @@ deadline; the first that is broken ends the examination, because later steps cou
 """
 
 from __future__ import annotations
+
+import errno
+import logging
+import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+import p2pstore
 from p2pstore.access.keyring import KeyRing
 from p2pstore.addresses import split_address
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Exchange
-from p2pstore.gossip.gossip_messages import ExchangeReply
-from p2pstore.gossip.gossip_messages import Ping
+from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
+from p2pstore.gossip.gossip_messages import ControlKind, Exchange, ExchangeReply, Ping
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost
-from p2pstore.gossip.links.host import HostSettings
-from p2pstore.gossip.links.host import open_control_host
-from p2pstore.gossip.links.identity import Ed25519Verifier
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.sockets import Endpoint
-from p2pstore.gossip.links.sockets import connect
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import open_peer_record
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
+from p2pstore.gossip.links.sockets import Endpoint, connect
+from p2pstore.gossip.records import PeerId, PeerRecord, open_peer_record
 from p2pstore.runtime.linux import host_identity
 from p2pstore.runtime.trio_tasks import sole_cause
 from p2pstore.state.folder import ephemeral
 from p2pstore.status.doctor import way_rules
-from p2pstore.status.doctor.finding import Finding
-from p2pstore.status.doctor.finding import broken
-from p2pstore.status.doctor.finding import fine
-from p2pstore.status.doctor.finding import skipped
-from p2pstore.status.doctor.way_transports import examine_data_address
-from p2pstore.status.doctor.way_transports import examine_rdma
-from p2pstore.status.doctor.way_transports import examine_shared_memory
-from p2pstore.transfer.data_messages import MAX_DATA_VERSION
-from p2pstore.transfer.data_messages import MIN_DATA_VERSION
+from p2pstore.status.doctor.finding import Finding, broken, fine, skipped
+from p2pstore.status.doctor.way_transports import (
+    examine_data_address,
+    examine_rdma,
+    examine_shared_memory,
+)
+from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.wire import Message
-from typing import Final
-import errno
-import logging
-import p2pstore
-import socket
-import time
-import trio
 
 MAX_ADDRESSES: Final = 8
 PINGS: Final = 10
@@ -58,6 +48,7 @@ IP_MTU: Final = 14
 IPV6_MTU: Final = 24
 
 Report = Callable[[Finding], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -71,8 +62,10 @@ class Way:
     timeout_seconds: float
     """For each step."""
 
+
 class _Ended(Exception):
     """A step is broken, and told."""
+
 
 def examine_way(way: Way, report: Report) -> None:
     """Examine the way; each finding is reported as soon as it is there. Raises `ConfigError` for a bad address."""
@@ -84,9 +77,11 @@ def examine_way(way: Way, report: Report) -> None:
     except BaseExceptionGroup as group:
         raise sole_cause(group) from None
 
+
 async def _refuse_requests(peer_id: PeerId, kind: int, request: Message) -> Message:
     """The peer may ask back over the connection; there is nothing here to give."""
     raise Unavailable("this is `mooncake-p2p doctor`, not a member")
+
 
 class _Examination:
     def __init__(self, way: Way, report: Report) -> None:
@@ -252,6 +247,7 @@ class _Examination:
             record, issuer.ticket(record.peer_id, Scope.READ | Scope.PEER), share_seconds, self.report
         )
 
+
 def _own_record(peer_id: PeerId, reply: Message) -> tuple[PeerRecord, int]:
     """The peer's own record, its signature checked, and how many members it knows."""
     if not isinstance(reply, ExchangeReply):
@@ -264,6 +260,7 @@ def _own_record(peer_id: PeerId, reply: Message) -> tuple[PeerRecord, int]:
                 return record, len(reply.delta.records)
     raise ProtocolError("the peer did not send its own record")
 
+
 async def _greeting(sock: socket.socket) -> bytes | None:
     """The other side's first bytes; None for silence of a quarter of a second."""
     with trio.move_on_after(way_rules.GREETING_SECONDS):
@@ -273,6 +270,7 @@ async def _greeting(sock: socket.socket) -> bytes | None:
         except OSError:
             return b""
     return None
+
 
 def path_mtu(sock: socket.socket) -> tuple[int, int]:
     """(largest packet of the route, TCP segment) of a connection, in bytes."""
