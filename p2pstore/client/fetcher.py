@@ -1,54 +1,56 @@
 """Getting an object: from the mapped segment, through the local peer, or from other peers, as its `ReadPlan` says."""
 
 from __future__ import annotations
-
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
-
-import numpy as np
-
-from p2pstore.client.answers import raise_for, tier_name
+from p2pstore.client.answers import raise_for
+from p2pstore.client.answers import tier_name
 from p2pstore.client.holder_reads import HolderReads
 from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.presence_calls import PrefixChains
-from p2pstore.client.read_plan import (
-    AFTER_HERE,
-    AFTER_ONLY_HOLDER,
-    FIRST_PLACES,
-    WATCHED_PLACES,
-    ReadPlace,
-    ReadPlan,
-)
-from p2pstore.errors import (
-    AnswerTooLarge,
-    BufferTooSmall,
-    CapacityExceeded,
-    LeaseLimitExceeded,
-    NoSuchKey,
-    P2PStoreError,
-    ProtocolError,
-    Unavailable,
-)
-from p2pstore.local.local_messages import (
-    OWN_COPY,
-    HolderFailure,
-    Lease,
-    Leased,
-    Plan,
-    PlanItem,
-    Planned,
-    Prefetch,
-)
+from p2pstore.client.read_plan import AFTER_HERE
+from p2pstore.client.read_plan import AFTER_ONLY_HOLDER
+from p2pstore.client.read_plan import FIRST_PLACES
+from p2pstore.client.read_plan import ReadPlace
+from p2pstore.client.read_plan import ReadPlan
+from p2pstore.client.read_plan import WATCHED_PLACES
+from p2pstore.errors import AnswerTooLarge
+from p2pstore.errors import BufferTooSmall
+from p2pstore.errors import CapacityExceeded
+from p2pstore.errors import LeaseLimitExceeded
+from p2pstore.errors import NoSuchKey
+from p2pstore.errors import P2PStoreError
+from p2pstore.errors import ProtocolError
+from p2pstore.errors import Unavailable
+from p2pstore.local.local_messages import HolderFailure
+from p2pstore.local.local_messages import Lease
+from p2pstore.local.local_messages import Leased
+from p2pstore.local.local_messages import OWN_COPY
+from p2pstore.local.local_messages import Plan
+from p2pstore.local.local_messages import PlanItem
+from p2pstore.local.local_messages import Planned
+from p2pstore.local.local_messages import Prefetch
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import Cuts
-from p2pstore.objects import CHUNK_BYTES, namespace_digest
+from p2pstore.objects import CHUNK_BYTES
+from p2pstore.objects import namespace_digest
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
-from p2pstore.transfer.reading.arriving import Destination, ResumableDestination, resumable, watch_of
+from p2pstore.transfer.reading.arriving import Destination
+from p2pstore.transfer.reading.arriving import ResumableDestination
+from p2pstore.transfer.reading.arriving import resumable
+from p2pstore.transfer.reading.arriving import watch_of
 from p2pstore.transfer.reading.segment_reader import Copied
-from p2pstore.transfer.reading.shm_transport import RoomsFor, copy_into, copy_many, read_mapped
-from p2pstore.transfer.transport import BufferDestination, Pulled, PullReport
-from p2pstore.wire import Code, Empty
+from p2pstore.transfer.reading.shm_transport import RoomsFor
+from p2pstore.transfer.reading.shm_transport import copy_into
+from p2pstore.transfer.reading.shm_transport import copy_many
+from p2pstore.transfer.reading.shm_transport import read_mapped
+from p2pstore.transfer.transport import BufferDestination
+from p2pstore.transfer.transport import PullReport
+from p2pstore.transfer.transport import Pulled
+from p2pstore.wire import Code
+from p2pstore.wire import Empty
+from typing import Final
+from typing import TYPE_CHECKING
+import numpy as np
+import time
 
 if TYPE_CHECKING:
     from p2pstore.client.destinations import NewMemory
@@ -62,16 +64,12 @@ LAST_PAUSE_SECONDS: Final = 0.5
 FETCH_SECONDS: Final = 60.0
 """Time that the peer may take to bring an object here. It watches over the progress itself."""
 
-
 class Fetcher:
     """Reads objects for one client. Delivers only bytes that were verified."""
 
-    def __init__(
-        self, link: PeerLink, namespace: str, chains: PrefixChains, *, in_threads: bool
-    ) -> None:
+    def __init__(self, link: PeerLink, namespace: str, *, in_threads: bool) -> None:
         """`in_threads`: see `HolderReads`."""
         self._link = link
-        self._chains = chains
         self._namespace = namespace_digest(namespace)
         self.holders = HolderReads(link, in_threads=in_threads)
         self._known = self.holders.known
@@ -353,8 +351,6 @@ class Fetcher:
             left_to_others = CapacityExceeded, LeaseLimitExceeded, NoSuchKey, Unavailable
         elif plan.has_other_ways:
             left_to_others = CapacityExceeded, LeaseLimitExceeded, Unavailable
-        if item is not None and item.on_ssd:
-            await self.read_ahead(digest)
         try:
             return await self._copy_fetched(key, digest, destination, item)
         except left_to_others:
@@ -406,15 +402,10 @@ class Fetcher:
                 return copied
         return None
 
-    async def read_ahead(self, digest: bytes) -> None:
-        """An object is read from the local peer's SSD: have it bring what is likely to be read next, too."""
-        await self.prefetch(self._chains.after(digest))
-
     async def prefetch(self, digests: bytes) -> None:
         """Have the local peer bring objects (packed digests) to its memory; does not wait for them."""
         if digests:
             await self._link.request(LocalKind.PREFETCH, Prefetch(digests), Empty)
-
 
 def _plan_after(key: str, outcome: object, *, was_asked: bool) -> ReadPlan:
     """The plan after own memory, and after the only holder if it was asked, and how that failed."""
@@ -422,7 +413,6 @@ def _plan_after(key: str, outcome: object, *, was_asked: bool) -> ReadPlan:
     if isinstance(outcome, PullReport):
         plan.failed(outcome)
     return plan
-
 
 def deadline_ms(timeout_seconds: float) -> int:
     """The deadline that the peer is told: a little less than what the client waits, so that its answer arrives."""

@@ -1,28 +1,31 @@
 """Fetching pieces: which from which neighbour, grants, pieces on their way, failures, late pieces at the end. Pure."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
 from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.swarm.selection import Neighbour, PieceNews, SwarmState
-from p2pstore.checkpoint.swarm.swarm_messages import (
-    ANY_PIECE,
-    Abandon,
-    Complete,
-    Failure,
-    FetchPiece,
-    Grant,
-    Invite,
-    PieceArrived,
-    PieceFailed,
-    Refusal,
-    Refuse,
-)
-from p2pstore.checkpoint.swarm.upload_slots import MAX_SLOTS, USUAL_SLOTS, UploadSlots, places_for
+from p2pstore.checkpoint.swarm.selection import Neighbour
+from p2pstore.checkpoint.swarm.selection import PieceNews
+from p2pstore.checkpoint.swarm.selection import SwarmState
+from p2pstore.checkpoint.swarm.swarm_messages import ANY_PIECE
+from p2pstore.checkpoint.swarm.swarm_messages import Abandon
+from p2pstore.checkpoint.swarm.swarm_messages import Complete
+from p2pstore.checkpoint.swarm.swarm_messages import Failure
+from p2pstore.checkpoint.swarm.swarm_messages import FetchPiece
+from p2pstore.checkpoint.swarm.swarm_messages import Grant
+from p2pstore.checkpoint.swarm.swarm_messages import Invite
+from p2pstore.checkpoint.swarm.swarm_messages import PieceArrived
+from p2pstore.checkpoint.swarm.swarm_messages import PieceFailed
+from p2pstore.checkpoint.swarm.swarm_messages import Refusal
+from p2pstore.checkpoint.swarm.swarm_messages import Refuse
+from p2pstore.checkpoint.swarm.upload_slots import MAX_SLOTS
+from p2pstore.checkpoint.swarm.upload_slots import USUAL_SLOTS
+from p2pstore.checkpoint.swarm.upload_slots import UploadSlots
+from p2pstore.checkpoint.swarm.upload_slots import places_for
+from typing import Final
+from typing import TYPE_CHECKING
+import math
 
 if TYPE_CHECKING:
     from p2pstore.checkpoint.swarm.swarm import Swarm
@@ -36,7 +39,6 @@ SHARE_OF_NEWEST_GRANT: Final = 1 / 8
 LATE: Final = 1.5
 """Near the end, a piece is late after this many times its sender's usual time."""
 
-
 @dataclass(slots=True, eq=False)
 class Flight:
     """A piece on its way from one member."""
@@ -47,7 +49,6 @@ class Flight:
     deadline: float
     held_up_at: float
     """When its sender turns out to be slow; -infinity when that is known."""
-
 
 class Flights:
     """Pieces on their way, and places for more. A piece comes from one member, near the end from two at most. Pieces
@@ -130,7 +131,6 @@ class Flights:
                 soonest = min(soonest, flight.held_up_at)
         return soonest
 
-
 class Receiving:
     """The receiver's side of one swarm member."""
 
@@ -166,7 +166,7 @@ class Receiving:
         refusal = Refusal.NOTHING
         if not self._room:
             refusal = Refusal.LATER if named == ANY_PIECE else Refusal.FULL
-        elif (piece := self._choose(neighbour, named, now)) is not None:
+        elif (piece := self._choose(neighbour, named)) is not None:
             self._fetch(neighbour, piece, now)
             return
         if named != ANY_PIECE:  # a publisher comes first: all wait for its link
@@ -204,13 +204,12 @@ class Receiving:
 
     # --- fetching --------------------------------------------------------------------------------
 
-    def _choose(self, neighbour: Neighbour, named: int, now: float) -> int | None:
+    def _choose(self, neighbour: Neighbour, named: int) -> int | None:
         state = self._state
         wanted = state.selection.wanted & state.host.mask
         if named != ANY_PIECE and 0 <= named < state.count and wanted >> named & 1:
             return named
-        piece = state.selection.choose(neighbour.pieces & state.host.mask)
-        return self._late_piece(neighbour, now) if piece is None and not wanted else piece
+        return state.selection.choose(neighbour.pieces & state.host.mask)
 
     def _fetch(self, neighbour: Neighbour, piece: int, now: float) -> None:
         state, member = self._state, neighbour.member
@@ -370,17 +369,6 @@ class Receiving:
             if holder is not None:
                 self._fetch(holder, piece, now)
         self.hurry_at = now + soonest
-
-    def _late_piece(self, neighbour: Neighbour, now: float) -> int | None:
-        """A piece on its way from another neighbour that this one would bring sooner."""
-        for piece, flight in self.flights.alone():
-            if (
-                neighbour.pieces >> piece & 1
-                and flight.member != neighbour.member
-                and self._would_be_sooner(neighbour, piece, flight, now)
-            ):
-                return piece
-        return None
 
     def _would_be_sooner(self, neighbour: Neighbour, piece: int, flight: Flight, now: float) -> bool:
         senders, size = self._state.senders, self._state.sizes[piece]
