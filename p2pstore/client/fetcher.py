@@ -1,56 +1,53 @@
 """Getting an object: from the mapped segment, through the local peer, or from other peers, as its `ReadPlan` says."""
 
 from __future__ import annotations
+
+import time
 from collections.abc import Sequence
-from p2pstore.client.answers import raise_for
-from p2pstore.client.answers import tier_name
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from p2pstore.client.answers import raise_for, tier_name
 from p2pstore.client.holder_reads import HolderReads
 from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.read_plan import AFTER_HERE
-from p2pstore.client.read_plan import AFTER_ONLY_HOLDER
-from p2pstore.client.read_plan import FIRST_PLACES
-from p2pstore.client.read_plan import ReadPlace
-from p2pstore.client.read_plan import ReadPlan
-from p2pstore.client.read_plan import WATCHED_PLACES
-from p2pstore.errors import AnswerTooLarge
-from p2pstore.errors import BufferTooSmall
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import LeaseLimitExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
-from p2pstore.local.local_messages import HolderFailure
-from p2pstore.local.local_messages import Lease
-from p2pstore.local.local_messages import Leased
-from p2pstore.local.local_messages import OWN_COPY
-from p2pstore.local.local_messages import Plan
-from p2pstore.local.local_messages import PlanItem
-from p2pstore.local.local_messages import Planned
-from p2pstore.local.local_messages import Prefetch
+from p2pstore.client.read_plan import (
+    AFTER_HERE,
+    AFTER_ONLY_HOLDER,
+    FIRST_PLACES,
+    WATCHED_PLACES,
+    ReadPlace,
+    ReadPlan,
+)
+from p2pstore.errors import (
+    AnswerTooLarge,
+    BufferTooSmall,
+    CapacityExceeded,
+    LeaseLimitExceeded,
+    NoSuchKey,
+    P2PStoreError,
+    ProtocolError,
+    Unavailable,
+)
+from p2pstore.local.local_messages import (
+    OWN_COPY,
+    HolderFailure,
+    Lease,
+    Leased,
+    Plan,
+    PlanItem,
+    Planned,
+    Prefetch,
+)
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import Cuts
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import CHUNK_BYTES, namespace_digest
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
-from p2pstore.transfer.reading.arriving import Destination
-from p2pstore.transfer.reading.arriving import ResumableDestination
-from p2pstore.transfer.reading.arriving import resumable
-from p2pstore.transfer.reading.arriving import watch_of
+from p2pstore.transfer.reading.arriving import Destination, ResumableDestination, resumable, watch_of
 from p2pstore.transfer.reading.segment_reader import Copied
-from p2pstore.transfer.reading.shm_transport import RoomsFor
-from p2pstore.transfer.reading.shm_transport import copy_into
-from p2pstore.transfer.reading.shm_transport import copy_many
-from p2pstore.transfer.reading.shm_transport import read_mapped
-from p2pstore.transfer.transport import BufferDestination
-from p2pstore.transfer.transport import PullReport
-from p2pstore.transfer.transport import Pulled
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from typing import Final
-from typing import TYPE_CHECKING
-import numpy as np
-import time
+from p2pstore.transfer.reading.shm_transport import RoomsFor, copy_into, copy_many, read_mapped
+from p2pstore.transfer.transport import BufferDestination, Pulled, PullReport
+from p2pstore.wire import Code, Empty
 
 if TYPE_CHECKING:
     from p2pstore.client.destinations import NewMemory
@@ -63,6 +60,7 @@ LAST_PAUSE_SECONDS: Final = 0.5
 """Between two reads of a key that is waited for and that no named holder delivered."""
 FETCH_SECONDS: Final = 60.0
 """Time that the peer may take to bring an object here. It watches over the progress itself."""
+
 
 class Fetcher:
     """Reads objects for one client. Delivers only bytes that were verified."""
@@ -407,12 +405,14 @@ class Fetcher:
         if digests:
             await self._link.request(LocalKind.PREFETCH, Prefetch(digests), Empty)
 
+
 def _plan_after(key: str, outcome: object, *, was_asked: bool) -> ReadPlan:
     """The plan after own memory, and after the only holder if it was asked, and how that failed."""
     plan = ReadPlan(key, AFTER_ONLY_HOLDER if was_asked else AFTER_HERE)
     if isinstance(outcome, PullReport):
         plan.failed(outcome)
     return plan
+
 
 def deadline_ms(timeout_seconds: float) -> int:
     """The deadline that the peer is told: a little less than what the client waits, so that its answer arrives."""

@@ -1,55 +1,40 @@
 """Reading from other peers: by connections and mappings of the client's own, each read reported to the local peer."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from itertools import accumulate
-from itertools import compress
-from itertools import pairwise
-from p2pstore.client.known_holders import KnownHolders
-from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.read_plan import OnlyHolder
-from p2pstore.client.read_plan import ReadPlan
-from p2pstore.client.read_plan import blamed
-from p2pstore.client.read_plan import remote_copy
-from p2pstore.local.local_messages import HolderFailure
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import Version
-from p2pstore.runtime.streams import Driver
-from p2pstore.runtime.streams import Event
-from p2pstore.runtime.streams import Work
-from p2pstore.runtime.streams import together
-from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
-from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.failover import is_silence
-from p2pstore.transfer.reading.arriving import Destination
-from p2pstore.transfer.reading.arriving import ResumableDestination
-from p2pstore.transfer.reading.connection_pool import ConnectionPool
-from p2pstore.transfer.reading.shm_transport import RoomsFor
-from p2pstore.transfer.reading.shm_transport import ShmTransport
-from p2pstore.transfer.reading.shm_transport import copy_into
-from p2pstore.transfer.reading.shm_transport import copy_many
-from p2pstore.transfer.reading.small_reads import Part
-from p2pstore.transfer.reading.span_reads import BatchItem
-from p2pstore.transfer.reading.span_reads import ItemOutcome
-from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.transport import PullReport
-from p2pstore.transfer.transport import Pulled
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.transfer.transport import SLICED_BYTES
-from p2pstore.transfer.transport import Transport
-from p2pstore.transfer.transport import failed_report
-from p2pstore.transfer.transport import pull_with_failover
-from p2pstore.transfer.transport import with_alternatives
-from random import Random
-from typing import Final
+
 import math
 import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate, compress, pairwise
+from random import Random
+from typing import Final
+
+from p2pstore.client.known_holders import KnownHolders
+from p2pstore.client.peer_link import PeerLink
+from p2pstore.client.read_plan import OnlyHolder, ReadPlan, blamed, remote_copy
+from p2pstore.local.local_messages import HolderFailure
+from p2pstore.objects import CHUNK_BYTES, Version
+from p2pstore.runtime.streams import Driver, Event, Work, together
+from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
+from p2pstore.transfer.failover import PullFailed, is_silence
+from p2pstore.transfer.reading.arriving import Destination, ResumableDestination
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
+from p2pstore.transfer.reading.shm_transport import RoomsFor, ShmTransport, copy_into, copy_many
+from p2pstore.transfer.reading.small_reads import Part
+from p2pstore.transfer.reading.span_reads import BatchItem, ItemOutcome
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
+from p2pstore.transfer.transport import (
+    SLICED_BYTES,
+    Pulled,
+    PullReport,
+    RemoteCopy,
+    Transport,
+    failed_report,
+    pull_with_failover,
+    with_alternatives,
+)
 
 MAX_HOLDERS: Final = 8
 """Holders that one batch is read from at once."""
@@ -67,6 +52,7 @@ PullSmall = Callable[
     [RemoteCopy, Sequence[bytes], Sequence[memoryview]], Awaitable[tuple[list[int], PullFailed | None]]
 ]
 """See `ConnectionPool.pull_small`."""
+
 
 class HolderReads:
     """The ways of one client to other peers."""
@@ -285,8 +271,10 @@ class HolderReads:
                 copy.member, length_bytes, seconds, requests=requests, on_ssd=copy.on_ssd
             )
 
+
 def _with_alternatives(copy: RemoteCopy, others: Collection[bytes]) -> RemoteCopy:
     return with_alternatives(copy, others, soon=True) if others else copy
+
 
 class _Waiting:
     """A read that waits for its turn. A batch is read into `room`: the task may be cancelled meanwhile, and reuse its
@@ -310,6 +298,7 @@ class _Waiting:
         self.length = -1
         self.failure: PullFailed | None = None
 
+
 class _Holder:
     """The readers of one holder: `alone` of at most `most_alone`. `leads`: a reader gathers or reads a batch, or is
     called to do so; no other begins then."""
@@ -329,6 +318,7 @@ class _Holder:
         return not self.alone and (
             self.most_alone < MAX_ALONE or time.monotonic() - self.gathered_at >= GATHER_SECONDS
         )
+
 
 class ReadingTogether:
     """Small reads of many tasks of one event loop from one holder, in batches. From 5 concurrent reads on, tasks wait
@@ -429,6 +419,7 @@ class ReadingTogether:
             holder.leads = False
             _call_next(holder)
 
+
 def _leave(holder: _Holder, waiting: _Waiting) -> None:
     """The task was cancelled while it waited, or just as it was called."""
     waiting.is_gone = True
@@ -439,6 +430,7 @@ def _leave(holder: _Holder, waiting: _Waiting) -> None:
     elif waiting.is_alone:
         holder.alone -= 1
     _call_next(holder)
+
 
 def _call_next(holder: _Holder) -> None:
     """Call the next readers: each alone where they are few, else one for all."""
@@ -455,6 +447,7 @@ def _call_next(holder: _Holder) -> None:
         each.is_alone = True
         each.event.set()
     queue.clear()
+
 
 def _fail_if_silent(holder: _Holder, failure: PullFailed) -> None:
     """Fail the waiting reads when the holder did not answer: they do not wait for it once more."""

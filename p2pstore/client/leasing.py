@@ -1,34 +1,26 @@
 """Leases of objects in place: shared, asked for, taken at a neighbour, and fetched first where need be."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from p2pstore.client.answers import error_in
-from p2pstore.client.answers import plain_error
-from p2pstore.client.fetcher import FETCH_SECONDS
-from p2pstore.client.fetcher import Fetcher
-from p2pstore.client.fetcher import deadline_ms
+from typing import Final, TypeVar
+
+from p2pstore.client.answers import error_in, plain_error
+from p2pstore.client.fetcher import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.host_neighbours import Neighbours
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.read_plan import SSD
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import Holder
-from p2pstore.local.local_messages import LeaseGrant
+from p2pstore.local.local_messages import Holder, LeaseGrant
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MAX_ITEMS
-from p2pstore.objects import Announced
-from p2pstore.objects import Version
+from p2pstore.objects import Announced, Version
 from p2pstore.transfer.reading.shm_transport import ShmTransport
 from p2pstore.transfer.transport import HOLDER_ANSWER_SECONDS
 from p2pstore.wire import Code
-from typing import Final
-from typing import TypeVar
-import time
 
 T = TypeVar("T")
 LEASES_PER_REQUEST: Final = MAX_ITEMS[LocalKind.LEASE]
@@ -38,6 +30,7 @@ FETCHED_AT_ONCE: Final = 16
 """Objects that the local peer brings concurrently for one request."""
 View = memoryview | P2PStoreError | ValueError
 """A view, or why there is none."""
+
 
 class Leaser:
     """Takes leases for one client; the `LeaseBook` of the link to the granting peer keeps them."""
@@ -70,6 +63,7 @@ class Leaser:
         await batch.lease(here=here)
         return batch.views()
 
+
 def note_viewed(link: PeerLink, holder: Holder, views: Sequence[memoryview]) -> None:
     """Have the local peer count views at a neighbour, which needed no request."""
     if views:
@@ -77,6 +71,7 @@ def note_viewed(link: PeerLink, holder: Holder, views: Sequence[memoryview]) -> 
         link.ledger.count(
             holder.member, ShmTransport.name, objects=len(views), length_bytes=length_bytes, failures=0
         )
+
 
 def neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
     """The holders of a plan on this host that have the newest version: in memory, or on an SSD when none has it in
@@ -92,6 +87,7 @@ def neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
         and (holder.clock, holder.writer, holder.root) == newest
     ]
 
+
 def share(link: PeerLink, digest: bytes, announced: Announced | None = None) -> memoryview | None:
     """A view that needs no request: under a lease that this client has already, or one that it takes by itself. None
     when there is none, or only one of a version that this neighbour may not give."""
@@ -99,6 +95,7 @@ def share(link: PeerLink, digest: bytes, announced: Announced | None = None) -> 
     if view is not None:
         link.ledger.read(digest, len(view), is_view=True)
     return view
+
 
 def shared_view(link: PeerLink, digest: bytes, announced: Announced | None = None) -> memoryview | None:
     """`share`, but not counted as a view."""
@@ -115,6 +112,7 @@ def shared_view(link: PeerLink, digest: bytes, announced: Announced | None = Non
         raise
     return view
 
+
 def _share_seen(link: PeerLink, digest: bytes, announced: Announced | None) -> memoryview | None:
     for number, reader in enumerate(link.readers):
         seen = reader.sight(digest)
@@ -128,6 +126,7 @@ def _share_seen(link: PeerLink, digest: bytes, announced: Announced | None) -> m
         if view is not None:
             return view
     return None
+
 
 async def ask(
     link: PeerLink,
@@ -163,11 +162,13 @@ async def ask(
             link.give_back(reply)
         raise
 
+
 def give_back_unused(link: PeerLink, grant: local.LeaseGrant | None) -> None:
     """Give back a lease, if it is one, of which no view was made."""
     if grant is not None and not grant.error.code:
         link.leases.forsake(grant.lease)
         link.wake_janitor()
+
 
 def view_under(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memoryview:
     """The view that was granted."""
@@ -180,13 +181,16 @@ def view_under(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memory
     link.wake_janitor()
     return view
 
+
 def announced(holder: Holder) -> Announced:
     """The version that a holder has by the plan, and those that it may give instead."""
     return Announced(holder.member & 0xFFFF, Version(holder.clock, holder.writer, holder.root))
 
+
 def version_of(grant: local.LeaseGrant) -> Version:
     """The version that was granted."""
     return Version(grant.clock, grant.writer, grant.root)
+
 
 class _Batch:
     """One lease, or many at once. Each step settles some of the items, which are known by their numbers."""
@@ -411,9 +415,11 @@ class _Batch:
         self._views[number] = view
         del self._wanted[number]
 
+
 def _forsake_all(link: PeerLink, grants: Sequence[LeaseGrant]) -> None:
     for grant in grants:
         give_back_unused(link, grant)
+
 
 def _slices(some: Sequence[T], count: int) -> Iterator[Sequence[T]]:
     for start in range(0, len(some), count):

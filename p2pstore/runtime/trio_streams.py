@@ -5,31 +5,7 @@ Accepting connections through shortages of descriptors and memory.
 """
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager
-from contextlib import asynccontextmanager
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.runtime.linux import is_ready
-from p2pstore.runtime.linux import is_shortage
-from p2pstore.runtime.linux import shortage
-from p2pstore.runtime.streams import BytesLike
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
-from p2pstore.runtime.streams import Event
-from p2pstore.runtime.streams import HelperTask
-from p2pstore.runtime.streams import NonblockingStream
-from p2pstore.runtime.streams import SEND_PIECE_BYTES
-from p2pstore.runtime.streams import StartHelper
-from p2pstore.runtime.streams import connect_first
-from p2pstore.runtime.streams import connect_nonblocking
-from p2pstore.runtime.streams import shut_down
-from p2pstore.runtime.streams import stalled
-from p2pstore.runtime.streams import tune_tcp
-from p2pstore.runtime.trio_tasks import sole_cause
-from typing import Any
-from typing import Final
-from typing import TypeVar
+
 import contextlib
 import errno
 import logging
@@ -37,9 +13,32 @@ import math
 import os
 import socket
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Final, TypeVar
+
 import trio
 
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.runtime.linux import is_ready, is_shortage, shortage
+from p2pstore.runtime.streams import (
+    DEFAULT_PROGRESS_SECONDS,
+    SEND_PIECE_BYTES,
+    BytesLike,
+    Event,
+    HelperTask,
+    NonblockingStream,
+    StartHelper,
+    connect_first,
+    connect_nonblocking,
+    shut_down,
+    stalled,
+    tune_tcp,
+)
+from p2pstore.runtime.trio_tasks import sole_cause
+
 T = TypeVar("T")
+
 
 class TrioStream(NonblockingStream):
     """A `ByteStream` under trio."""
@@ -141,6 +140,7 @@ class TrioStream(NonblockingStream):
             trio.lowlevel.notify_closing(self._sock)
             self._sock.close()
 
+
 class _TrioEvent:
     def __init__(self) -> None:
         self._event = trio.Event()
@@ -155,6 +155,7 @@ class _TrioEvent:
         with trio.move_on_after(timeout_seconds):
             await self._event.wait()
         return self._event.is_set()
+
 
 class _TrioHelper:
     """A helper of the trio driver."""
@@ -172,6 +173,7 @@ class _TrioHelper:
 
     def connected(self) -> None:
         """A task that is cancelled takes care of its connection itself."""
+
 
 class TrioDriver:
     """The `Driver` of the peer and of the trio client."""
@@ -236,15 +238,18 @@ class TrioDriver:
     def interrupted(self, error: Exception) -> BaseException:
         return error
 
+
 async def connect_socket(sock: socket.socket, address: Any) -> None:
     """Connect a fresh socket. Raises `OSError`."""
     await connect_nonblocking(sock, address, trio.sleep, trio.lowlevel.wait_writable)
     await trio.lowlevel.checkpoint_if_cancelled()
 
+
 SAY_SECONDS: Final = 60.0
 """How often one listener says that it lacks something."""
 FIRST_PAUSE_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 2.0
+
 
 class Accepting:
     """Accepts connections of one listener of `what` (for people), on through shortages: logged once a minute, with

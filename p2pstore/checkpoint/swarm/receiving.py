@@ -1,31 +1,28 @@
 """Fetching pieces: which from which neighbour, grants, pieces on their way, failures, late pieces at the end. Pure."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.swarm.selection import Neighbour
-from p2pstore.checkpoint.swarm.selection import PieceNews
-from p2pstore.checkpoint.swarm.selection import SwarmState
-from p2pstore.checkpoint.swarm.swarm_messages import ANY_PIECE
-from p2pstore.checkpoint.swarm.swarm_messages import Abandon
-from p2pstore.checkpoint.swarm.swarm_messages import Complete
-from p2pstore.checkpoint.swarm.swarm_messages import Failure
-from p2pstore.checkpoint.swarm.swarm_messages import FetchPiece
-from p2pstore.checkpoint.swarm.swarm_messages import Grant
-from p2pstore.checkpoint.swarm.swarm_messages import Invite
-from p2pstore.checkpoint.swarm.swarm_messages import PieceArrived
-from p2pstore.checkpoint.swarm.swarm_messages import PieceFailed
-from p2pstore.checkpoint.swarm.swarm_messages import Refusal
-from p2pstore.checkpoint.swarm.swarm_messages import Refuse
-from p2pstore.checkpoint.swarm.upload_slots import MAX_SLOTS
-from p2pstore.checkpoint.swarm.upload_slots import USUAL_SLOTS
-from p2pstore.checkpoint.swarm.upload_slots import UploadSlots
-from p2pstore.checkpoint.swarm.upload_slots import places_for
-from typing import Final
-from typing import TYPE_CHECKING
+
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.checkpoint.content.pieces import NO_PIECES
+from p2pstore.checkpoint.swarm.selection import Neighbour, PieceNews, SwarmState
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    ANY_PIECE,
+    Abandon,
+    Complete,
+    Failure,
+    FetchPiece,
+    Grant,
+    Invite,
+    PieceArrived,
+    PieceFailed,
+    Refusal,
+    Refuse,
+)
+from p2pstore.checkpoint.swarm.upload_slots import MAX_SLOTS, USUAL_SLOTS, UploadSlots, places_for
 
 if TYPE_CHECKING:
     from p2pstore.checkpoint.swarm.swarm import Swarm
@@ -39,6 +36,7 @@ SHARE_OF_NEWEST_GRANT: Final = 1 / 8
 LATE: Final = 1.5
 """Near the end, a piece is late after this many times its sender's usual time."""
 
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """A piece on its way from one member."""
@@ -49,6 +47,7 @@ class Flight:
     deadline: float
     held_up_at: float
     """When its sender turns out to be slow; -infinity when that is known."""
+
 
 class Flights:
     """Pieces on their way, and places for more. A piece comes from one member, near the end from two at most. Pieces
@@ -130,6 +129,7 @@ class Flights:
             if flight.held_up_at > -math.inf:
                 soonest = min(soonest, flight.held_up_at)
         return soonest
+
 
 class Receiving:
     """The receiver's side of one swarm member."""

@@ -6,53 +6,45 @@ remaining bytes would be taken for the next reply.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ProtocolError
-from p2pstore.objects import KIB
-from p2pstore.runtime.flow import Flow
-from p2pstore.runtime.flow import HolderLimits
-from p2pstore.runtime.flow import MAX_LEAST_RATE
-from p2pstore.runtime.flow import NO_LIMITS
-from p2pstore.runtime.flow import Outrun
-from p2pstore.runtime.streams import ByteStream
-from p2pstore.runtime.streams import MAX_GATHER
-from p2pstore.runtime.streams import advance
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Hello
-from p2pstore.transfer.data_messages import HelloReply
-from p2pstore.transfer.data_messages import MAX_DATA_VERSION
-from p2pstore.transfer.data_messages import MIN_DATA_VERSION
-from p2pstore.transfer.data_messages import Proof
-from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.failover import Unannounced
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.read_tickets import NONCE_BYTES
-from p2pstore.transfer.read_tickets import check_proof
-from p2pstore.transfer.read_tickets import prove
-from p2pstore.wire import Code
-from p2pstore.wire import DATA_REPLY_LIMITS
-from p2pstore.wire import ERROR
-from p2pstore.wire import Failure
-from p2pstore.wire import FrameHeader
-from p2pstore.wire import HEADER_BYTES
-from p2pstore.wire import Message
-from p2pstore.wire import PREFACE_DATA
-from p2pstore.wire import REPLY
-from p2pstore.wire import decode_body
-from p2pstore.wire import decode_header
-from p2pstore.wire import encode_frame
-from p2pstore.wire import error_of
-from p2pstore.wire import negotiate_version
-from types import TracebackType
-from typing import Final
-from typing import Self
-from typing import TypeVar
-from xxhash import xxh3_64
+
 import os
 import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+from xxhash import xxh3_64
+
+from p2pstore.errors import AuthenticationFailed, DeadlineExceeded, ProtocolError
+from p2pstore.objects import KIB
+from p2pstore.runtime.flow import MAX_LEAST_RATE, NO_LIMITS, Flow, HolderLimits, Outrun
+from p2pstore.runtime.streams import MAX_GATHER, ByteStream, advance
+from p2pstore.transfer.data_messages import (
+    MAX_DATA_VERSION,
+    MIN_DATA_VERSION,
+    DataKind,
+    Hello,
+    HelloReply,
+    Proof,
+)
+from p2pstore.transfer.failover import PullFailed, Unannounced
+from p2pstore.transfer.read_tickets import NONCE_BYTES, GrantedTicket, check_proof, prove
+from p2pstore.wire import (
+    DATA_REPLY_LIMITS,
+    ERROR,
+    HEADER_BYTES,
+    PREFACE_DATA,
+    REPLY,
+    Code,
+    Failure,
+    FrameHeader,
+    Message,
+    decode_body,
+    decode_header,
+    encode_frame,
+    error_of,
+    negotiate_version,
+)
 
 R = TypeVar("R", bound=Message)
 _NO_BULK: Final = memoryview(b"")
@@ -65,6 +57,7 @@ HEAD_BYTES: Final = 4 * KIB
 SUMMED_BYTES: Final = 256 * KIB
 """Most bytes received before they are summed: more would leave the core's own cache, through which each byte passes
 twice, in the kernel's memory and in the destination."""
+
 
 class DataRequests:
     """An authenticated connection to another peer. Make one with `open`.
@@ -215,6 +208,7 @@ class DataRequests:
         self.unanswered -= 1
         self.bulk_left = header.bulk_length
 
+
 class Operation:
     """Closes the connection when an exchange does not end where the next one can begin. Entering raises
     `ConnectionResetError` when it is closed already."""
@@ -240,6 +234,7 @@ class Operation:
         if connection.in_the_middle or is_damage(error) or connection.abandoned:
             connection.close()
 
+
 def is_damage(error: BaseException | None) -> bool:
     """Whether what this side received makes no sense, so that it should not go on with the other."""
     if isinstance(error, Unannounced):  # its bytes are what it says
@@ -248,9 +243,11 @@ def is_damage(error: BaseException | None) -> bool:
         return error.code in (Code.STALE, Code.MALFORMED)
     return isinstance(error, (OSError, ProtocolError))
 
+
 def _known(code: int) -> Code:
     """A code as sent; INTERNAL for one that a newer version made up."""
     return Code(code) if code in Code._value2member_map_ else Code.INTERNAL
+
 
 class Inbox:
     """Received bytes before they have a place: headers, bodies and small payloads that came with them.
