@@ -9,15 +9,14 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
 from tests.commands import ran
+from tests.forked import COMMAND
 
-COMMAND = [sys.executable, "-m", "mooncake_p2p"]
 COMMAND_SECONDS = 60.0
 NAMES = Path("/etc/netns")
 """`ip netns exec` puts what is in here over /etc."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from p2pstore.objects import MIB
-from tests.cluster.machines import COMMAND, COMMAND_SECONDS, Machine, Peer, done, failed
+from tests.cluster.machines import COMMAND_SECONDS, Machine, Peer, done, failed
+from tests.forked import COMMAND, start
 from tests.waiting import eventually
 
 
@@ -115,7 +116,7 @@ def test_several_peers_must_be_told_apart(pair: tuple[Peer, Peer]) -> None:
 def test_a_reader_that_stops_reading(pair: tuple[Peer, Peer]) -> None:
     first, _ = pair
     first.client.put("long", bytes(4 * MIB))
-    process = subprocess.Popen(
+    process = start(
         [*COMMAND, "get", "long", "--socket", first.ready["socket"]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

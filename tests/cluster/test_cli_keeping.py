@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from p2pstore.objects import MIB
-from tests.cluster.machines import COMMAND, Peer, done, failed, new_machine
+from tests.cluster.machines import Peer, done, failed, new_machine
+from tests.forked import COMMAND, start
 from tests.waiting import eventually
 
 
@@ -33,7 +34,7 @@ def stopped(peer: Peer) -> Iterator[None]:
 
 def started(peer: Peer, *arguments: str) -> subprocess.Popen[bytes]:
     """A command that runs while the test goes on."""
-    return subprocess.Popen(
+    return start(
         [*COMMAND, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -19,9 +19,9 @@ import pytest
 
 from p2pstore import blocking
 from tests.commands import ran
+from tests.forked import COMMAND
 from tests.waiting import eventually
 
-COMMAND = [sys.executable, "-m", "mooncake_p2p"]
 COMMAND_SECONDS = 60.0
 
 
