@@ -89,7 +89,10 @@ def _server() -> socket.socket:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with there:
         command = [sys.executable, "-m", "tests.forked", str(there.fileno())]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()])
+        root = Path(__file__).parents[1]
+        process = subprocess.Popen(
+            command, cwd=root, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()]
+        )
         process.returncode = 0  # it is not waited for
     atexit.register(here.close)
     return here

@@ -63,7 +63,7 @@ class Peer:
         """How many live members this peer sees."""
         return sum(member.status == "alive" for member in self.client.peers())
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 10.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> int:
         if self._client is not None:
             self._client.close()
         if self.process.poll() is None:

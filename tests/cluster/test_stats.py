@@ -235,7 +235,7 @@ def test_watch_into_a_pipe_gives_a_line_of_json_per_interval(machine: Machine) -
             puts = total
         assert peer.stop(signal.SIGKILL) == -signal.SIGKILL
         rest = process.stderr.read()
-        assert process.wait(10) == 4
+        assert process.wait(60) == 4
         assert rest.startswith(b"error: ")
 
 
@@ -286,7 +286,7 @@ def test_watch_on_a_terminal_outlives_the_peer_and_leaves_it_clean(machine: Mach
             else b""
         )
         assert SHOW_CURSOR in left
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
         assert process.stderr.read() == b""
     finally:
         process.kill()

@@ -911,7 +911,7 @@ async def read_frame(stream: Any) -> tuple[int, int, int, bytes, bytes]:
 
 async def assert_closed(stream: Any) -> None:
     """The other side ends the connection, perhaps after saying why."""
-    with trio.fail_after(5), contextlib.suppress(ConnectionError):
+    with trio.fail_after(60), contextlib.suppress(ConnectionError):
         while await stream.receive_into(memoryview(bytearray(4096))):
             pass
     stream.close()
