@@ -1,77 +1,66 @@
 """Real peers under attack: broken clients, lying peers, and processes that die at the worst moment."""
 
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from contextlib import closing
-from contextlib import suppress
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+
+import p2pstore
 from p2pstore import errors
 from p2pstore.access.keyring import KeyRing
 from p2pstore.client.trio_client import Client
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.home_messages import Holding
-from p2pstore.home_messages import Push
+from p2pstore.gossip.records import LocationRecord, SignedRecord
+from p2pstore.home_messages import Holding, Push
 from p2pstore.local import local_messages as local
 from p2pstore.local import older_put_messages as older
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
+from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.state.state_files import FloorsFile
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import ObjectReply
-from p2pstore.transfer.data_messages import Objects
-from p2pstore.transfer.data_messages import Ping
-from p2pstore.transfer.peer_messages import ClusterRecords
-from p2pstore.transfer.peer_messages import ListKeys
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.transfer.peer_messages import PinItem
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import SetPins
-from p2pstore.transfer.peer_messages import Snapshot
+from p2pstore.transfer.data_messages import DataKind, ObjectReply, Objects, Ping
+from p2pstore.transfer.peer_messages import (
+    ClusterRecords,
+    ListKeys,
+    Locations,
+    Lookup,
+    PinItem,
+    Replicate,
+    SetPins,
+    Snapshot,
+)
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.transfer.transport import RemotePeer
-from p2pstore.wire import Empty
-from p2pstore.wire import Message
-from pathlib import Path
-from random import Random
+from p2pstore.wire import Empty, Message
 from simulation.segment_checks import check_segment
 from tests.cluster.machines import Peer as Process
 from tests.cluster.machines import new_machine
-from tests.cluster.peers import cluster
-from tests.cluster.peers import config
+from tests.cluster.peers import cluster, config
 from tests.long_runs import only_in_long_runs
-from tests.waiting import eventually
-from tests.waiting import until
-from typing import Any
-import errno
-import logging
-import msgspec
-import os
-import p2pstore
-import pytest
-import signal
-import subprocess
-import sys
-import time
-import trio
+from tests.waiting import eventually, until
 
 HUGE = 2**64 - 1
 PATIENCE_SECONDS = 120.0
 """Upper bound of every wait, however busy the machine is: only a peer that hangs reaches it."""
+
 
 async def still_well(*peers: Peer) -> None:
     """Each peer stores, serves and answers, has no operation left, and its segment is consistent."""
@@ -85,11 +74,13 @@ async def still_well(*peers: Peer) -> None:
         await until(lambda core=core: core.operations_under_way == 0)  # type: ignore[misc]  # bound now
         check_segment(core.segment)
 
+
 def request(
     client: Client, kind: LocalKind, message: Message, reply: type[Any], extra_seconds: float = 0.0
 ) -> Any:
     """Any request over a client's own connection."""
     return client._link.request(kind, message, reply, extra_seconds=extra_seconds)
+
 
 async def reserve(client: Client, length: int, count: int = 1) -> list[older.Reservation]:
     items = [(length, 4096)] * count
@@ -98,16 +89,20 @@ async def reserve(client: Client, length: int, count: int = 1) -> list[older.Res
     )
     return reply.items
 
+
 def commit_item(reservation: int, key: str, value: bytes, **fields: Any) -> PutFacts:
     sums = chunk_sums(value)
     return PutFacts(reservation, key, len(value), sums, root_checksum(len(value), sums), **fields)
 
+
 # --- broken clients --------------------------------------------------------------------------
+
 
 @asynccontextmanager
 async def open_second_client(peer: Peer) -> AsyncIterator[Client]:
     async with p2pstore.connect(peer.socket) as client:
         yield client
+
 
 async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Path) -> None:
     """The peer asks another for the slot of a key; meanwhile the reservations end."""
@@ -147,7 +142,9 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
             await until(lambda: b.node.core.operations_under_way == 0)
         await still_well(a, b)
 
+
 # --- lying peers -----------------------------------------------------------------------------
+
 
 @asynccontextmanager
 async def stranger(scope: Scope = Scope.READ | Scope.PEER) -> AsyncIterator[Callable[..., Any]]:
@@ -163,8 +160,10 @@ async def stranger(scope: Scope = Scope.READ | Scope.PEER) -> AsyncIterator[Call
     with closing(pool):
         yield ask
 
+
 def location(digest: bytes, clock: int = 1, writer: int = 0) -> bytes:
     return LocationRecord(digest, Version(clock, writer), 0, 1).encode()
+
 
 DIGEST = key_digest("k")
 NONSENSE: list[tuple[DataKind, Message]] = [
@@ -189,6 +188,7 @@ NONSENSE: list[tuple[DataKind, Message]] = [
     (DataKind.LIST, ListKeys("x" * 10_000, "\0", "\uffff", HUGE)),
 ]
 
+
 async def test_a_read_ticket_does_not_open_what_is_for_peers(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a")) as peer, stranger(Scope.READ) as ask:
         await ask(peer, DataKind.PING, Ping())
@@ -197,6 +197,7 @@ async def test_a_read_ticket_does_not_open_what_is_for_peers(tmp_path: Path) -> 
                 with pytest.raises(errors.AuthenticationFailed):
                     await ask(peer, kind, message)
         await still_well(peer)
+
 
 LIES: list[Message | Exception] = [
     Empty(),
@@ -214,6 +215,7 @@ LIES: list[Message | Exception] = [
     errors.ObjectTooLarge("nonsense"),
     RuntimeError("nonsense"),
 ]
+
 
 async def test_a_peer_that_answers_nonsense(tmp_path: Path) -> None:
     async with cluster(tmp_path, 3) as (a, b, c):
@@ -241,7 +243,9 @@ async def test_a_peer_that_answers_nonsense(tmp_path: Path) -> None:
             await a.remove("other")
             await until(lambda: not any(peer.contains_nowait("k") for peer in (a, b, c)))
 
+
 NO_ADDRESSES = ["", "x", "host:99999", "a..b:1", "\0:1", "x" * 300 + ":1", "1.2.3.4:²", "[::1:5", ":"]
+
 
 async def test_addresses_that_are_none(tmp_path: Path) -> None:
     """They come with another peer's record; a copy elsewhere is still read."""
@@ -271,7 +275,9 @@ async def test_addresses_that_are_none(tmp_path: Path) -> None:
                 await a.remove(f"there {number}")
             await still_well(a, c)
 
+
 # --- batches, cancellation, disks ------------------------------------------------------------
+
 
 async def test_a_huge_batch_of_absent_keys_does_not_stop_the_peer(tmp_path: Path) -> None:
     """Others are answered meanwhile; between two of these answers the loop does not work for long. The measure is its
@@ -298,6 +304,7 @@ async def test_a_huge_batch_of_absent_keys_does_not_stop_the_peer(tmp_path: Path
         assert answered
         assert longest < 4
         await still_well(a, b)
+
 
 async def test_cancelled_anywhere(tmp_path: Path) -> None:
     """Every operation, ended at a random moment: nothing stays reserved, leased or under way."""
@@ -346,6 +353,7 @@ async def test_cancelled_anywhere(tmp_path: Path) -> None:
             for key, value in values.items():
                 assert await peer.get(key, wait=2) == value
 
+
 async def test_a_full_disk_loses_no_floor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -367,6 +375,7 @@ async def test_a_full_disk_loses_no_floor(
         full = False
     with StateDirectory.open(state) as directory:
         assert len(directory.floors.load()) == 3
+
 
 async def test_an_error_of_the_program_ends_an_operation_and_not_the_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -391,6 +400,7 @@ async def test_an_error_of_the_program_ends_an_operation_and_not_the_peer(
         assert await b.get("k") == b"newer"
         await still_well(a, b)
 
+
 async def test_leaving_while_others_talk_is_quiet(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -404,6 +414,7 @@ async def test_leaving_while_others_talk_is_quiet(
         if record.levelno >= logging.ERROR and record.name.startswith("p2pstore.")
     ]
     assert loud == []
+
 
 async def test_long_keys_are_listed_in_pages_that_a_frame_holds(tmp_path: Path) -> None:
     keys = ["L" * 1000 + f"{number:05}" for number in range(5000)]
@@ -419,6 +430,7 @@ async def test_long_keys_are_listed_in_pages_that_a_frame_holds(tmp_path: Path) 
                 more = page.more
             assert found == keys
 
+
 async def test_an_answer_that_no_frame_holds_is_refused(tmp_path: Path) -> None:
     """The connection, with its leases, goes on."""
     async with cluster(tmp_path, 2, memory="64MiB") as (a, b):
@@ -428,6 +440,7 @@ async def test_an_answer_that_no_frame_holds_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="ask for less"):
             await request(b, LocalKind.PLAN, plan, local.Planned, 5)
         await still_well(a, b)
+
 
 # --- processes that die or stop --------------------------------------------------------------
 
@@ -440,6 +453,7 @@ for number in range(10**9):
     client.put(key, random.randbytes(random.choice((10, 70_000, 2_000_000))), replicas=3)
     client.lease(key).__enter__()
 """
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [3, pytest.param(24, marks=only_in_long_runs)])
@@ -478,6 +492,7 @@ def test_peers_and_clients_killed_at_any_moment(rounds: int) -> None:
         for peer in (first, second):
             eventually(lambda peer=peer: peer.client.statistics()["peer"]["leased_bytes"] == 0)  # type: ignore[misc]  # bound now
             assert "Traceback" not in peer.log.read_text()
+
 
 @pytest.mark.slow
 def test_a_stopped_peer_holds_nobody_up_and_comes_back() -> None:

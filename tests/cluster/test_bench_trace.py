@@ -1,18 +1,20 @@
 """`bench trace` on real peers: they hit what the simulation hits, and every block is the right one."""
 
+import subprocess
 from collections.abc import Sequence
-from mooncake_p2p import local_cluster
-from mooncake_p2p.output import ExitCode
 from pathlib import Path
-from tests.command_line import Cli
-from tests.forked import COMMAND
-from tests.forked import Forked
-from tests.unit.trace_requests import conversations
 from types import SimpleNamespace
 from typing import Any
+
 import msgspec
 import pytest
-import subprocess
+
+from mooncake_p2p import local_cluster
+from mooncake_p2p.output import ExitCode
+from tests.command_line import Cli
+from tests.forked import COMMAND, Forked
+from tests.unit.trace_requests import conversations
+
 
 @pytest.fixture(autouse=True)
 def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,11 +24,13 @@ def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = SimpleNamespace(**{**vars(subprocess), "Popen": start})
     monkeypatch.setattr(local_cluster, "subprocess", parts)
 
+
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(b"\n".join(msgspec.json.encode(each) for each in conversations(80)))
     return str(file)
+
 
 @pytest.mark.parametrize("routing", ["round-robin", "affine"])
 def test_real_peers_hit_what_simulated_ones_hit(trace: str, routing: str, cli: Cli) -> None:
@@ -39,6 +43,7 @@ def test_real_peers_hit_what_simulated_ones_hit(trace: str, routing: str, cli: C
     assert hits["value"] == pytest.approx(hits["baseline"], abs=0.03)
     assert results["prefill tokens reused"]["value"] > 0
     assert results["read by own memory"]["value"] > 0
+
 
 def test_peers_are_killed_and_come_back_meanwhile(trace: str, tmp_path: Path, cli: Cli) -> None:
     pytest.importorskip("matplotlib")
@@ -53,6 +58,7 @@ def test_peers_are_killed_and_come_back_meanwhile(trace: str, tmp_path: Path, cl
     assert results["hit rate"] > 0.1
     assert "read by SSD to memory" in results
     assert picture.read_bytes().startswith(b"\x89PNG")
+
 
 @pytest.mark.parametrize("wrong", [("--ssd", "1blocks"), ("--block-bytes", "5000")])
 def test_what_cannot_be_replayed_is_said(trace: str, wrong: tuple[str, str], cli: Cli) -> None:

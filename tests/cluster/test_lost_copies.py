@@ -1,24 +1,24 @@
 """Copies when peers die or leave, with real processes."""
 
+import json
+import signal
 from collections.abc import Iterator
 from functools import partial
-from p2pstore.core.copies.hand_over import READY_PART
-from p2pstore.objects import KIB
-from p2pstore.objects import MIB
-from tests.cluster.machines import Machine
-from tests.cluster.machines import Peer
-from tests.cluster.machines import done
-from tests.cluster.machines import new_machine
-from tests.waiting import eventually
-import json
+
 import pytest
-import signal
+
+from p2pstore.core.copies.hand_over import READY_PART
+from p2pstore.objects import KIB, MIB
+from tests.cluster.machines import Machine, Peer, done, new_machine
+from tests.waiting import eventually
+
 
 @pytest.fixture
 def trio_of_peers() -> Iterator[list[Peer]]:
     """Three peers on one machine, which repair within seconds."""
     with new_machine() as machine:
         yield three(machine)
+
 
 def three(machine: Machine) -> list[Peer]:
     peers = [machine.join("first", "--network", "local")]
@@ -28,12 +28,15 @@ def three(machine: Machine) -> list[Peer]:
     eventually(lambda: all(peer.alive() == 3 for peer in peers))
     return peers
 
+
 def holders(peer: Peer, key: str) -> set[str]:
     """The names of those that hold a copy and can be reached, as a peer knows."""
     return {found.peer for found in peer.client.locate(key) if found.reachable}
 
+
 def value_of(number: int) -> bytes:
     return bytes([number]) * (MIB // 4 + number)
+
 
 def test_after_kill_9_all_objects_have_their_copies_again(trio_of_peers: list[Peer]) -> None:
     first, second, third = trio_of_peers
@@ -60,6 +63,7 @@ def test_after_kill_9_all_objects_have_their_copies_again(trio_of_peers: list[Pe
     for number in range(12):
         assert second.client.get(f"k{number}") == value_of(number)
 
+
 def test_leave_hands_over_what_only_that_peer_holds(trio_of_peers: list[Peer]) -> None:
     first, second, third = trio_of_peers
     for number in range(20):
@@ -84,12 +88,14 @@ def test_leave_hands_over_what_only_that_peer_holds(trio_of_peers: list[Peer]) -
     assert "left behind" in said
     assert "handed over" not in said
 
+
 def test_a_peer_that_is_asked_to_stop_hands_over_as_well(trio_of_peers: list[Peer]) -> None:
     first, _, third = trio_of_peers
     third.client.put("k", value_of(1))
     assert third.stop(signal.SIGTERM) == 0
     assert first.client.get("k") == value_of(1)
     assert "handed over 1 object (256.0 KiB) that only this peer held" in third.log.read_text()
+
 
 def test_last_copies_move_to_a_neighbour_with_room_instead_of_being_dropped() -> None:
     size, extent, count = 128 * KIB, 132 * KIB, 300

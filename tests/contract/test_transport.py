@@ -5,123 +5,12 @@ fixture then runs over it, under trio, under asyncio and with blocking sockets. 
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from p2pstore.access.keyring import KeyRing
-from p2pstore.addresses import join_address
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import BufferTooSmall
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import ConfigError
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import StoreClosed
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.links.identity import Ed25519Verifier
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.home_messages import Push
-from p2pstore.home_messages import Pushed
-from p2pstore.memory.entries import SmallObjectsLent
-from p2pstore.memory.references import Loan
-from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import encode_slot
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.objects import Announced
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import KIB
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.runtime.streams import ByteStream
-from p2pstore.runtime.streams import BytesLike
-from p2pstore.runtime.streams import Driver
-from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.runtime.trio_streams import TrioStream
-from p2pstore.transfer import transport as transport_module
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Get
-from p2pstore.transfer.data_messages import GetItem
-from p2pstore.transfer.data_messages import GetSmall
-from p2pstore.transfer.data_messages import Hello
-from p2pstore.transfer.data_messages import HelloReply
-from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES
-from p2pstore.transfer.data_messages import MIN_DATA_VERSION
-from p2pstore.transfer.data_messages import ObjectReply
-from p2pstore.transfer.data_messages import ObjectStatus
-from p2pstore.transfer.data_messages import Objects
-from p2pstore.transfer.data_messages import Ping
-from p2pstore.transfer.data_messages import Pong
-from p2pstore.transfer.data_messages import Proof
-from p2pstore.transfer.data_messages import over_tls
-from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.failover import Unannounced
-from p2pstore.transfer.peer_messages import ClusterRecords
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import Replicated
-from p2pstore.transfer.peer_messages import Snapshot
-from p2pstore.transfer.peer_messages import SnapshotReply
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.read_tickets import TicketClaims
-from p2pstore.transfer.read_tickets import issue_ticket
-from p2pstore.transfer.read_tickets import open_ticket
-from p2pstore.transfer.read_tickets import prove
-from p2pstore.transfer.reading.arriving import Destination
-from p2pstore.transfer.reading.connection_pool import ConnectionPool
-from p2pstore.transfer.reading.span_reads import ItemOutcome
-from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.serving.data_server import DataServer
-from p2pstore.transfer.serving.data_server import open_data_listeners
-from p2pstore.transfer.serving.read_answers import LentObject
-from p2pstore.transfer.serving.serving_backends import StoreBackend
-from p2pstore.transfer.serving.serving_limits import ServerLimits
-from p2pstore.transfer.transport import BufferDestination
-from p2pstore.transfer.transport import Pulled
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.transfer.transport import RemotePeer
-from p2pstore.transfer.transport import Transport
-from p2pstore.transfer.transport import announcing
-from p2pstore.transfer.transport import pull_with_failover
-from p2pstore.transfer.transport import with_alternatives
-from p2pstore.wire import Code
-from p2pstore.wire import HEADER
-from p2pstore.wire import HEADER_BYTES
-from p2pstore.wire import Message
-from p2pstore.wire import PREFACE_DATA
-from p2pstore.wire import REPLY
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_frame
-from pathlib import Path
-from tests.contract.sides import Side
-from tests.contract.simulated import SimulatedHarness
-from tests.present import present
-from tests.stored import stored
-from tests.waiting import until
-from typing import Any
-from typing import Protocol
-from typing import TypeVar
+
 import contextlib
 import itertools
 import logging
 import mmap
 import os
-import pytest
 import random
 import re
 import signal
@@ -129,7 +18,123 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pytest
 import trio
+
+from p2pstore.access.keyring import KeyRing
+from p2pstore.addresses import join_address
+from p2pstore.errors import (
+    AuthenticationFailed,
+    BufferTooSmall,
+    CapacityExceeded,
+    ConfigError,
+    DeadlineExceeded,
+    NoSuchKey,
+    P2PStoreError,
+    ProtocolError,
+    StoreClosed,
+    Unavailable,
+)
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
+from p2pstore.home_messages import Push, Pushed
+from p2pstore.memory.entries import SmallObjectsLent
+from p2pstore.memory.references import Loan
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import (
+    Slot,
+    SlotState,
+    TrailerBody,
+    encode_slot,
+    encode_trailer,
+    plan_geometry,
+)
+from p2pstore.objects import (
+    CHUNK_BYTES,
+    KIB,
+    MIB,
+    Announced,
+    Version,
+    chunk_sums,
+    key_digest,
+    root_checksum,
+)
+from p2pstore.runtime.streams import BytesLike, ByteStream, Driver
+from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
+from p2pstore.transfer import transport as transport_module
+from p2pstore.transfer.data_messages import (
+    MAX_SMALL_BULK_BYTES,
+    MIN_DATA_VERSION,
+    DataKind,
+    Get,
+    GetItem,
+    GetSmall,
+    Hello,
+    HelloReply,
+    ObjectReply,
+    Objects,
+    ObjectStatus,
+    Ping,
+    Pong,
+    Proof,
+    over_tls,
+)
+from p2pstore.transfer.failover import PullFailed, Unannounced
+from p2pstore.transfer.peer_messages import (
+    ClusterRecords,
+    Lookup,
+    Replicate,
+    Replicated,
+    Snapshot,
+    SnapshotReply,
+)
+from p2pstore.transfer.read_tickets import (
+    GrantedTicket,
+    Scope,
+    TicketClaims,
+    issue_ticket,
+    open_ticket,
+    prove,
+)
+from p2pstore.transfer.reading.arriving import Destination
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
+from p2pstore.transfer.reading.span_reads import ItemOutcome
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
+from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
+from p2pstore.transfer.serving.read_answers import LentObject
+from p2pstore.transfer.serving.serving_backends import StoreBackend
+from p2pstore.transfer.serving.serving_limits import ServerLimits
+from p2pstore.transfer.transport import (
+    BufferDestination,
+    Pulled,
+    RemoteCopy,
+    RemotePeer,
+    Transport,
+    announcing,
+    pull_with_failover,
+    with_alternatives,
+)
+from p2pstore.wire import (
+    HEADER,
+    HEADER_BYTES,
+    PREFACE_DATA,
+    REPLY,
+    Code,
+    Message,
+    decode_body,
+    encode_frame,
+)
+from tests.contract.sides import Side
+from tests.contract.simulated import SimulatedHarness
+from tests.present import present
+from tests.stored import stored
+from tests.waiting import until
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -139,6 +144,7 @@ _buffers: dict[int, memoryview] = {}
 
 Verifier = Ed25519Verifier
 OWNER, READER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
+
 
 def grant(
     scope: Scope = Scope.READ | Scope.PEER,
@@ -156,6 +162,7 @@ def grant(
         scope=scope,
     )
 
+
 def segment_of(data_bytes: int) -> Segment:
     """A fresh segment; the pages under it are used again and again."""
     geometry = plan_geometry(data_bytes)
@@ -163,15 +170,19 @@ def segment_of(data_bytes: int) -> Segment:
         _buffers[data_bytes] = memoryview(mmap.mmap(-1, geometry.total_bytes))
     return Segment(_buffers[data_bytes], segment_id=bytes(16), incarnation=7, geometry=geometry)
 
+
 def pattern(length: int, seed: int = 0) -> bytes:
     return random.Random(seed * 1_000_003 + length).randbytes(length)
+
 
 def put(segment: Segment, key: str, value: bytes, clock: int = 1) -> bytes:
     """An object in the segment; its digest."""
     trailer = TrailerBody("default", key, chunk_sums(value))
     return stored(segment, trailer, value, clock=clock, now=time.time()).digest
 
+
 # --- harnesses -------------------------------------------------------------------------------
+
 
 class Harness(Protocol):
     """An owner with objects, and a way to read them. One per transport."""
@@ -189,6 +200,7 @@ class Harness(Protocol):
     def in_flight(self) -> int:
         """Bytes that the owner holds for readers."""
         ...
+
 
 class Backend:
     """Objects of one segment, and answers to the other requests that show what was asked."""
@@ -255,6 +267,7 @@ class Backend:
                 raise CapacityExceeded("no room, for a test")
         raise AssertionError(kind)
 
+
 class TcpHarness:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -316,21 +329,25 @@ class TcpHarness:
     def in_flight(self) -> int:
         return self.segment.leased_bytes
 
+
 HARNESSES: dict[str, Callable[[Segment], contextlib.AbstractAsyncContextManager[Harness]]] = {
     "simulated": lambda segment: SimulatedHarness.open(segment, _buffers[segment.geometry.data_bytes]),
     "tcp": TcpHarness.open,
     "tls": partial(TcpHarness.open, tls=True),
 }
 
+
 @pytest.fixture(params=sorted(HARNESSES))
 async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
     async with HARNESSES[request.param](segment_of(SEGMENT_BYTES)) as opened:
         yield opened
 
+
 @pytest.fixture
 async def tcp() -> AsyncIterator[TcpHarness]:
     async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as opened:
         yield opened
+
 
 class Unprepared:
     """A destination that must not be asked."""
@@ -338,7 +355,9 @@ class Unprepared:
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
         raise AssertionError("asked for room for an object that was not verified")
 
+
 # --- every transport -------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(
     "length", [0, 1, 4095, 4096, MIB - 1, MIB, MIB + 1, 5 * MIB], ids=lambda length: f"{length}B"
@@ -357,6 +376,7 @@ async def test_pull_delivers_exactly_the_value(harness: Harness, side: Side, len
     assert (pulled.trailer.key, pulled.trailer.namespace) == ("key", "default")
     assert pulled.transport == transport.name
 
+
 @pytest.mark.parametrize("name", sorted(HARNESSES))
 async def test_pull_of_several_parts(name: str, side: Side) -> None:
     segment = segment_of(160 * MIB)
@@ -367,6 +387,7 @@ async def test_pull_of_several_parts(name: str, side: Side) -> None:
         transport = harness.transport(side.driver)
         await side.run(lambda: transport.pull(harness.copy(digest), digest, BufferDestination(buffer)))
     assert buffer == value
+
 
 async def test_concurrent_pulls(harness: Harness) -> None:
     values = [pattern(size, seed) for seed, size in enumerate([10, 5000, MIB + 7, 300_000] * 4)]
@@ -383,6 +404,7 @@ async def test_concurrent_pulls(harness: Harness) -> None:
             nursery.start_soon(pull, index)
     assert buffers == values
 
+
 async def test_a_key_that_the_holder_lacks(harness: Harness, side: Side) -> None:
     transport = harness.transport(side.driver)
     digest = key_digest("absent")
@@ -390,6 +412,7 @@ async def test_a_key_that_the_holder_lacks(harness: Harness, side: Side) -> None
         await side.run(lambda: transport.pull(harness.copy(digest), digest, Unprepared()))
     assert caught.value.code is Code.NO_SUCH_KEY
     assert not caught.value.retriable
+
 
 @pytest.mark.parametrize("size", [1000, 3 * MIB])
 async def test_a_buffer_that_is_too_small_stays_untouched(
@@ -410,6 +433,7 @@ async def test_a_buffer_that_is_too_small_stays_untouched(
     assert not any(short)
     await pull(whole)
     assert whole == value
+
 
 @pytest.mark.parametrize("position", [0, MIB + 5, 3 * MIB - 1])
 async def test_a_flipped_byte_in_the_owners_memory_is_refused(
@@ -432,6 +456,7 @@ async def test_a_flipped_byte_in_the_owners_memory_is_refused(
     await side.run(pull)
     assert buffer == pattern(3 * MIB)
 
+
 @pytest.mark.parametrize("what", ["slot", "trailer"])
 async def test_a_damaged_slot_or_trailer_is_refused(harness: Harness, side: Side, what: str) -> None:
     digest = put(harness.segment, "key", pattern(5000))
@@ -443,6 +468,7 @@ async def test_a_damaged_slot_or_trailer_is_refused(harness: Harness, side: Side
     with pytest.raises(PullFailed) as caught:
         await side.run(lambda: transport.pull(harness.copy(digest), digest, Unprepared()))
     assert caught.value.code in (Code.STALE, Code.NO_SUCH_KEY)
+
 
 async def test_a_destination_may_refuse_a_version(harness: Harness) -> None:
     class Newer:
@@ -462,6 +488,7 @@ async def test_a_destination_may_refuse_a_version(harness: Harness) -> None:
     assert isinstance(report.error, NoSuchKey)
     with pytest.raises(CapacityExceeded):
         await pull_with_failover([harness.copy(digest)], [transport], digest, Full())
+
 
 async def test_memory_reused_under_the_reader_is_refused_or_exact(harness: Harness) -> None:
     """The owner breaks its promise and overwrites what it is sending."""
@@ -497,6 +524,7 @@ async def test_memory_reused_under_the_reader_is_refused_or_exact(harness: Harne
                 done.set()
     assert outcomes in ({"STALE"}, {"STALE", "exact"})
 
+
 class CancellingStream:
     """Cancels its reader just before the given call of `send` or `receive_into`."""
 
@@ -518,6 +546,7 @@ class CancellingStream:
     async def receive_soon(self, view: memoryview) -> int:
         self._count()
         return await self._stream.receive_soon(view)
+
 
 class CancellingDriver(TrioDriver):
     """Cancels `scope` before the call number `at`."""
@@ -546,6 +575,7 @@ class CancellingDriver(TrioDriver):
         stream = await super().connect_unix(path, timeout_seconds)
         return CancellingStream(stream, self._count)
 
+
 async def test_a_reader_cancelled_at_each_checkpoint_leaves_nothing(harness: Harness) -> None:
     value = pattern(2 * MIB + 5)
     digest = put(harness.segment, "key", value)
@@ -569,6 +599,7 @@ async def test_a_reader_cancelled_at_each_checkpoint_leaves_nothing(harness: Har
         assert buffer == value
     assert at > 4
 
+
 class StepCounter(trio.abc.Instrument):
     """Cancels `scope` before the given step of any task whose name holds `part`."""
 
@@ -581,6 +612,7 @@ class StepCounter(trio.abc.Instrument):
             if self.steps == self.at:
                 self.scope.cancel()
 
+
 @contextlib.contextmanager
 def cancelled_at_step(part: str, at: int, scope: trio.CancelScope) -> Iterator[StepCounter]:
     counter = StepCounter(part, at, scope)
@@ -589,6 +621,7 @@ def cancelled_at_step(part: str, at: int, scope: trio.CancelScope) -> Iterator[S
         yield counter
     finally:
         trio.lowlevel.remove_instrument(counter)
+
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 async def test_an_owner_stopped_at_each_checkpoint_lets_everything_go(tls: bool) -> None:
@@ -615,7 +648,9 @@ async def test_an_owner_stopped_at_each_checkpoint_lets_everything_go(tls: bool)
     assert outcomes == {True}
     assert at > 4
 
+
 # --- tcp: many at once, and other requests ---------------------------------------------------
+
 
 async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
     values = [pattern(size, seed) for seed, size in enumerate([0, 1, 4096, 40_000] * 300)]
@@ -641,6 +676,7 @@ async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
         if number not in failed:
             assert buffer == value
 
+
 async def test_larger_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
     """Received in place; a damaged item costs no other its result."""
     sizes = [64 * KIB + 1, 300_000, MIB, MIB + 1, 3 * MIB] * 2
@@ -663,6 +699,7 @@ async def test_larger_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
             assert result.length == len(value)
             assert buffer == value
 
+
 async def test_a_buffer_too_small_for_one_large_item_costs_no_other_its_result(side: Side) -> None:
     """Its bytes are on their way when that shows, and so are the next one's."""
     segment = segment_of(SEGMENT_BYTES)
@@ -681,6 +718,7 @@ async def test_a_buffer_too_small_for_one_large_item_costs_no_other_its_result(s
     assert all(isinstance(each, Pulled) for each in (first, second, last))
     assert [buffers[at] == values[at] for at in range(4)] == [True, True, False, True]
     assert isinstance(small, BufferTooSmall)
+
 
 @pytest.mark.parametrize("length", [100, 100_000, MIB, 3 * MIB])
 async def test_a_version_that_was_not_announced_is_not_delivered(side: Side, length: int) -> None:
@@ -712,6 +750,7 @@ async def test_a_version_that_was_not_announced_is_not_delivered(side: Side, len
         assert [type(each) for each in outcomes] == [Unannounced] * 4
         assert not any(map(any, buffers))
 
+
 async def test_what_does_not_fit_into_a_reply_is_said_to_be_too_large() -> None:
     segment = segment_of(SEGMENT_BYTES)
     digests = [put(segment, f"key {i}", pattern(3 * MIB, i)) for i in range(2)]
@@ -724,9 +763,11 @@ async def test_what_does_not_fit_into_a_reply_is_said_to_be_too_large() -> None:
         assert bulk == pattern(3 * MIB, 0)
         stream.close()
 
+
 async def test_pull_many_of_nothing(tcp: TcpHarness, side: Side) -> None:
     pool = tcp.pool(side.driver)
     assert await side.run(lambda: pool.pull_many(tcp.copy(), [])) == []
+
 
 async def test_requests_and_their_failures(tcp: TcpHarness, side: Side) -> None:
     pool = tcp.pool(side.driver)
@@ -749,6 +790,7 @@ async def test_requests_and_their_failures(tcp: TcpHarness, side: Side) -> None:
     assert await ask(DataKind.PUSH, Push(1, [1], b"")) == Pushed([5])
     assert tcp.backend.pushes == [(READER.peer_id, Push(1, [1], b""))]
 
+
 @contextlib.contextmanager
 def caught_log() -> Iterator[list[str]]:
     """The data plane's log lines, kept out of the test's output."""
@@ -768,6 +810,7 @@ def caught_log() -> Iterator[list[str]]:
         log.removeHandler(handler)
         log.propagate = True
 
+
 async def test_a_slow_request_does_not_hold_up_the_others(tcp: TcpHarness) -> None:
     stream = await authenticated(tcp.address)
     replicate = Replicate(bytes(16), 5, 6, 7)
@@ -786,12 +829,14 @@ async def test_a_slow_request_does_not_hold_up_the_others(tcp: TcpHarness) -> No
     assert answered == set(range(64))
     stream.close()
 
+
 async def test_handlers_end_with_their_connection(tcp: TcpHarness) -> None:
     stream = await authenticated(tcp.address)
     await stream.send(encode_frame(DataKind.REPLICATE, 1, Replicate(bytes(16), 5, 6, 7)))
     await until(lambda: tcp.backend.waiting == 1)
     stream.close()
     await until(lambda: tcp.backend.waiting == 0 and tcp.server.connections == 0)
+
 
 async def test_pipelined_gets_are_answered_in_order(tcp: TcpHarness) -> None:
     values = [pattern(4096, seed) for seed in range(300)]
@@ -804,6 +849,7 @@ async def test_pipelined_gets_are_answered_in_order(tcp: TcpHarness) -> None:
         assert (kind, flags, request_id, bulk) == (DataKind.GET, REPLY, number, value)
         assert decode_body(Objects, body).items[0].status == ObjectStatus.OK
     stream.close()
+
 
 async def test_ranges_of_chunks(tcp: TcpHarness) -> None:
     value = pattern(3 * MIB + 9)
@@ -822,11 +868,14 @@ async def test_ranges_of_chunks(tcp: TcpHarness) -> None:
         assert bulk == expected
     stream.close()
 
+
 # --- tcp: strangers --------------------------------------------------------------------------
+
 
 async def connect(address: str) -> Any:
     host, _, port = address.rpartition(":")
     return await TrioDriver().connect_tcp(host, int(port), 5.0)
+
 
 async def authenticated(address: str, granted: GrantedTicket | None = None) -> Any:
     """A raw stream after a good hello."""
@@ -841,6 +890,7 @@ async def authenticated(address: str, granted: GrantedTicket | None = None) -> A
     await stream.send(encode_frame(DataKind.PROOF, 0, proof))
     return stream
 
+
 async def read_exactly(stream: Any, length: int) -> bytes:
     data = bytearray(length)
     position = 0
@@ -851,9 +901,11 @@ async def read_exactly(stream: Any, length: int) -> bytes:
         position += count
     return bytes(data)
 
+
 async def read_frame(stream: Any) -> tuple[int, int, int, bytes, bytes]:
     kind, flags, request_id, body, bulk = HEADER.unpack(await read_exactly(stream, HEADER_BYTES))
     return (kind, flags, request_id, await read_exactly(stream, body), await read_exactly(stream, bulk))
+
 
 async def assert_closed(stream: Any) -> None:
     """The other side ends the connection, perhaps after saying why."""
@@ -861,6 +913,7 @@ async def assert_closed(stream: Any) -> None:
         while await stream.receive_into(memoryview(bytearray(4096))):
             pass
     stream.close()
+
 
 REFUSED_TICKETS: dict[str, Callable[[], GrantedTicket]] = {
     "for another peer": lambda: grant(audience=READER.peer_id),
@@ -873,6 +926,7 @@ REFUSED_TICKETS: dict[str, Callable[[], GrantedTicket]] = {
     "malformed": lambda: replace(grant(), ticket=type(grant().ticket)(b"\xc1", bytes(64))),
     "too long": lambda: replace(grant(), ticket=type(grant().ticket)(bytes(513), bytes(64))),
 }
+
 
 @pytest.mark.parametrize("reason", sorted(REFUSED_TICKETS))
 async def test_a_bad_ticket_is_refused_with_the_reason(tcp: TcpHarness, side: Side, reason: str) -> None:
@@ -887,6 +941,7 @@ async def test_a_bad_ticket_is_refused_with_the_reason(tcp: TcpHarness, side: Si
     assert caught.value.code is Code.AUTHENTICATION_FAILED
     assert 1 <= len(lines) <= 2  # one line, unless over a second lies between the refusals
     assert reason in lines[0]
+
 
 async def test_a_stolen_ticket_is_of_no_use_without_its_secret(tcp: TcpHarness, side: Side) -> None:
     stolen = replace(grant(), secret=os.urandom(32))
@@ -903,6 +958,7 @@ async def test_a_stolen_ticket_is_of_no_use_without_its_secret(tcp: TcpHarness, 
         await assert_closed(stream)
         await until(lambda: tcp.server.connections == 0)
     assert len(lines) == 1
+
 
 async def test_scopes(tcp: TcpHarness, side: Side) -> None:
     pool = tcp.pool(side.driver)
@@ -922,6 +978,7 @@ async def test_scopes(tcp: TcpHarness, side: Side) -> None:
     assert tcp.backend.pushes == []
     assert (await side.run(lambda: pool.request(reader, DataKind.PING, Ping()))) == Pong(7, 42)
 
+
 GARBAGE = {
     "text": b"GET / HTTP/1.1\r\n\r\n",
     "huge body": HEADER.pack(DataKind.GET, 0, 1, 0xFFFF_FFFF, 0),
@@ -935,6 +992,7 @@ GARBAGE = {
     "too many items": encode_frame(DataKind.GET, 1, Get([GetItem(bytes(16))] * 1025)),
     "random": random.Random(3).randbytes(3000),
 }
+
 
 @pytest.mark.parametrize("stage", ["before the preface", "before the hello", "after the hello"])
 @pytest.mark.parametrize("name", sorted(GARBAGE))
@@ -955,6 +1013,7 @@ async def test_garbage_ends_its_connection_only(tcp: TcpHarness, stage: str, nam
     assert (await read_frame(good))[:3] == (DataKind.PING, REPLY, 9)
     good.close()
 
+
 async def test_a_kind_from_the_future_is_unsupported_and_nothing_else_happens(tcp: TcpHarness) -> None:
     stream = await authenticated(tcp.address)
     await stream.send(HEADER.pack(999, 0, 1, 2, 0) + b"xx")
@@ -965,6 +1024,7 @@ async def test_a_kind_from_the_future_is_unsupported_and_nothing_else_happens(tc
     assert (await read_frame(stream))[0] == DataKind.PING
     stream.close()
 
+
 async def test_protocol_versions_that_do_not_meet(tcp: TcpHarness) -> None:
     stream = await connect(tcp.address)
     hello = Hello(7, 9, grant().ticket, bytes(32))
@@ -973,6 +1033,7 @@ async def test_protocol_versions_that_do_not_meet(tcp: TcpHarness) -> None:
         *_, body, _ = await read_frame(stream)
         assert b"upgrade" in body
         await assert_closed(stream)
+
 
 async def test_connections_are_limited() -> None:
     limits = ServerLimits(connections=4, unproved_per_address=2, hello_seconds=0.15)
@@ -995,10 +1056,12 @@ async def test_connections_are_limited() -> None:
         assert any("without a valid hello" in line for line in lines)
         assert any("no hello within" in line for line in lines)
 
+
 async def test_idle_connections_are_closed() -> None:
     async with TcpHarness.open(segment_of(SEGMENT_BYTES), ServerLimits(idle_seconds=0.05)) as harness:
         stream = await authenticated(harness.address)
         await assert_closed(stream)
+
 
 async def test_a_reader_that_does_not_read_is_cut() -> None:
     segment = segment_of(SEGMENT_BYTES)
@@ -1012,6 +1075,7 @@ async def test_a_reader_that_does_not_read_is_cut() -> None:
             stream.close()
         assert any("no progress" in line for line in lines)
 
+
 async def test_half_a_request_is_waited_for_only_so_long() -> None:
     async with TcpHarness.open(segment_of(SEGMENT_BYTES), ServerLimits(progress_seconds=0.1)) as harness:
         with caught_log():
@@ -1019,9 +1083,11 @@ async def test_half_a_request_is_waited_for_only_so_long() -> None:
             await stream.send(encode_frame(DataKind.PING, 1, Ping())[:-1])
             await assert_closed(stream)
 
+
 # --- tcp: holders that misbehave -------------------------------------------------------------
 
 Script = Callable[[Any, Callable[[], Awaitable[tuple[int, int, int, bytes, bytes]]]], Awaitable[None]]
+
 
 @contextlib.asynccontextmanager
 async def raw_server(script: Callable[[TrioStream], Awaitable[None]]) -> AsyncIterator[str]:
@@ -1045,6 +1111,7 @@ async def raw_server(script: Callable[[TrioStream], Awaitable[None]]) -> AsyncIt
             yield join_address(*listener.getsockname()[:2])
             nursery.cancel_scope.cancel()
 
+
 @contextlib.asynccontextmanager
 async def scripted_owner(script: Script) -> AsyncIterator[RemoteCopy]:
     """A peer that shakes hands as it should and then does what `script` says."""
@@ -1065,6 +1132,7 @@ async def scripted_owner(script: Script) -> AsyncIterator[RemoteCopy]:
     async with raw_server(serve) as address:
         yield RemoteCopy(OWNER.peer_id, (address,), grant(), member=1)
 
+
 def object_reply(value: bytes, key: str = "key", **changes: Any) -> ObjectReply:
     sums = chunk_sums(value)
     trailer = encode_trailer(TrailerBody("default", key, sums))
@@ -1079,7 +1147,9 @@ def object_reply(value: bytes, key: str = "key", **changes: Any) -> ObjectReply:
     fields: dict[str, Any] = {"bulk_bytes": len(value), **changes}
     return ObjectReply(ObjectStatus.OK, encode_slot(slot), trailer, **fields)
 
+
 VALUE = pattern(2 * MIB)
+
 
 def answer(*parts: Callable[[int], bytes], then: float = 0.0) -> Script:
     async def script(stream: Any, read: Any) -> None:
@@ -1092,11 +1162,13 @@ def answer(*parts: Callable[[int], bytes], then: float = 0.0) -> Script:
 
     return script
 
+
 def objects_frame(*replies: ObjectReply, bulk_length: int | None = None) -> Callable[[int], bytes]:
     size = sum(reply.bulk_bytes for reply in replies) if bulk_length is None else bulk_length
     return lambda request_id: encode_frame(
         DataKind.GET, request_id, Objects(list(replies)), flags=REPLY, bulk_length=size
     )
+
 
 MISBEHAVIOUR: dict[str, tuple[Script, set[Code]]] = {
     "stops before the answer": (answer(then=30), {Code.DEADLINE_EXCEEDED}),
@@ -1131,6 +1203,7 @@ MISBEHAVIOUR: dict[str, tuple[Script, set[Code]]] = {
     "busy": (answer(objects_frame(ObjectReply(ObjectStatus.BUSY))), {Code.BUSY}),
 }
 
+
 class ImpatientPool(ConnectionPool):
     """Waits for some peers for a moment only, and for others for as long as a busy machine may take."""
 
@@ -1140,6 +1213,7 @@ class ImpatientPool(ConnectionPool):
         if peer.peer_id in self.impatient_with:
             progress_seconds = 0.15
         return await super()._use(peer, progress_seconds, *rest, **more)
+
 
 @pytest.mark.parametrize("name", sorted(MISBEHAVIOUR))
 async def test_a_holder_that_misbehaves_fails_the_pull_and_nothing_else(
@@ -1171,6 +1245,7 @@ async def test_a_holder_that_misbehaves_fails_the_pull_and_nothing_else(
         )
         assert buffer == VALUE
 
+
 async def test_a_slow_answer_to_a_request_is_a_deadline(side: Side) -> None:
     async with scripted_owner(answer(then=30)) as peer:
         pool = ConnectionPool(side.driver)
@@ -1178,6 +1253,7 @@ async def test_a_slow_answer_to_a_request_is_a_deadline(side: Side) -> None:
             await side.run(lambda: pool.request(peer, DataKind.PING, Ping(), 0.1))
         assert pool.open_connections == 0
         pool.close()
+
 
 @pytest.mark.parametrize("says_hello", [False, True])
 async def test_a_holder_that_is_hurried_is_given_up_early(side: Side, says_hello: bool) -> None:
@@ -1199,6 +1275,7 @@ async def test_a_holder_that_is_hurried_is_given_up_early(side: Side, says_hello
                 assert all(float(seconds) <= 0.2 for seconds in waits), failure.text
             pool.close()
 
+
 async def test_a_hurried_read_hurries_no_other_one(tcp: TcpHarness, side: Side) -> None:
     digest = put(tcp.segment, "key", VALUE)
     pool = tcp.pool(side.driver)
@@ -1214,6 +1291,7 @@ async def test_a_hurried_read_hurries_no_other_one(tcp: TcpHarness, side: Side) 
         assert places[0].connection is not None
         assert places[0].connection.stream.receive_seconds == seconds
 
+
 async def test_an_impostor_without_the_cluster_key(side: Side) -> None:
     async with scripted_owner(answer()) as peer:
         pool = ConnectionPool(side.driver)
@@ -1222,7 +1300,9 @@ async def test_an_impostor_without_the_cluster_key(side: Side) -> None:
             await side.run(lambda: pool.request(other, DataKind.PING, Ping()))
         pool.close()
 
+
 # --- tcp: the pool ---------------------------------------------------------------------------
+
 
 async def test_a_restarted_peer_costs_a_silent_reconnect(side: Side) -> None:
     segment = segment_of(SEGMENT_BYTES)
@@ -1237,6 +1317,7 @@ async def test_a_restarted_peer_costs_a_silent_reconnect(side: Side) -> None:
             assert buffer == value
             assert pool.open_connections == 1
     pool.close()
+
 
 async def test_every_address_is_tried(tcp: TcpHarness, side: Side) -> None:
     closed = socket.create_server(("127.0.0.1", 0))
@@ -1253,9 +1334,11 @@ async def test_every_address_is_tried(tcp: TcpHarness, side: Side) -> None:
         assert caught.value.code is Code.UNAVAILABLE
         assert caught.value.retriable
 
+
 async def replicate(pool: ConnectionPool, peer: RemotePeer) -> None:
     """A request that takes until the owner's `release`."""
     await pool.request(peer, DataKind.REPLICATE, Replicate(bytes(16), 1, 1, 1))
+
 
 async def test_connections_to_one_peer_are_limited_and_surplus_idle_ones_close(tcp: TcpHarness) -> None:
     pool = ConnectionPool(TrioDriver(), max_places=5, idle_per_peer=2)
@@ -1274,6 +1357,7 @@ async def test_connections_to_one_peer_are_limited_and_surplus_idle_ones_close(t
     await until(lambda: tcp.server.connections == 0)
     with pytest.raises(StoreClosed):
         await pool.request(peer, DataKind.PING, Ping())
+
 
 async def test_connections_of_a_burst_close_when_fewer_are_enough(
     tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch
@@ -1294,6 +1378,7 @@ async def test_connections_of_a_burst_close_when_fewer_are_enough(
         assert pool.open_connections == left
     await until(lambda: tcp.server.connections == 1)
     pool.close()
+
 
 async def test_brief_reads_share_the_connections_that_are_kept(tcp: TcpHarness) -> None:
     """Others open more; and who gives up leaves the queue, or passes his turn on."""
@@ -1324,6 +1409,7 @@ async def test_brief_reads_share_the_connections_that_are_kept(tcp: TcpHarness) 
     assert pool.open_connections == 2
     pool.close()
 
+
 async def test_who_queues_for_a_hung_peer_does_not_wait_for_it_once_more() -> None:
     pool = ConnectionPool(TrioDriver(), idle_per_peer=1, progress_seconds=0.5)
     accepted: list[trio.SocketStream] = []
@@ -1351,6 +1437,7 @@ async def test_who_queues_for_a_hung_peer_does_not_wait_for_it_once_more() -> No
     assert {each.code for each in failed} == {Code.DEADLINE_EXCEEDED}
     pool.close()
 
+
 async def test_closing_the_pool_fails_what_is_under_way(tcp: TcpHarness) -> None:
     pool = ConnectionPool(TrioDriver())
     with pytest.RaisesGroup(P2PStoreError):
@@ -1358,6 +1445,7 @@ async def test_closing_the_pool_fails_what_is_under_way(tcp: TcpHarness) -> None
             nursery.start_soon(replicate, pool, tcp.copy())
             await until(lambda: tcp.backend.waiting == 1)
             pool.close()
+
 
 async def test_listeners_name_the_address_they_cannot_have() -> None:
     (listener,) = await open_data_listeners(["[::1]:0"])
@@ -1371,7 +1459,9 @@ async def test_listeners_name_the_address_they_cannot_have() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0"):
         await open_data_listeners(["192.0.2.1:0"])
 
+
 # --- tcp: a real process ---------------------------------------------------------------------
+
 
 def run_owner() -> None:
     """A process that owns one object of 16 MiB and says where."""
@@ -1384,6 +1474,7 @@ def run_owner() -> None:
             await trio.sleep_forever()
 
     trio.run(main)
+
 
 @contextlib.asynccontextmanager
 async def owner_process() -> AsyncIterator[tuple[subprocess.Popen[str], RemoteCopy]]:
@@ -1398,6 +1489,7 @@ async def owner_process() -> AsyncIterator[tuple[subprocess.Popen[str], RemoteCo
         finally:
             process.kill()
 
+
 class KillingDestination(BufferDestination):
     """Kills the owner when the first bytes are about to move."""
 
@@ -1409,6 +1501,7 @@ class KillingDestination(BufferDestination):
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         return super().prepare(slot, trailer)
+
 
 async def test_an_owner_killed_in_the_middle_fails_over(side: Side) -> None:
     segment = segment_of(SEGMENT_BYTES)

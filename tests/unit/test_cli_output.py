@@ -1,22 +1,23 @@
 """Output into a pipe and on a terminal of 80 columns."""
 
-from collections.abc import Callable
-from mooncake_p2p import output
-from mooncake_p2p.output import CommandFailed
-from mooncake_p2p.output import ExitCode
-from mooncake_p2p.output import format_transfer
-from operator import itemgetter
-from p2pstore.objects import MIB
 import contextlib
 import json
 import os
-import pytest
 import select
 import sys
 import threading
+from collections.abc import Callable
+from operator import itemgetter
+
+import pytest
+
+from mooncake_p2p import output
+from mooncake_p2p.output import CommandFailed, ExitCode, format_transfer
+from p2pstore.objects import MIB
 
 SIZES: output.Columns[tuple[str, str]] = {"KEY": lambda row: row[0], ">SIZE": lambda row: row[1]}
 LONG_KEY = "model/" + "x" * 120
+
 
 def on_terminal(
     monkeypatch: pytest.MonkeyPatch, stream: str, work: Callable[[], None], columns: int = 80
@@ -36,6 +37,7 @@ def on_terminal(
                 shown += piece
     return shown.decode()
 
+
 def test_json_is_one_line_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_json({"key": "ключ\n", "n": [1]})
     output.json_output.end()
@@ -43,11 +45,13 @@ def test_json_is_one_line_for_programs(capsys: pytest.CaptureFixture[str]) -> No
     assert printed.count("\n") == 1
     assert json.loads(printed) == {"key": "ключ\n", "n": [1]}
 
+
 def test_json_survives_text_that_is_not_utf8(capsys: pytest.CaptureFixture[str]) -> None:
     name = os.fsdecode(b"caf\xe9")  # a file name as Python reads it
     output.print_json({"output": name})
     output.json_output.end()
     assert json.loads(capsys.readouterr().out) == {"output": name}
+
 
 def test_a_row_is_one_line_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table([(LONG_KEY, "5.0 MiB"), ("k", "0 B")], SIZES)
@@ -57,6 +61,7 @@ def test_a_row_is_one_line_for_programs(capsys: pytest.CaptureFixture[str]) -> N
     assert lines[2].endswith("  0 B")
     assert all(line == line.rstrip() for line in lines)
 
+
 def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = on_terminal(
         monkeypatch, "stdout", lambda: output.print_table([(LONG_KEY, "5.0 MiB")], SIZES)
@@ -64,6 +69,7 @@ def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown.replace("\x1b[1m", "").replace("\x1b[0m", "").splitlines()
     assert max(map(len, lines)) <= 80
     assert "".join(line.split()[0] for line in lines[1:]) == LONG_KEY
+
 
 def test_control_characters_of_strangers_are_shown_not_obeyed(
     capsys: pytest.CaptureFixture[str],
@@ -73,10 +79,12 @@ def test_control_characters_of_strangers_are_shown_not_obeyed(
     assert lines[1].startswith(r"a\x1b[2Jb\nc [red]d")
     assert output.printable("schlüssel/文 1") == "schlüssel/文 1"
 
+
 def test_a_rate_is_told_where_the_size_tells_one() -> None:
     assert format_transfer(300_000_000, 0.1) == "286.1 MiB in 100.0 ms (3.00 GB/s)"
     assert format_transfer(2 * MIB, 2.0) == "2.0 MiB in 2.00 s (1.05 MB/s)"
     assert format_transfer(3, 0.001) == "3 B in 1.0 ms"
+
 
 def test_progress_is_silent_into_a_pipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -86,6 +94,7 @@ def test_progress_is_silent_into_a_pipe(
         bar.advance(10)
         assert not bar.shown
     assert capsys.readouterr().err == ""
+
 
 def shown_progress(monkeypatch: pytest.MonkeyPatch, work: Callable[[output.ProgressBar], None]) -> str:
     """The text of a bar that is there from the beginning, while `work` goes on."""
@@ -104,6 +113,7 @@ def shown_progress(monkeypatch: pytest.MonkeyPatch, work: Callable[[output.Progr
 
     return on_terminal(monkeypatch, "stderr", slow)
 
+
 def test_progress_shows_after_a_while_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
     def quick() -> None:
         with output.progress("working [x]", 10) as bar:
@@ -111,6 +121,7 @@ def test_progress_shows_after_a_while_and_only_then(monkeypatch: pytest.MonkeyPa
 
     assert on_terminal(monkeypatch, "stderr", quick) == ""
     assert "working [x]" in shown_progress(monkeypatch, lambda bar: bar.advance(1 << 20))
+
 
 def test_progress_may_change_its_mind(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(bar: output.ProgressBar) -> None:
@@ -121,6 +132,7 @@ def test_progress_may_change_its_mind(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = shown_progress(monkeypatch, work)
     assert "again" in shown
     assert "1.0 MiB of 2.0 MiB" in shown
+
 
 @pytest.mark.parametrize(
     ("done", "total", "seconds", "text"),
@@ -136,11 +148,13 @@ def test_progress_may_change_its_mind(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_how_far_and_how_long(done: int, total: int | None, seconds: float, text: str) -> None:
     assert output.format_progress(done, total, seconds) == text
 
+
 def test_nobody_is_asked_without_a_terminal() -> None:
     output.confirm("Remove all?", yes=True)
     with pytest.raises(CommandFailed, match="--yes") as refused:
         output.confirm("Remove all?", yes=False)
     assert refused.value.code == ExitCode.USAGE
+
 
 @pytest.mark.parametrize(("typed", "agreed"), [("y", True), ("YES", True), ("", False), ("n", False)])
 def test_a_terminal_is_asked(typed: str, agreed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +176,7 @@ def test_a_terminal_is_asked(typed: str, agreed: bool, monkeypatch: pytest.Monke
         assert select.select([primary], [], [], 5.0)[0], shown
         shown += os.read(primary, 1000)
     os.close(primary)
+
 
 def test_a_table_loses_nothing_on_a_terminal_that_is_far_too_narrow(
     monkeypatch: pytest.MonkeyPatch,

@@ -1,54 +1,39 @@
 """Leases that clients take without asking: nothing is used anew under a view, in whatever order both sides act, and
 however late what one of them wrote shows to the other."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine
-from hypothesis.stateful import initialize
-from hypothesis.stateful import invariant
-from hypothesis.stateful import precondition
-from hypothesis.stateful import rule
-from p2pstore.client.lease_book import LeaseBook
-from p2pstore.errors import CapacityExceeded
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
-from p2pstore.memory.hazards import HazardPage
-from p2pstore.memory.hazards import MAX_HAZARDS
-from p2pstore.memory.kept_memory import Kept
-from p2pstore.memory.references import Loans
-from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.objects import Version
-from p2pstore.objects import key_digest
-from p2pstore.runtime import linux
-from p2pstore.transfer.reading.segment_reader import SegmentReader
-from p2pstore.transfer.reading.segment_reader import Sighting
-from simulation.segment_checks import check_segment
-from tests.present import present
-from tests.unit.test_segment import HARD
-from tests.unit.test_segment import NAMESPACE
-from tests.unit.test_segment import new_segment
-from tests.unit.test_segment import one_granule
-from tests.unit.test_segment import put
 import contextlib
 import gc
 import itertools
-import pytest
 import struct
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from p2pstore.client.lease_book import LeaseBook
+from p2pstore.errors import CapacityExceeded
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, MAX_HAZARDS, HazardPage
+from p2pstore.memory.kept_memory import Kept
+from p2pstore.memory.references import Loans
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import GRANULE_BYTES, Pin, SlotState, decode_slot, plan_geometry
+from p2pstore.objects import Version, key_digest
+from p2pstore.runtime import linux
+from p2pstore.transfer.reading.segment_reader import SegmentReader, Sighting
+from simulation.segment_checks import check_segment
+from tests.present import present
+from tests.unit.test_segment import HARD, NAMESPACE, new_segment, one_granule, put
 
 KEYS = ["a", "b", "c"]
 CLIENTS = ["first", "second"]
 NO_LIMIT = 1 << 40
 NOTHING = memoryview(b"")
+
 
 @dataclass
 class Seen:
@@ -61,6 +46,7 @@ class Seen:
     when: str
     """At which moment of the owner the client goes on."""
     view: memoryview = NOTHING
+
 
 class OwnerAndClients(RuleBasedStateMachine):
     """An owner and two clients, on processors that show each other's stores late: those of a client only at barriers,
@@ -179,21 +165,26 @@ class OwnerAndClients(RuleBasedStateMachine):
     def segment_is_made(self) -> bool:
         return hasattr(self, "pages")
 
+
 TestOwnerAndClients = OwnerAndClients.TestCase
 TestOwnerAndClients.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
 
 def client_of(segment: Segment, name: str = "client", max_bytes: int = NO_LIMIT) -> LeaseBook:
     page = memoryview(bytearray(HAZARD_PAGE_BYTES))
     segment.leases.watch_hazards(name, page)
     return LeaseBook(HazardPage(page), max_bytes)
 
+
 def view_of(book: LeaseBook, buffer: bytearray, key: str) -> memoryview | None:
     seen = SegmentReader(memoryview(buffer)).sight(key_digest(key, NAMESPACE))
     return None if seen is None else book.take(key_digest(key, NAMESPACE), seen, memoryview(buffer))
 
+
 def slot_state(segment: Segment, entry: ObjectEntry) -> SlotState | None:
     slot = decode_slot(segment.table.slot_bytes(entry))
     return None if slot is None else SlotState(slot.state)
+
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "evicted", "expired"])
 def test_what_is_viewed_stays_until_its_end(how: str) -> None:
@@ -221,6 +212,7 @@ def test_what_is_viewed_stays_until_its_end(how: str) -> None:
     assert segment.find(entry.digest, 302.0) is None
     assert segment.leased_bytes == 0
 
+
 def test_who_holds_too_much_or_too_many_asks_the_owner() -> None:
     segment, buffer = new_segment(MAX_HAZARDS + 9, MAX_HAZARDS + 9)
     little = client_of(segment, "little", max_bytes=2 * len(one_granule(0)) + 1)
@@ -237,6 +229,7 @@ def test_who_holds_too_much_or_too_many_asks_the_owner() -> None:
     del views[7]
     assert view_of(many, buffer, keys[-1]) is not None
     assert view_of(LeaseBook(), buffer, keys[0]) is None
+
 
 @pytest.mark.parametrize("slots", [None, 3])
 def test_room_that_a_view_kept_is_used_before_anything_is_evicted(slots: int | None) -> None:
@@ -258,6 +251,7 @@ def test_room_that_a_view_kept_is_used_before_anything_is_evicted(slots: int | N
     assert segment.objects.take_withdrawn() == []
     check_segment(segment)
 
+
 def test_all_that_is_left_was_viewed_a_moment_ago() -> None:
     segment, buffer = new_segment(4)
     book = client_of(segment)
@@ -272,6 +266,7 @@ def test_all_that_is_left_was_viewed_a_moment_ago() -> None:
     book.take_ended(everything=True)
     put(segment, "new", one_granule(4))
 
+
 def test_figures_may_be_asked_after_the_end() -> None:
     segment, buffer = new_segment(4)
     book = client_of(segment)
@@ -282,6 +277,7 @@ def test_figures_may_be_asked_after_the_end() -> None:
     segment.close()
     segment.detach()
     assert segment.leased_bytes == entry.extent_bytes
+
 
 def test_two_views_of_one_object_are_two_leases() -> None:
     segment, buffer = new_segment(4)
@@ -298,6 +294,7 @@ def test_two_views_of_one_object_are_two_leases() -> None:
     book.take_ended(everything=True)
     assert segment.leased_bytes == 0
     assert slot_state(segment, entry) is None
+
 
 @given(words=st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 9), max_size=MAX_HAZARDS + 1))
 @settings(deadline=None)
@@ -316,6 +313,7 @@ def test_whatever_a_client_writes_to_its_page_it_only_keeps_objects_in_place(wor
     assert segment.leased_bytes == 0
     check_segment(segment)
 
+
 def test_a_lease_ended_twice_does_not_end_who_has_its_cell_by_then() -> None:
     """As an interrupted client may do."""
     segment, buffer = new_segment(4)
@@ -333,6 +331,7 @@ def test_a_lease_ended_twice_does_not_end_who_has_its_cell_by_then() -> None:
     assert view is not None
     assert bytes(view) == one_granule(1)
 
+
 def test_memory_that_outlives_its_owner_has_no_such_leases() -> None:
     geometry = plan_geometry(4 * GRANULE_BYTES)
     segment = Segment(
@@ -346,6 +345,7 @@ def test_memory_that_outlives_its_owner_has_no_such_leases() -> None:
     with pytest.raises(ValueError, match="outlive"):
         client_of(segment)
 
+
 def test_barriers_pass_through_threads_that_run() -> None:
     if not linux.has_barriers():
         pytest.skip("this kernel, or its sandbox, has no membarrier: clients ask for their leases")
@@ -358,6 +358,7 @@ def test_barriers_pass_through_threads_that_run() -> None:
     over.set()
     runs.join()
 
+
 def test_a_machine_without_barriers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "unheard of")
     assert not linux.has_barriers()
@@ -365,11 +366,13 @@ def test_a_machine_without_barriers_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(OSError, match="membarrier"):
         linux.memory_barrier()
 
+
 def entry_in(state: SlotState) -> ObjectEntry:
     fields = 0, 0, 1, 1, 4096, "", "", 0, 1, Pin.NONE, 0.0, False, "", (), 0.0
     entry = ObjectEntry(bytes(16), Version(1, 1), *fields)
     entry.state = state
     return entry
+
 
 def test_one_loan_of_many_entries_keeps_each_until_it_ends() -> None:
     loans, entries = Loans(), [entry_in(SlotState.LIVE) for _ in range(3)]
@@ -385,11 +388,13 @@ def test_one_loan_of_many_entries_keeps_each_until_it_ends() -> None:
     assert set(loans.ended()) == set(entries)
     assert not loans.any_known
 
+
 def test_none_of_many_is_lent_when_one_is_given_up() -> None:
     loans, entries = Loans(), [entry_in(SlotState.LIVE), entry_in(SlotState.DOOMED)]
     assert loans.begin(*entries) is None
     assert not loans.any_known
     assert not loans.has(entries[0])
+
 
 @pytest.mark.parametrize("others", [0, 2])
 def test_what_was_freed_before_its_loan_began_is_not_counted(others: int) -> None:
@@ -413,6 +418,7 @@ def test_what_was_freed_before_its_loan_began_is_not_counted(others: int) -> Non
     assert set(counted) == set(live)
     assert set(loans.ended()) == set(live)
     assert not loans.any_known
+
 
 def test_loans_may_begin_while_the_owner_looks_at_them() -> None:
     """As they do when the collector of garbage runs just then, and what it ends lets other threads run."""

@@ -1,69 +1,61 @@
 """The owner's side of a segment, against a dictionary: exact bytes or a miss, whatever happens."""
 
 from __future__ import annotations
+
+import contextlib
+import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from hypothesis import given
-from hypothesis import settings
+from statistics import mean
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine
-from hypothesis.stateful import initialize
-from hypothesis.stateful import invariant
-from hypothesis.stateful import precondition
-from hypothesis.stateful import rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from p2pstore.client.lease_book import LeaseBook
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import ObjectTooLarge
-from p2pstore.errors import StoreClosed
-from p2pstore.memory.entries import MAX_RESERVATIONS_PER_SESSION
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Reservation
-from p2pstore.memory.entries import SmallObjectsLent
-from p2pstore.memory.entries import Written
-from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
-from p2pstore.memory.hazards import HazardPage
-from p2pstore.memory.policies import DEFAULT_POLICY
-from p2pstore.memory.policies import PolicyName
-from p2pstore.memory.policies import make_policy
+from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
+from p2pstore.memory.entries import (
+    MAX_RESERVATIONS_PER_SESSION,
+    ObjectEntry,
+    Reservation,
+    SmallObjectsLent,
+    Written,
+)
+from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
+from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import GRANULE_BYTES
+from p2pstore.memory.segment_layout import (
+    GRANULE_BYTES,
+    SegmentState,
+    SlotState,
+    TrailerBody,
+    decode_segment_header,
+    decode_slot,
+    decode_trailer,
+    encode_trailer,
+    extent_bytes,
+    plan_geometry,
+    trailer_offset,
+)
 from p2pstore.memory.segment_layout import Pin as PinKind
-from p2pstore.memory.segment_layout import SegmentState
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_segment_header
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.memory.segment_layout import extent_bytes
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.memory.segment_layout import trailer_offset
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
 from p2pstore.memory.victims import AHEAD_SHARE
-from p2pstore.objects import GIB
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
+from p2pstore.objects import GIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from simulation.segment_checks import check_segment
-from statistics import mean
 from tests.mapped_copies import copy_one
 from tests.present import present
 from tests.stored import stored
-from tests.unit.segment_churn import LOADS
-from tests.unit.segment_churn import churn
-from tests.unit.segment_churn import segment_for
-from typing import get_args
-import contextlib
-import itertools
-import pytest
-import random
+from tests.unit.segment_churn import LOADS, churn, segment_for
 
 NONE, SOFT, HARD = PinKind.NONE, PinKind.SOFT, PinKind.HARD
 NAMESPACE = "tests"
 ME = "the peer itself"
+
 
 def new_segment(
     granules: int,
@@ -83,17 +75,21 @@ def new_segment(
     )
     return segment, buffer
 
+
 def value_of(seed: int, length: int) -> bytes:
     return random.Random(seed).randbytes(length)
 
+
 def trailer_for(value: bytes, key: str, pin: int = 0, expires_unix_ms: int = 0) -> TrailerBody:
     return TrailerBody(NAMESPACE, key, chunk_sums(value), expires_unix_ms, 1, pin)
+
 
 def fill(segment: Segment, value: bytes, key: str, session: object, now: float) -> Reservation:
     room = len(encode_trailer(trailer_for(value, key)))
     reservation = segment.reserve(len(value), room, session=session, now=now)
     segment.reservation_view(reservation.number, session)[: len(value)] = value
     return reservation
+
 
 def put(
     segment: Segment,
@@ -123,6 +119,7 @@ def put(
         now=now,
     )
 
+
 @dataclass
 class Expected:
     """The model's knowledge of a live object."""
@@ -134,8 +131,10 @@ class Expected:
     pin_until: float
     expires_unix_ms: int
 
+
 KEYS = [f"key/{number}" for number in range(12)]
 HOLDERS = ["first", "second"]
+
 
 class SegmentAgainstDictionary(RuleBasedStateMachine):
     """The model holds what can be found. What the segment reports as withdrawn leaves it, if it was
@@ -512,10 +511,12 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         if not self.segment.references.loans.any_known:
             assert self.segment.leased_bytes == sum(held.values())
 
+
 TestSegmentAgainstDictionary = SegmentAgainstDictionary.TestCase
 TestSegmentAgainstDictionary.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 # --- what other threads send ---------------------------------------------------------------
+
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "evicted", "expired"])
 def test_what_is_lent_stays_until_its_end(how: str) -> None:
@@ -543,10 +544,13 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
     assert not segment.references.loans.any_known
     check_segment(segment)
 
+
 # --- what is evicted first -------------------------------------------------------------------
+
 
 def one_granule(number: int) -> bytes:
     return value_of(number, 3900)
+
 
 def test_soft_replicas_go_first_then_the_least_recently_used_and_soft_pins_last() -> None:
     segment, _ = new_segment(5)
@@ -565,6 +569,7 @@ def test_soft_replicas_go_first_then_the_least_recently_used_and_soft_pins_last(
         put(segment, "one more", one_granule(9), now=201)
     check_segment(segment)
 
+
 def test_a_soft_replica_of_what_is_pinned_goes_as_others_do() -> None:
     """The pin is for the copies that are kept for good; who read it once does not keep it for ever."""
     segment, _ = new_segment(4)
@@ -574,6 +579,7 @@ def test_a_soft_replica_of_what_is_pinned_goes_as_others_do() -> None:
         put(segment, f"new {number}", one_granule(number), now=10.0 + number)
     assert segment.find(key_digest("kept", NAMESPACE), 20.0) is not None
     assert segment.find(key_digest("read", NAMESPACE), 20.0) is None
+
 
 def test_a_lease_keeps_bytes_that_nobody_can_find_any_more() -> None:
     segment, _ = new_segment(4)
@@ -597,6 +603,7 @@ def test_a_lease_keeps_bytes_that_nobody_can_find_any_more() -> None:
         segment.references.acquire(entry)
     check_segment(segment)
 
+
 def test_capacity_errors_say_what_keeps_the_memory() -> None:
     segment, _ = new_segment(4)
     segment.leases.lease(put(segment, "leased", one_granule(0)), session="h", now=100)
@@ -611,6 +618,7 @@ def test_capacity_errors_say_what_keeps_the_memory() -> None:
     ):
         segment.reserve(4 * GRANULE_BYTES, 100, session="h", now=100)
     check_segment(segment)
+
 
 def test_room_is_found_where_no_candidate_is() -> None:
     """The oldest objects lie one by one between pinned ones; the only wide stretch is the newest."""
@@ -627,6 +635,7 @@ def test_room_is_found_where_no_candidate_is() -> None:
     with pytest.raises(CapacityExceeded):
         put(segment, "too wide", value_of(1, 10 * GRANULE_BYTES - 200), now=502)
     check_segment(segment)
+
 
 def test_small_values_are_evicted_some_at_a_time_the_least_used_first() -> None:
     """In a segment of which two granules are next to nothing, three objects go for one: they are next anyway."""
@@ -646,6 +655,7 @@ def test_small_values_are_evicted_some_at_a_time_the_least_used_first() -> None:
     assert [entry.key for entry in segment.objects.take_withdrawn()] == ["soft pin"]
     check_segment(segment)
 
+
 def test_a_chain_goes_from_its_tail_also_when_several_windows_go_at_once() -> None:
     segment, _ = new_segment(2 * AHEAD_SHARE)
     put(segment, "large", value_of(1, (2 * AHEAD_SHARE - 13) * GRANULE_BYTES), pin=HARD, now=100)
@@ -662,6 +672,7 @@ def test_a_chain_goes_from_its_tail_also_when_several_windows_go_at_once() -> No
         assert segment.objects.take_withdrawn() == []
     check_segment(segment)
 
+
 def test_a_chain_that_fills_all_slots_goes_from_its_tail() -> None:
     segment, _ = new_segment(64, slots=6)
     for number in (0, 1, 2, 3, 4, 5):
@@ -670,6 +681,7 @@ def test_a_chain_that_fills_all_slots_goes_from_its_tail() -> None:
         put(segment, f"new {number}", b"y", pin=HARD, now=110)
         assert [entry.key for entry in segment.objects.take_withdrawn()] == [f"{5 - number}"]
     check_segment(segment)
+
 
 def test_full_slots_evict_one_object() -> None:
     segment, _ = new_segment(64, slots=3)
@@ -683,6 +695,7 @@ def test_full_slots_evict_one_object() -> None:
     with pytest.raises(CapacityExceeded, match="3 object slots"):
         put(segment, "too many", b"z", now=112)
 
+
 @pytest.mark.parametrize("slots", [20, 64], ids=["no slot is left", "no room is left"])
 def test_room_made_ahead_is_one_values_and_anybodys(slots: int) -> None:
     segment, _ = new_segment(20 if slots == 64 else 64, slots=slots)
@@ -694,6 +707,7 @@ def test_room_made_ahead_is_one_values_and_anybodys(slots: int) -> None:
     put(segment, "of somebody else", one_granule(1), now=130)
     assert segment.objects.take_withdrawn() == []
     check_segment(segment)
+
 
 def test_nothing_is_evicted_ahead_where_little_may_go() -> None:
     segment, _ = new_segment(20)
@@ -707,6 +721,7 @@ def test_nothing_is_evicted_ahead_where_little_may_go() -> None:
     assert not segment.room.can_spare(GRANULE_BYTES, 100)
     check_segment(segment)
 
+
 def test_reservations_of_one_holder_are_limited() -> None:
     segment, _ = new_segment(MAX_RESERVATIONS_PER_SESSION + 8, MAX_RESERVATIONS_PER_SESSION + 8)
     for _ in range(MAX_RESERVATIONS_PER_SESSION):
@@ -718,7 +733,9 @@ def test_reservations_of_one_holder_are_limited() -> None:
     check_segment(segment)
     assert segment.used_bytes == GRANULE_BYTES
 
+
 # --- listing ---------------------------------------------------------------------------------
+
 
 def test_a_wrong_key_text_from_elsewhere_does_not_confuse_the_listing() -> None:
     """Two digests under one key text: only one is listed, and both can be removed."""
@@ -734,7 +751,9 @@ def test_a_wrong_key_text_from_elsewhere_does_not_confuse_the_listing() -> None:
     assert segment.listing.page(NAMESPACE, "", "", 10) == ([], False)
     check_segment(segment)
 
+
 # --- versions, pins, expiry ------------------------------------------------------------------
+
 
 def test_a_newer_version_under_another_key_text_replaces_the_listing() -> None:
     segment, _ = new_segment(8)
@@ -744,6 +763,7 @@ def test_a_newer_version_under_another_key_text_replaces_the_listing() -> None:
     assert segment.listing.page(NAMESPACE, "", "", 10) == ([new], False)
     check_segment(segment)
 
+
 def test_an_expired_version_does_not_stop_a_lower_one() -> None:
     segment, _ = new_segment(8)
     put(segment, "k", b"expired", clock=9, expires_unix_ms=150_000)
@@ -751,6 +771,7 @@ def test_an_expired_version_does_not_stop_a_lower_one() -> None:
     assert segment.find(entry.digest, 150.0) is entry
     assert entry.version.clock == 3
     check_segment(segment)
+
 
 def test_the_pin_is_in_the_trailer_that_others_copy() -> None:
     segment, _ = new_segment(8)
@@ -762,6 +783,7 @@ def test_the_pin_is_in_the_trailer_that_others_copy() -> None:
     with pytest.raises(ValueError, match="withdrawn"):
         segment.objects.set_pin(entry, NONE, 0.0)
 
+
 def test_timers_of_overwritten_objects_do_not_pile_up() -> None:
     segment, _ = new_segment(8)
     for clock in range(1, 100):
@@ -770,7 +792,9 @@ def test_timers_of_overwritten_objects_do_not_pile_up() -> None:
     assert len(segment.objects.timers) == 1
     assert [entry.key for entry in segment.objects.expire(10**6)] == ["k"]
 
+
 # --- what is refused -------------------------------------------------------------------------
+
 
 def test_sums_that_do_not_match_the_root_are_refused_and_nothing_is_published() -> None:
     segment, _ = new_segment(8)
@@ -797,6 +821,7 @@ def test_sums_that_do_not_match_the_root_are_refused_and_nothing_is_published() 
     assert commit(root_checksum(5, trailer.sums), 5).length == 5
     check_segment(segment)
 
+
 def test_a_closed_segment_says_so_and_lets_go() -> None:
     segment, buffer = new_segment(8)
     entry = put(segment, "k", b"value")
@@ -809,6 +834,7 @@ def test_a_closed_segment_says_so_and_lets_go() -> None:
     segment.leases.release(lease, session=ME)
     check_segment(segment)
 
+
 def test_the_checker_notices_damage() -> None:
     segment, buffer = new_segment(8)
     entry = put(segment, "k", b"value")
@@ -816,6 +842,7 @@ def test_the_checker_notices_damage() -> None:
     buffer[segment.geometry.slots_offset + entry.slot * 64 + 20] ^= 1
     with pytest.raises(AssertionError):
         check_segment(segment)
+
 
 def test_leases_and_reads_that_others_tell_of_are_counted() -> None:
     segment, _ = new_segment(16)
@@ -828,7 +855,9 @@ def test_leases_and_reads_that_others_tell_of_are_counted() -> None:
     found = [digest for digest, _ in segment.objects.most_read.most(9, 101)]
     assert found == [key_digest("told", NAMESPACE), key_digest("leased", NAMESPACE)]
 
+
 # --- strays ----------------------------------------------------------------------------------
+
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
@@ -865,12 +894,14 @@ def test_what_clients_write_where_only_the_owner_may_is_restored(data: st.DataOb
         found = copy_one(reader, key_digest(key, NAMESPACE), memoryview(copied))
         assert (found is not None and copied == value) == (key not in ("k3", "k4"))
 
+
 def test_a_closed_segment_stays_closed() -> None:
     segment, buffer = new_segment(granules=8, slots=4)
     segment.close()
     assert not segment.restoring.header()
     assert segment.restoring.some(8) == (0, [])
     assert not SegmentReader(memoryview(buffer)).is_open()
+
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("seed", [1, 2])
