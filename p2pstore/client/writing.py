@@ -232,7 +232,7 @@ class PutBatch:
         self._key_bytes = max(map(len, map(str.encode, keys)))
         self.results: list[ItemResult[PutResult]] = [ItemResult("")] * len(keys)
         sizes = self._lengths = list(map(len, sources))
-        self._windows = windows(sizes, writer.window_bytes)
+        self._windows = windows(sizes, writer.window_bytes, is_copied=options.replicas > 1)
         largest = max(sum(sizes[some.start : some.stop]) for some in self._windows)
         self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, writer.window_bytes // max(1, largest)))
         """Windows that have room before the first one is published."""
