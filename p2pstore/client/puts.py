@@ -1,28 +1,23 @@
 """The putting half of a client, without its requests: sizes of reservations, copying and checksums."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
+
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
+
+import numpy as np
+from xxhash import xxh3_64
+
 from p2pstore.errors import GpuCopyFailed
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MAX_ITEMS
-from p2pstore.objects import MIB
-from p2pstore.objects import chunk_bounds
-from p2pstore.objects import chunk_count
-from p2pstore.objects import chunk_sum
-from p2pstore.runtime.side_by_side import PIECE_BYTES
-from p2pstore.runtime.side_by_side import side_by_side
-from p2pstore.runtime.side_by_side import step_bytes
-from p2pstore.runtime.side_by_side import threads_for
+from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
+from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.transfer_trace import Progress
-from p2pstore.values import SMALL_COPY_BYTES
-from p2pstore.values import Source
-from typing import Final
-from xxhash import xxh3_64
-import numpy as np
-import threading
+from p2pstore.values import SMALL_COPY_BYTES, Source
 
 AHEAD_MAX_BYTES: Final = MIB
 """Beyond this a round trip is little beside the copy, and the idle reservation much."""
@@ -48,11 +43,13 @@ IN_CACHE_BYTES: Final = 256 * 1024
 _TRAILER_FIXED_BYTES: Final = 96
 """Prefix, msgpack headers and numbers of a trailer, generously."""
 
+
 def trailer_bound(named_bytes: int, length: int, dtype: str, rank: int) -> int:
     """Upper bound of an object's trailer in bytes; `named_bytes`: length of its key and namespace together. A multiple
     of 64, so that puts of values of one size ask for the same whatever their keys."""
     needed = _TRAILER_FIXED_BYTES + named_bytes + 8 * chunk_count(length) + len(dtype) + 9 * rank
     return -(-needed // 64) * 64
+
 
 def copy_and_sum(target: memoryview, source: memoryview) -> bytes:
     """Copy, and sum each chunk of the copy while it is still in the cache. Packed u64 sums.
@@ -73,6 +70,7 @@ def copy_and_sum(target: memoryview, source: memoryview) -> bytes:
             summed.update(target[at:stop])
         sums.append(summed.intdigest())
     return np.array(sums, "<u8").tobytes()
+
 
 async def fill(
     driver: Driver,
@@ -101,6 +99,7 @@ async def fill(
         if progress is not None:
             progress(end, length)
     return b"".join(sums)
+
 
 async def fill_many(
     driver: Driver, targets: Sequence[memoryview], sources: Sequence[Source], check: Callable[[], None]
@@ -135,10 +134,12 @@ async def fill_many(
         sums[place] += part
     return list(sums)
 
+
 def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
     if isinstance(source, memoryview):
         return copy_and_sum(target, source[start : start + len(target)])
     return source.copy_and_sum(target, start)
+
 
 def windows(
     sizes: Sequence[int], most_bytes: int = WINDOW_BYTES, *, is_copied: bool = False
@@ -163,6 +164,7 @@ def windows(
     if start < len(sizes):
         cuts.append(range(start, len(sizes)))
     return cuts
+
 
 class GrantedAhead:
     """Reservations that came with earlier commits, for puts of the same size to come: one for a put, those of the first

@@ -2,51 +2,38 @@
 publishes one while the next is written."""
 
 from __future__ import annotations
+
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence
-from itertools import groupby
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice
+from typing import Final, NamedTuple
+
 from p2pstore import arguments
 from p2pstore.client import answers
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.presence_calls import PrefixChains
 from p2pstore.client.put_elsewhere import ElsewhereWriter
-from p2pstore.client.puts import Room
-from p2pstore.client.puts import RoomSize
-from p2pstore.client.puts import WINDOW_BYTES
-from p2pstore.client.puts import WINDOW_SHARE
-from p2pstore.client.puts import fill
-from p2pstore.client.puts import fill_many
-from p2pstore.client.puts import trailer_bound
-from p2pstore.client.puts import windows
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import GpuCopyFailed
-from p2pstore.errors import ObjectTooLarge
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import StoreClosed
+from p2pstore.client.puts import (
+    WINDOW_BYTES,
+    WINDOW_SHARE,
+    Room,
+    RoomSize,
+    fill,
+    fill_many,
+    trailer_bound,
+    windows,
+)
+from p2pstore.errors import CapacityExceeded, GpuCopyFailed, ObjectTooLarge, P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import RequestAhead
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.put_columns import numbers_in
-from p2pstore.local.put_columns import one_if_alike
-from p2pstore.local.put_columns import rooms_in
-from p2pstore.local.put_columns import runs_of
-from p2pstore.objects import check_object_length
-from p2pstore.objects import encode_key
-from p2pstore.objects import encode_namespace
-from p2pstore.objects import key_hasher
+from p2pstore.local.put_columns import numbers_in, one_if_alike, rooms_in, runs_of
+from p2pstore.objects import check_object_length, encode_key, encode_namespace, key_hasher
 from p2pstore.put_facts import PutOptions
-from p2pstore.results import Buffer
-from p2pstore.results import ItemResult
-from p2pstore.results import OnConflict
-from p2pstore.results import PutResult
+from p2pstore.results import Buffer, ItemResult, OnConflict, PutResult
 from p2pstore.transfer.transfer_trace import Progress
-from p2pstore.values import Source
-from p2pstore.values import value_of
+from p2pstore.values import Source, value_of
 from p2pstore.wire import Code
-from typing import Final
-from typing import NamedTuple
 
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A copy on another peer may take this long before a put stops waiting for it."""
@@ -62,6 +49,7 @@ MAX_AHEAD: Final = 4
 """Windows of small values, which are much work for the peer and little memory: it is not to wait for the next one."""
 NO_ROOM = (Code.CAPACITY_EXCEEDED, Code.OBJECT_TOO_LARGE)
 
+
 def put_options(
     replicas: int, pin: str, ttl: float | None, policy: OnConflict, durable: bool
 ) -> PutOptions:
@@ -73,6 +61,7 @@ def put_options(
         policy == "overwrite",
         arguments.flag("durable", durable),
     )
+
 
 class Writer:
     """Puts into one namespace over one link. A put that ends early, by an error or by cancellation,
@@ -237,6 +226,7 @@ class Writer:
             on_late_reply=lambda late: self._link.abort(numbers_in(late.again)),
         )
 
+
 class _Sent(NamedTuple):
     """Rows of a window that the peer is publishing, and those for which it reserves room: `again`, for the next batch
     where there are no such rows."""
@@ -245,6 +235,7 @@ class _Sent(NamedTuple):
     next_rows: range
     again: list[RoomSize]
     request: RequestAhead[local.Committed]
+
 
 class PutBatch:
     """One batch, whose values all have the same options; a row is the number of a key. `results` has one for each."""
@@ -419,14 +410,17 @@ class PutBatch:
     def _failed(self, row: int, error: P2PStoreError | ValueError) -> None:
         self.results[row] = ItemResult(self._keys[row], error=error)
 
+
 def _check_count(reply: local.Committed, count: int) -> None:
     if sum(some for some, _ in reply.outcomes) != count or any(some < 1 for some, _ in reply.outcomes):
         raise P2PStoreError("the local peer answered for another number of puts")
+
 
 def _commit_seconds(commit: local.Commit) -> float:
     """Additional time of publishing these and making their copies."""
     count, replicas = len(commit.keys), commit.options[0].replicas
     return _copy_seconds(sum(commit.lengths) * (count // len(commit.lengths)), replicas, count)
+
 
 def _copy_seconds(length_bytes: int, replicas: int, count: int = 1) -> float:
     return length_bytes * (replicas - 1) / REPLICATE_BYTES_PER_SECOND + ITEM_SECONDS * replicas * count

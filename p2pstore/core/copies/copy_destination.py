@@ -1,52 +1,43 @@
 """Where a copy pulled from another peer goes: into this peer's memory."""
 
 from __future__ import annotations
-from collections.abc import Collection
-from collections.abc import Sequence
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
 from msgspec.structs import replace
-from p2pstore.core.copies.proofs import MAX_PROOF_BYTES
-from p2pstore.core.copies.proofs import read_proof
-from p2pstore.core.copies.proofs import signed_proofs
+
+from p2pstore.core.copies.proofs import MAX_PROOF_BYTES, read_proof, signed_proofs
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import PullOutcome
-from p2pstore.core.operation import PullTogether
-from p2pstore.core.puts.publishing import announce_new
-from p2pstore.core.puts.publishing import reserve_many
+from p2pstore.core.operation import Operation, PullOutcome, PullTogether
+from p2pstore.core.puts.publishing import announce_new, reserve_many
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import writer_of
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Reservation
-from p2pstore.memory.entries import Written
-from p2pstore.memory.segment_layout import EXPIRY_BYTES
-from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES
-from p2pstore.memory.segment_layout import SLOT_BYTES
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.objects import key_digest
-from p2pstore.objects import namespace_digest
+from p2pstore.errors import NoSuchKey, ProtocolError
+from p2pstore.gossip.records import PeerId, member_of, writer_of
+from p2pstore.memory.entries import ObjectEntry, Reservation, Written
+from p2pstore.memory.segment_layout import (
+    EXPIRY_BYTES,
+    MAX_TRAILER_BYTES,
+    SLOT_BYTES,
+    Slot,
+    TrailerBody,
+    decode_slot,
+    encode_trailer,
+)
+from p2pstore.objects import key_digest, namespace_digest
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.peer_messages import ReplicateMany
-from p2pstore.transfer.peer_messages import ReplicatedMany
+from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import check_object
 from p2pstore.wire import Code
-from typing import Final
-from typing import NamedTuple
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 PROOF_BYTES: Final = MAX_PROOF_BYTES + 8
 """Bytes by which a trailer may grow when the proof arrives after the copy."""
+
 
 class CopyDestination:
     """Receives a copy into the peer's memory. Satisfies `p2pstore.transfer.transport.Destination`: after a holder
@@ -179,8 +170,10 @@ class CopyDestination:
             self._core.segment.abort(self._reservation, session=self._session)
             self._reservation = None
 
+
 HELD: Final = 0
 """In place of a code: the object is here."""
+
 
 class WantedCopy(NamedTuple):
     """An object of which a copy is wanted: its slot at its writer, and its trailer, with the writer's proof."""
@@ -188,12 +181,14 @@ class WantedCopy(NamedTuple):
     slot: Slot
     trailer: TrailerBody
 
+
 class ReservedCopy(NamedTuple):
     """Where the bytes of an object go, which are to be those of this slot. `place`: in the message."""
 
     place: int
     slot: Slot
     view: memoryview
+
 
 class RoomDestination:
     """Takes the one version of an object for which there is room."""
@@ -207,6 +202,7 @@ class RoomDestination:
         if (slot.version, slot.length) != (wanted.version, wanted.length):
             raise NoSuchKey("the holder has another version than the one to be copied")
         return self._room.view
+
 
 def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[WantedCopy]:
     """The objects that the sender wants copied. Raises `ProtocolError` for a request that no correct writer sends."""
@@ -243,6 +239,7 @@ def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[
         WantedCopy(slot, replace(trailer, proof=proof))
         for (slot, trailer), proof in zip(found, proofs, strict=True)
     ]
+
 
 class CopiesDestination:
     """Takes copies into the peer's memory; `codes` says of each whether it is here, or why not. The shell goes through
@@ -373,6 +370,7 @@ class CopiesDestination:
             self._core.segment.abort(reservation.number, session=self._session)
         self._reservations.clear()
         self.rooms.clear()
+
 
 class TakeCopiesOperation(Operation):
     """Take copies that their writer asks for. The result is `ReplicatedMany`. A cancelled copy in flight is kept."""
