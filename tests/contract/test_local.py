@@ -776,7 +776,7 @@ def test_garbage_costs_only_its_own_connection(
     assert "\n" not in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize("what", ["on_handled", "on_answered"])
+@pytest.mark.parametrize("what", ["on_handled", "on_made_ready", "on_answered"])
 def test_answers_go_out_before_what_else_is_to_be_done(what: str, peer: SmallPeer) -> None:
     received = threading.Event()
     in_time: list[bool] = []

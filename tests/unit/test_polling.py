@@ -62,7 +62,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
     line = Line()
     monkeypatch.setattr("p2pstore.runtime.polling.time.monotonic", lambda: line.now)
     monkeypatch.setattr("p2pstore.runtime.polling.threading.get_ident", lambda: line.thread)
-    monkeypatch.setattr(polling._Receiving, "thread", line.thread)
+    monkeypatch.setattr(polling._Receiving, "last", line.thread)
     monkeypatch.setattr(polling._Receiving, "since", 0.0)
     return line
 

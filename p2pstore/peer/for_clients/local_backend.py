@@ -218,11 +218,14 @@ class PeerLocalBackend:
         finally:
             self._node.process()
 
+    def make_ready(self) -> None:
+        """Make room for the next put."""
+        self._puts.make_room_ahead()
+
     def handled(self) -> None:
-        """Carry out what the requests had the core decide, and make room for the next put."""
+        """Carry out what the requests had the core decide."""
         if self._has_effects:
             self._has_effects = False
-            self._puts.make_room_ahead()
             self._node.process()
 
     def client_gone(self, client: LocalClient) -> None:
