@@ -49,6 +49,7 @@ class Polling:
 
     def __init__(self, *, shares_thread: bool = False) -> None:
         self._shares_thread = shares_thread
+        self._cheap_seconds = 0.0 if shares_thread else CHEAP_SECONDS
         self._sleeps_left = self._sleeps = 1
         self._busy_seconds = 0.0
 
@@ -93,7 +94,7 @@ class Polling:
 
     def slept(self, seconds: float) -> None:
         """A wait that did not poll took so long."""
-        if not CHEAP_SECONDS < seconds < SHORT_SECONDS:
+        if not self._cheap_seconds < seconds < SHORT_SECONDS:
             self._sleeps_left = max(1, self._sleeps_left)
         elif self._sleeps_left:
             self._sleeps_left -= 1
