@@ -42,7 +42,7 @@ from p2pstore.local.local_protocol import (
 )
 from p2pstore.objects import encode_namespace
 from p2pstore.runtime.linux import connected_user, is_shortage, shortage
-from p2pstore.runtime.polling import Polling
+from p2pstore.runtime.polling import LOCAL_SHORT_SECONDS, Polling
 from p2pstore.runtime.streams import ANCILLARY_BYTES, check_descriptors
 from p2pstore.runtime.trio_streams import TrioStream
 from p2pstore.wire import (
@@ -118,7 +118,7 @@ class _Connection:
         self._outgoing_bytes = 0
         self._sending = False
         self._turn_began = 0.0
-        self._polling = Polling(shares_thread=True)
+        self._polling = Polling(shares_thread=True, short_seconds=LOCAL_SHORT_SECONDS)
         self._observed: list[tuple[LocalKind, Message, Message | Exception | None, float]] = []
         """Requests that were answered at once, which the observer is still to be told of."""
         self._one_way: deque[Awaitable[None]] = deque()

@@ -29,10 +29,12 @@ SHORT_SECONDS: Final = 2e-3
 """A wait with sleep that polling may have made shorter: the other side slept as well. Much more than two wake-ups:
 where cores are slow, a read of 1 MiB took 560 to 620 us by two who slept on and on, and takes 294 to 320 by two who
 poll."""
+LOCAL_SHORT_SECONDS: Final = 300e-6
+"""The same on the local socket, where a call takes microseconds or as long as other peers and SSDs."""
 ALONE_SECONDS: Final = 2e-3
 """A thread polls only if no other thread of its process received for this time: of several, some would wait for each
 other's core, or for the interpreter."""
-MAX_SLEEPS: Final = 1024
+MAX_SLEEPS: Final = 128
 """Upper bound of waits without polling after one with polling in vain; one after the first, then twice as many. With
 64, where it always is in vain, more than one small read in 100 was kept waiting by it."""
 
@@ -47,8 +49,11 @@ class _Receiving:
 class Polling:
     """The waits on one connection, for the one thread that receives there, or of connections that `share_thread`."""
 
-    def __init__(self, *, shares_thread: bool = False) -> None:
+    def __init__(
+        self, *, shares_thread: bool = False, short_seconds: float = SHORT_SECONDS
+    ) -> None:
         self._shares_thread = shares_thread
+        self._short_seconds = short_seconds
         self._cheap_seconds = 0.0 if shares_thread else CHEAP_SECONDS
         self._sleeps_left = self._sleeps = 1
         self._busy_seconds = 0.0
@@ -94,7 +99,7 @@ class Polling:
 
     def slept(self, seconds: float) -> None:
         """A wait that did not poll took so long."""
-        if not self._cheap_seconds < seconds < SHORT_SECONDS:
+        if not self._cheap_seconds < seconds < self._short_seconds:
             self._sleeps_left = max(1, self._sleeps_left)
         elif self._sleeps_left:
             self._sleeps_left -= 1
