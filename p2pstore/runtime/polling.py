@@ -40,7 +40,7 @@ MAX_SLEEPS: Final = 128
 
 
 class _Receiving:
-    """The thread of this process that waited last, and since when no other one has. Of an event loop: the connection."""
+    """The thread (of an event loop: the connection) that waited last, and since when no other one has."""
 
     last = 0
     since = 0.0
@@ -49,9 +49,7 @@ class _Receiving:
 class Polling:
     """The waits on one connection, for the one thread that receives there, or of connections that `share_thread`."""
 
-    def __init__(
-        self, *, shares_thread: bool = False, short_seconds: float = SHORT_SECONDS
-    ) -> None:
+    def __init__(self, *, shares_thread: bool = False, short_seconds: float = SHORT_SECONDS) -> None:
         self._shares_thread = shares_thread
         self._short_seconds = short_seconds
         self._cheap_seconds = 0.0 if shares_thread else CHEAP_SECONDS

@@ -4,59 +4,41 @@
 same test process can use it. What the segment holds is looked at through `call`, on that thread.
 """
 
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Iterator
-from concurrent.futures import Future
-from functools import partial
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import LeaseLimitExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.local import local_messages as local
-from p2pstore.local import local_protocol
-from p2pstore.local.listener import serve_local
-from p2pstore.local.local_protocol import LocalClient
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.put_columns import columns_of
-from p2pstore.local.put_columns import sizes_of
-from p2pstore.memory.entries import Written
-from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
-from p2pstore.memory.mapped.mapped_memory import SharedMemory
-from p2pstore.memory.mapped.mapped_memory import create_memory
-from p2pstore.memory.mapped.mapped_memory import create_page
-from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from p2pstore.objects import batch_key_hasher
-from p2pstore.objects import key_digest
-from p2pstore.put_facts import KeyEntry
-from p2pstore.put_facts import PutFacts
-from p2pstore.put_facts import PutStatus
-from p2pstore.runtime import linux
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from p2pstore.wire import Message
-from p2pstore.wire import code_of
-from pathlib import Path
-from simulation.segment_checks import check_segment
-from typing import Any
-from typing import TypeVar
 import contextlib
 import json
 import math
-import msgspec
 import os
 import threading
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
 import trio
+
+from p2pstore.errors import CapacityExceeded, LeaseLimitExceeded, NoSuchKey, P2PStoreError
+from p2pstore.local import local_messages as local
+from p2pstore.local import local_protocol
+from p2pstore.local.listener import serve_local
+from p2pstore.local.local_protocol import LocalClient, LocalKind
+from p2pstore.local.put_columns import columns_of, sizes_of
+from p2pstore.memory.entries import Written
+from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
+from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, create_page
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import Pin, TrailerBody, plan_geometry
+from p2pstore.objects import DIGEST_BYTES, MIB, Version, batch_key_hasher, key_digest
+from p2pstore.put_facts import KeyEntry, PutFacts, PutStatus
+from p2pstore.runtime import linux
+from p2pstore.wire import Code, Empty, Message, code_of
+from simulation.segment_checks import check_segment
 
 T = TypeVar("T")
 PEER_ID = bytes.fromhex("002408011220") + bytes(32)
+
 
 class SmallBackend:
     """The rules of the local socket over one segment, without replicas and other peers.
@@ -311,11 +293,14 @@ class SmallBackend:
             self.segment.remove(entry.digest)
         return Empty()
 
+
 def split(digests: bytes) -> list[bytes]:
     return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
 
+
 def _item_error(error: P2PStoreError) -> local.ItemError:
     return local.ItemError(int(code_of(error)), str(error))
+
 
 def _copy(entry: Any) -> local.Copy:
     version = entry.version
@@ -323,6 +308,7 @@ def _copy(entry: Any) -> local.Copy:
         *(PEER_ID, "small", 0, entry.length, version.clock, version.writer),
         *(entry.soft, int(entry.pin), True, True),
     )
+
 
 class SmallPeer:
     """A running `SmallBackend`."""
@@ -436,6 +422,7 @@ class SmallPeer:
             self.backend.close()
         if self.failure is not None:
             raise self.failure
+
 
 @contextlib.contextmanager
 def small_peer(path: Path, **settings: Any) -> Iterator[SmallPeer]:

@@ -1,69 +1,12 @@
 """Clients, blocking and under trio, against a real local server with a real segment."""
 
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Iterator
-from p2pstore import aio
-from p2pstore import blocking
-from p2pstore import wire
-from p2pstore.client import answers
-from p2pstore.client import lease_book as leases_module
-from p2pstore.client import leasing
-from p2pstore.client.lease_book import LeaseBook
-from p2pstore.errors import AmbiguousLocalPeer
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import ConfigError
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import LeaseLimitExceeded
-from p2pstore.errors import NoLocalPeer
-from p2pstore.errors import ObjectTooLarge
-from p2pstore.errors import StoreClosed
-from p2pstore.errors import Unavailable
-from p2pstore.local import listener
-from p2pstore.local import local_messages as local
-from p2pstore.local import local_protocol
-from p2pstore.local import local_requests as requests
-from p2pstore.local import socket_paths as paths
-from p2pstore.local.listener import MAX_CONNECTIONS
-from p2pstore.local.listener import listen_at
-from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_greeting import Opening
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.server import MAX_IN_FLIGHT
-from p2pstore.memory import hazards
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from p2pstore.objects import key_digest
-from p2pstore.runtime.blocking_streams import BlockingDriver
-from p2pstore.runtime.blocking_streams import run_blocking
-from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.runtime.trio_streams import TrioStream
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from p2pstore.wire import HEADER
-from p2pstore.wire import Message
-from p2pstore.wire import PREFACE_LOCAL
-from p2pstore.wire import encode_frame
-from pathlib import Path
-from tests.contract.small_peer import PEER_ID
-from tests.contract.small_peer import SmallPeer
-from tests.contract.small_peer import small_peer
-from tests.interrupts import interrupted_after_each_call
-from tests.interrupts import interrupted_at_each_line
-from tests.threads import in_threads
-from tests.threads import with_threads
-from typing import Any
 import asyncio
 import contextlib
 import fcntl
 import gc
 import logging
-import numpy as np
 import os
-import p2pstore
 import pickle
-import pytest
 import random
 import resource
 import signal
@@ -72,7 +15,48 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 import trio
+
+import p2pstore
+from p2pstore import aio, blocking, wire
+from p2pstore.client import answers, leasing
+from p2pstore.client import lease_book as leases_module
+from p2pstore.client.lease_book import LeaseBook
+from p2pstore.errors import (
+    AmbiguousLocalPeer,
+    CapacityExceeded,
+    ConfigError,
+    DeadlineExceeded,
+    LeaseLimitExceeded,
+    NoLocalPeer,
+    ObjectTooLarge,
+    StoreClosed,
+    Unavailable,
+)
+from p2pstore.local import listener, local_protocol
+from p2pstore.local import local_messages as local
+from p2pstore.local import local_requests as requests
+from p2pstore.local import socket_paths as paths
+from p2pstore.local.listener import MAX_CONNECTIONS, listen_at
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.server import MAX_IN_FLIGHT
+from p2pstore.memory import hazards
+from p2pstore.objects import MIB, Version, key_digest
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
+from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
+from p2pstore.wire import HEADER, PREFACE_LOCAL, Code, Empty, Message, encode_frame
+from tests.contract.small_peer import PEER_ID, SmallPeer, small_peer
+from tests.interrupts import interrupted_after_each_call, interrupted_at_each_line
+from tests.threads import in_threads, with_threads
+
 
 class PlainStore:
     """A blocking client with async methods that never suspend, so that one suite serves both."""
@@ -90,22 +74,26 @@ class PlainStore:
 
         return call
 
+
 @pytest.fixture
 def peer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SmallPeer]:
     gives_pages = getattr(request, "param", False)
     with small_peer(tmp_path / "peer.sock", gives_pages=gives_pages) as running:
         yield running
 
+
 @pytest.fixture(params=["blocking", "trio"])
 async def store(request: pytest.FixtureRequest, peer: SmallPeer) -> AsyncIterator[Any]:
     async with connected(request.param, peer) as opened:
         yield opened
+
 
 def connected(kind: str, peer: SmallPeer, **settings: Any) -> Any:
     """A client of either kind as an async context manager."""
     if kind == "trio":
         return p2pstore.connect(str(peer.path), **settings)
     return Plain(blocking.connect(str(peer.path), **settings))
+
 
 class Plain:
     def __init__(self, client: blocking.BlockingClient) -> None:
@@ -117,16 +105,20 @@ class Plain:
     async def __aexit__(self, *_: object) -> None:
         self.client.close()
 
+
 both = pytest.mark.parametrize("kind", ["blocking", "trio"])
 asked_or_not = pytest.mark.parametrize("peer", [False, True], indirect=True, ids=["asked", "not"])
 """Leases that are asked for, and those that clients take by themselves."""
 gives_pages = pytest.mark.parametrize("gives_pages", [False, True], ids=["asked", "not"])
 
+
 async def eventually(peer: SmallPeer, condition: Any) -> None:
     """Wait, without stopping this test's own loop, until the peer sees it."""
     await trio.to_thread.run_sync(peer.wait_until, condition)
 
+
 # --- what the store does -----------------------------------------------------------------------
+
 
 async def test_keys_at_their_limits(store: Any) -> None:
     for key in ("k", "k" * 1024, "\N{SNOWMAN}" * 341, "a/b c\n"):
@@ -138,6 +130,7 @@ async def test_keys_at_their_limits(store: Any) -> None:
                 await call
     with pytest.raises(TypeError):
         await store.get(7)
+
 
 async def test_what_does_not_fit(store: Any, peer: SmallPeer) -> None:
     with pytest.raises(CapacityExceeded, match=r"16,777,216.* there is no other peer"):
@@ -152,12 +145,14 @@ async def test_what_does_not_fit(store: Any, peer: SmallPeer) -> None:
     assert (await store.put("big", np.zeros(8 * MIB, np.uint8))).status == "created"
     await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
 
+
 async def test_a_peer_of_the_version_before_says_itself_that_it_is_full(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(local_protocol.REQUESTS, local_protocol.LocalKind.PLACE)
     with pytest.raises(ObjectTooLarge, match="give it more --memory"):
         await store.put("k", np.zeros(17 * MIB, np.uint8))
+
 
 @both
 async def test_namespaces_are_apart(kind: str, peer: SmallPeer) -> None:
@@ -172,6 +167,7 @@ async def test_namespaces_are_apart(kind: str, peer: SmallPeer) -> None:
     with pytest.raises(ValueError, match="namespace"):
         connected(kind, peer, namespace="")
 
+
 async def test_steady_puts_cost_one_request_each(store: Any, peer: SmallPeer) -> None:
     for number in range(20):
         await store.put(f"k{number:02}", bytes([number]) * 4096)
@@ -182,6 +178,7 @@ async def test_steady_puts_cost_one_request_each(store: Any, peer: SmallPeer) ->
     await store.put("other", b"another size")
     await eventually(peer, lambda: LocalKind.ABORT in peer.backend.requests)
     assert peer.used_bytes() == 20 * 8192 + 4096
+
 
 async def test_reads_from_the_mapping_ask_nobody_and_are_reported(store: Any, peer: SmallPeer) -> None:
     await store.put("k", b"value")
@@ -199,7 +196,9 @@ async def test_reads_from_the_mapping_ask_nobody_and_are_reported(store: Any, pe
     assert sum(each.bytes_read for each in reported()) == 250
     assert len(peer.backend.reports) < 20
 
+
 # --- leases ------------------------------------------------------------------------------------
+
 
 async def a_later_lease_ended(store: Any, peer: SmallPeer) -> None:
     """Releases are held back for a while: when one that began and ended now has arrived, so have those of all
@@ -210,6 +209,7 @@ async def a_later_lease_ended(store: Any, peer: SmallPeer) -> None:
     assert peer.call(lambda: peer.backend.segment.leased_bytes) >= length
     del view
     await eventually(peer, lambda: peer.backend.segment.leased_bytes < length)
+
 
 @asked_or_not
 async def test_a_lease_lasts_as_long_as_any_view(store: Any, peer: SmallPeer) -> None:
@@ -226,6 +226,7 @@ async def test_a_lease_lasts_as_long_as_any_view(store: Any, peer: SmallPeer) ->
     del part
     await eventually(peer, lambda: segment.leased_bytes == 0)
 
+
 @asked_or_not
 async def test_a_lease_that_ends_in_the_garbage_collector(store: Any, peer: SmallPeer) -> None:
     await store.put("k", b"value")
@@ -234,6 +235,7 @@ async def test_a_lease_that_ends_in_the_garbage_collector(store: Any, peer: Smal
     del loop
     gc.collect()
     await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+
 
 @asked_or_not
 async def test_one_lease_serves_many_views_of_a_version(store: Any, peer: SmallPeer) -> None:
@@ -252,6 +254,7 @@ async def test_one_lease_serves_many_views_of_a_version(store: Any, peer: SmallP
     assert peer.call(lambda: peer.backend.segment.leased_bytes) == 4096
     del revived
     await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
+
 
 @asked_or_not
 async def test_leases_of_many_take_one_request(store: Any, peer: SmallPeer) -> None:
@@ -273,6 +276,7 @@ async def test_leases_of_many_take_one_request(store: Any, peer: SmallPeer) -> N
     await a_later_lease_ended(store, peer)
     await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
 
+
 @both
 @gives_pages
 async def test_the_cap_on_leased_bytes_among_many(kind: str, tmp_path: Path, gives_pages: bool) -> None:
@@ -293,6 +297,7 @@ async def test_the_cap_on_leased_bytes_among_many(kind: str, tmp_path: Path, giv
             assert all(each.ok for each in await store.take_leases(keys[2:]))
             assert all(each.ok for each in await store.take_leases(keys[:2] * 10))
 
+
 @both
 @gives_pages
 async def test_views_stay_readable_after_the_client_and_the_peer(
@@ -308,7 +313,9 @@ async def test_views_stay_readable_after_the_client_and_the_peer(
             await store.get("k")
     assert bytes(view) == b"value" * 5000
 
+
 # --- never wrong bytes, other holders -----------------------------------------------------------
+
 
 async def test_damaged_bytes_are_not_delivered(store: Any, peer: SmallPeer) -> None:
     await store.put("k", bytes(3 * MIB))
@@ -321,11 +328,13 @@ async def test_damaged_bytes_are_not_delivered(store: Any, peer: SmallPeer) -> N
     peer.backend.memory.view[entry.offset + 2 * MIB + 5] ^= 1
     assert await store.get("k") == bytes(3 * MIB)
 
+
 def holder(member: int, path: Path, peer_id: bytes = PEER_ID) -> local.Holder:
     return local.Holder(
         *(member << 16 | 7, peer_id, "other", ["127.0.0.1:1"], str(path), True, 0, 1, 1, 7, 0),
         *(b"claims", b"signature", b"secret"),
     )
+
 
 async def test_reading_another_peer_of_this_host(store: Any, peer: SmallPeer, tmp_path: Path) -> None:
     value = random.Random(4).randbytes(5 * MIB)
@@ -354,6 +363,7 @@ async def test_reading_another_peer_of_this_host(store: Any, peer: SmallPeer, tm
     with pytest.raises(Unavailable):  # the other peer is gone
         await store.get("far")
 
+
 async def test_when_all_holders_fail(store: Any, peer: SmallPeer, tmp_path: Path) -> None:
     digest = key_digest("k")
     nobody = tmp_path / "nobody"
@@ -369,7 +379,9 @@ async def test_when_all_holders_fail(store: Any, peer: SmallPeer, tmp_path: Path
     with pytest.raises(Unavailable):  # not NoSuchKey: an unreachable peer may have a copy
         await store.get("k")
 
+
 # --- failures, cancellation, many at once -------------------------------------------------------
+
 
 @both
 async def test_slow_requests_hold_up_nobody(kind: str, peer: SmallPeer) -> None:
@@ -395,6 +407,7 @@ async def test_slow_requests_hold_up_nobody(kind: str, peer: SmallPeer) -> None:
             peer.call(peer.backend.gate.set)
         assert found == [1] * 8
 
+
 async def test_too_many_requests_in_flight_wait(peer: SmallPeer) -> None:
     async with p2pstore.connect(str(peer.path), timeout=60) as store:
         peer.backend.gate = peer.call(trio.Event)
@@ -406,6 +419,7 @@ async def test_too_many_requests_in_flight_wait(peer: SmallPeer) -> None:
             )
             peer.call(peer.backend.gate.set)
 
+
 @both
 async def test_a_deadline_leaves_the_client_usable(kind: str, peer: SmallPeer) -> None:
     async with connected(kind, peer, timeout=0.2) as store:
@@ -416,6 +430,7 @@ async def test_a_deadline_leaves_the_client_usable(kind: str, peer: SmallPeer) -
         assert await store.get("k") == b"value"
         peer.call(peer.backend.gate.set)
         assert [each.name for each in await store.peers()] == ["small"]
+
 
 async def test_a_cancelled_receive_loses_no_bytes() -> None:
     """On a shared connection they may be the answer to another request."""
@@ -433,6 +448,7 @@ async def test_a_cancelled_receive_loses_no_bytes() -> None:
     finally:
         stream.close()
         theirs.close()
+
 
 @both
 @pytest.mark.parametrize("what", ["lease", "reserve", "commit"])
@@ -452,6 +468,7 @@ async def test_what_is_granted_too_late_is_given_back(kind: str, what: str, peer
         kept = 4096 + (3 * 8192 if what == "commit" else 0)
         await eventually(peer, lambda: segment.used_bytes == kept)
 
+
 def test_who_closes_waits_for_no_peer_that_stands_still(peer: SmallPeer) -> None:
     """Not even to say farewell, when its socket takes no more."""
     client = blocking.connect(peer.path, timeout=600)
@@ -466,6 +483,7 @@ def test_who_closes_waits_for_no_peer_that_stands_still(peer: SmallPeer) -> None
         closing.start()
         closing.join(60)
         assert not closing.is_alive()
+
 
 async def test_whoever_is_left_waiting_receives_next(peer: SmallPeer) -> None:
     """The thread that receives for others leaves with its own answer; theirs come later."""
@@ -482,6 +500,7 @@ async def test_whoever_is_left_waiting_receives_next(peer: SmallPeer) -> None:
             peer.call(gate.set)
             await trio.to_thread.run_sync(thread.join, 5)
             assert not thread.is_alive()
+
 
 async def test_threads_share_one_client(peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:
@@ -501,6 +520,7 @@ async def test_threads_share_one_client(peer: SmallPeer) -> None:
         await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
     await eventually(peer, lambda: peer.backend.segment.used_bytes == 0)
     assert peer.used_bytes() == 0
+
 
 @both
 async def test_the_peer_stops_under_a_client(kind: str, tmp_path: Path) -> None:
@@ -543,6 +563,7 @@ async def test_the_peer_stops_under_a_client(kind: str, tmp_path: Path) -> None:
                 gc.enable()
     assert not (tmp_path / "s").exists()
 
+
 CLIENT_THAT_DIES = """
 import os, sys, time
 from p2pstore import aio, blocking, wire
@@ -560,6 +581,7 @@ if child == 0 and sys.argv[2] == "fork":
 print("ready", child, flush=True)
 time.sleep(60)
 """
+
 
 @pytest.mark.parametrize("fork", ["alone", "fork"])
 def test_a_client_that_is_killed_leaves_nothing_behind(fork: str, peer: SmallPeer) -> None:
@@ -584,10 +606,12 @@ def test_a_client_that_is_killed_leaves_nothing_behind(fork: str, peer: SmallPee
     assert peer.used_bytes() == 5 * 8192
     assert peer.call(lambda: peer.backend.segment.leased_bytes) == 0
 
+
 async def test_a_client_that_was_not_open_pickles_as_such(peer: SmallPeer) -> None:
     unopened = pickle.loads(pickle.dumps(p2pstore.connect(str(peer.path), namespace="n")))
     with pytest.raises(RuntimeError, match=r"not connected.*async with"):
         await unopened.get("k")
+
 
 def test_a_dropped_client_ends_its_connection(peer: SmallPeer) -> None:
     client = blocking.connect(str(peer.path))
@@ -597,6 +621,7 @@ def test_a_dropped_client_ends_its_connection(peer: SmallPeer) -> None:
     gc.collect()
     peer.wait_until(lambda: len(peer.backend.gone) == 1)
     assert bytes(view) == b"value"
+
 
 async def test_a_wait_that_is_nearly_over_does_not_cut_off_who_sends(peer: SmallPeer) -> None:
     """Of two tasks on one connection, one gives up soon, while the other's request is still being taken."""
@@ -621,6 +646,7 @@ async def test_a_wait_that_is_nearly_over_does_not_cut_off_who_sends(peer: Small
         peer.call(gate.set)
         connection.close()
 
+
 def test_threads_come_and_go_while_others_wait(peer: SmallPeer) -> None:
     """An ending transfer wakes its waiters while others are added and removed."""
     interval = sys.getswitchinterval()
@@ -636,6 +662,7 @@ def test_threads_come_and_go_while_others_wait(peer: SmallPeer) -> None:
     finally:
         sys.setswitchinterval(interval)
 
+
 def test_a_put_ends_when_its_client_is_closed(peer: SmallPeer) -> None:
     """The peer may give the room to another client then: nothing more is written to it."""
     pieces: list[int] = []
@@ -649,7 +676,9 @@ def test_a_put_ends_when_its_client_is_closed(peer: SmallPeer) -> None:
         client.put("k", bytes(12 * MIB), progress=close_after_the_first)
     assert pieces == [4 * MIB]
 
+
 # --- the socket ---------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("backlog_is_full", [False, True], ids=["no answer", "full backlog"])
 @pytest.mark.parametrize("world", ["trio", "asyncio", "blocking"])
@@ -682,6 +711,7 @@ def test_a_peer_that_hangs_is_given_up_after_the_timeout(
             ways[world]()
         assert 0.15 < time.monotonic() - begin < 3
 
+
 def test_a_thousand_clients(peer: SmallPeer) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4096:
@@ -704,6 +734,7 @@ def test_a_thousand_clients(peer: SmallPeer) -> None:
     peer.wait_until(lambda: len(peer.backend.gone) == MAX_CONNECTIONS)
     connect().close()
 
+
 HELLO = PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, local_protocol.Hello(1, 1, "n", 1, 1))
 GARBAGE = {
     "noise": random.Random(1).randbytes(3000),
@@ -721,6 +752,7 @@ GARBAGE = {
     "malformed": HELLO + HEADER.pack(25, 0, 1, 4, 0) + b"\xc1\xc1\xc1\xc1",
     "half a hello": HELLO[:20],
 }
+
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_costs_only_its_own_connection(
@@ -743,6 +775,7 @@ def test_garbage_costs_only_its_own_connection(
     assert [record.name for record in caplog.records] == ["p2pstore.local"]
     assert "\n" not in caplog.records[0].getMessage()
 
+
 @pytest.mark.parametrize("what", ["on_handled", "on_made_ready", "on_answered"])
 def test_answers_go_out_before_what_else_is_to_be_done(what: str, peer: SmallPeer) -> None:
     received = threading.Event()
@@ -759,6 +792,7 @@ def test_answers_go_out_before_what_else_is_to_be_done(what: str, peer: SmallPee
         peer.wait_until(lambda: in_time)
     assert in_time[0]
 
+
 def test_what_requests_gave_to_do_is_done_also_before_garbage(peer: SmallPeer) -> None:
     asked: list[int] = []
     peer.backend.on_handled = lambda: asked.append(len(peer.backend.requests))
@@ -767,6 +801,7 @@ def test_what_requests_gave_to_do_is_done_also_before_garbage(peer: SmallPeer) -
         stranger.sendall(HELLO + encode_frame(LocalKind.PEERS, 7, local.Peers()) + b"x" * 64)
         peer.wait_until(lambda: peer.backend.gone)
     assert 1 in asked
+
 
 def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
     with contextlib.closing(
@@ -790,6 +825,7 @@ def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
                 run_blocking(connection.request(kind, request, Empty))
         assert peer.backend.requests == []
 
+
 async def test_a_socket_that_cannot_be_given_to_its_group_is_not_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -805,6 +841,7 @@ async def test_a_socket_that_cannot_be_given_to_its_group_is_not_left_behind(
     with pytest.raises(ConfigError, match="no group 'nobody-has-this'"):
         await listen_at(path, 0o660, "nobody-has-this")
     assert not path.exists()
+
 
 async def test_a_lock_that_somebody_holds_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -824,6 +861,7 @@ async def test_a_lock_that_somebody_holds_is_not_waited_for_for_ever(
         os.close(descriptor)
     (await listen_at(tmp_path / "s", 0o600, None)).close()
 
+
 def test_an_unknown_request_is_unsupported(peer: SmallPeer) -> None:
     with socket.socket(socket.AF_UNIX) as newer:
         newer.settimeout(5)
@@ -836,6 +874,7 @@ def test_an_unknown_request_is_unsupported(peer: SmallPeer) -> None:
                 os.close(descriptor)
             assert data
             received += data
+
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "s"
@@ -851,6 +890,7 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> Non
             client.put("k", b"v")
     assert not path.exists()
 
+
 def test_what_is_no_socket_is_said_and_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
@@ -860,6 +900,7 @@ def test_what_is_no_socket_is_said_and_left_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"socket: {path} is {what}"):
             trio.run(listen_at, path, 0o600, None)
     assert file.read_text() == "mine"
+
 
 def test_finding_the_local_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -885,6 +926,7 @@ def test_finding_the_local_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(NoLocalPeer):
         blocking.connect()
 
+
 def test_a_directory_that_others_could_write_to_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -896,6 +938,7 @@ def test_a_directory_that_others_could_write_to_is_not_trusted(
     path.parent.chmod(0o777)
     with pytest.raises(ConfigError, match="open to other users"):
         paths.default_socket_path("a")
+
 
 class Struck:
     """A lock at which Ctrl-C strikes, right after it was taken or right before it is released."""
@@ -915,6 +958,7 @@ class Struck:
             raise KeyboardInterrupt
         self.real.release()
 
+
 @pytest.mark.parametrize("moment", ["taken", "released"])
 def test_an_interrupted_caller_leaves_no_lock_taken(moment: str, peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:
@@ -930,6 +974,7 @@ def test_an_interrupted_caller_leaves_no_lock_taken(moment: str, peer: SmallPeer
         thread.join(60)
         assert len(others) == 1
         assert client.locate("k") == others[0]
+
 
 @asked_or_not
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -957,6 +1002,7 @@ def test_a_lease_that_is_interrupted_anywhere_is_given_back(
                 client.locate("k")
     assert len(places) >= 15
 
+
 def test_leases_that_another_thread_gave_back_meanwhile() -> None:
     book = LeaseBook()
 
@@ -976,6 +1022,7 @@ def test_leases_that_another_thread_gave_back_meanwhile() -> None:
             end(1)
             assert book.take_ended(everything=everything) == []
 
+
 def test_leases_without_a_view_are_given_back_at_once() -> None:
     """A loop of copies keeps no object in the peer's memory."""
     book = LeaseBook()
@@ -990,6 +1037,7 @@ def test_leases_without_a_view_are_given_back_at_once() -> None:
     assert book.take_ended(everything=True) == [1]
     assert not book.outstanding
 
+
 def test_the_blocking_client_needs_no_event_loop() -> None:
     code = (
         "import sys, p2pstore; light = set(sys.modules); import p2pstore.blocking; "
@@ -997,6 +1045,7 @@ def test_the_blocking_client_needs_no_event_loop() -> None:
         "assert not {'trio', 'asyncio', 'libp2p', 'p2pstore.peer'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
 
 @both
 async def test_large_values_by_several_threads(
@@ -1020,7 +1069,9 @@ async def test_large_values_by_several_threads(
         assert np.array_equal(into, value)
         assert await client.get("k") == value.tobytes()
 
+
 # --- the version before ------------------------------------------------------------------------
+
 
 def test_clients_and_peers_of_version_1_put_in_rows(
     peer: SmallPeer, monkeypatch: pytest.MonkeyPatch

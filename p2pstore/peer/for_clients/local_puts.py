@@ -192,7 +192,7 @@ class LocalPuts:
         return (yield from self._rooms_for(client, [(length, trailer_length)] * count, namespace))
 
     def make_ready(self) -> None:
-        """Evict for the next put or batch of a client while none waits for room; hold the room of a single put ready."""
+        """Evict for the next put or batch of a client while none waits for room. That of a single put is held ready."""
         if self._next_put is None:
             return
         session, wanted = self._next_put
