@@ -25,7 +25,7 @@ from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import FetchOperation, Prefetching
 from p2pstore.core.gets.reads import UNSEEN_TRANSPORTS, HotObjects, ReadReports
 from p2pstore.core.known_copies import Holders, KnownCopies
-from p2pstore.core.operation import AskPeer, Effect, Notes, Operation, PullOutcome, Reply, Then, Timed
+from p2pstore.core.operation import AskPeer, Effect, LateBooks, Notes, Operation, PullOutcome, Reply, Then, Timed
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
 from p2pstore.core.puts.comparing import Comparisons
@@ -84,6 +84,7 @@ class PeerCore:
         self.unix_offset_seconds = unix_offset_seconds
         self.counters: Counter[str] = Counter()
         self.notes = Notes()
+        self.books = LateBooks()
         self.closing = False
         self._effects: list[Effect | GossipEffect] = []
         self.operations = Operations(self)

@@ -104,6 +104,7 @@ class LocalPuts:
                 raise ValueError(
                     "durable: this peer has no SSD tier to keep the object on: give it --ssd"
                 )
+            self._core.books.settle()
             operation = PutOperation(self._core, item, session=client.session, namespace=namespace)
             return self._core.operations.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
