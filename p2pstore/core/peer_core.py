@@ -25,7 +25,17 @@ from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import FetchOperation, Prefetching
 from p2pstore.core.gets.reads import UNSEEN_TRANSPORTS, HotObjects, ReadReports
 from p2pstore.core.known_copies import Holders, KnownCopies
-from p2pstore.core.operation import AskPeer, Effect, LateBooks, Notes, Operation, PullOutcome, Reply, Then, Timed
+from p2pstore.core.operation import (
+    AskPeer,
+    Effect,
+    LateBooks,
+    Notes,
+    Operation,
+    PullOutcome,
+    Reply,
+    Then,
+    Timed,
+)
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
 from p2pstore.core.puts.comparing import Comparisons

@@ -48,7 +48,7 @@ class SegmentObjects:
         self.references = references
         self.live: dict[bytes, ObjectEntry] = {}
         self.returned: dict[bytes, ObjectEntry] = {}
-        self.listing = KeyListing()
+        self.listing = KeyListing(at_once=bool(areas.uses))
         self.timers = ExpiryTimers()
         self.most_read = MostRead()
         """Of all readers whose reads the owner hears of."""

@@ -757,10 +757,12 @@ def test_listings_follow_every_change(steps: list[tuple[int, str]]) -> None:
     there: set[int] = set()
     for number, step in [*steps, (0, "list")]:
         if step == "put":
+            entries[number] = replace(entries[number], state=SlotState.LIVE)
             listing.add(entries[number])
             there.add(number)
         elif step == "remove":
             listing.remove(entries[number])
+            entries[number].state = SlotState.FREE
             there.discard(number)
         else:
             page, more = listing.page(NAMESPACE, "k", "", 10)
