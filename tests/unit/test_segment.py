@@ -757,6 +757,9 @@ def test_listings_follow_every_change(steps: list[tuple[int, str]]) -> None:
     there: set[int] = set()
     for number, step in [*steps, (0, "list")]:
         if step == "put":
+            if number in there:
+                listing.remove(entries[number])
+                entries[number].state = SlotState.FREE
             entries[number] = replace(entries[number], state=SlotState.LIVE)
             listing.add(entries[number])
             there.add(number)
