@@ -1,8 +1,7 @@
 """Keys in order, for listings. Pure.
 
-Adding and removing cost next to nothing before the first listing, and a dictionary operation after it. Then keys are sorted in runs of a
-thousand or two, one a step (`prepare`), and a page merges the runs. What went stays in its run, and is passed over,
-until it is an eighth of all.
+What is added waits for the first listing. Then keys are sorted in runs of a thousand or two, one a step (`prepare`),
+and a page merges the runs. What went stays in its run, and is passed over, until it is an eighth of all.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ RUN_KEYS: Final = 2_048
 """A run has at most that many keys, and all but the last about half or more. Sorting a thousand takes 0.5 ms."""
 GONE_BESIDE: Final = 1_000
 GONE_SHARE: Final = 8
+_LIVE: Final = SlotState.LIVE
 LOOKED_AT: Final = 4
 """Waiting entries that are looked at for each one that comes or goes: at most a third of them are gone ones."""
 
@@ -91,8 +91,8 @@ def _from(run: list[str], prefix: str, after: str) -> Iterator[str]:
 
 
 class KeyListing:
-    """All keys of a segment, by namespace. What is added waits in the order of its windows until a listing is asked for,
-    with `at_once` until the call returns."""
+    """All keys of a segment, by namespace. What is added waits in windows until a listing is asked for; not with
+    `at_once`."""
 
     def __init__(self, *, at_once: bool = False) -> None:
         self._at_once = at_once
@@ -123,7 +123,7 @@ class KeyListing:
         """The first window that waits, without what went meanwhile."""
         window = self._added.popleft()
         self._waiting -= len(window)
-        return [entry for entry in window if entry.state is SlotState.LIVE]
+        return [entry for entry in window if entry.state is _LIVE]
 
     def _list(self, entries: Iterable[ObjectEntry]) -> None:
         for entry in entries:
