@@ -78,7 +78,7 @@ class SegmentObjects:
             return
         live, areas, held, entries = self.live, self.areas, self.held, list(new.values())
         replaced = [] if live.keys().isdisjoint(new) else [live[each] for each in new if each in live]
-        self.table.publish(entries, trailers)
+        self.table.publish(entries, trailers, new=not replaced)
         if areas.uses:
             for entry in entries:
                 entry.group = areas.at(entry.offset - self._data_offset).group_of(entry.namespace)
