@@ -232,9 +232,10 @@ def test_room_of_what_has_expired_is_used_before_anything_else_goes() -> None:
 def test_keys_are_put_in_order_some_at_a_time() -> None:
     listing, count = KeyListing(), 10_000
     for number in range(count):
-        listing.add(
-            SimpleNamespace(namespace="n", key=f"{number * 7919 % count:05d}", state=SlotState.LIVE)
-        )  # type: ignore[arg-type]
+        entry: Any = SimpleNamespace(
+            namespace="n", key=f"{number * 7919 % count:05d}", state=SlotState.LIVE
+        )
+        listing.add(entry)
     steps = 1
     while not listing.prepare("n"):
         steps += 1
