@@ -5,30 +5,40 @@ as one, under one stamp; values of other keys are decided one by one (`put_opera
 """
 
 from __future__ import annotations
-
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import compress, count, cycle, takewhile
-from typing import TYPE_CHECKING, Final
-
-from p2pstore.core.copies.replicate import PutAmongMany, ReplicateTogether
+from functools import partial
+from itertools import compress
+from itertools import count
+from itertools import cycle
+from itertools import takewhile
+from p2pstore.core.copies.replicate import PutAmongMany
+from p2pstore.core.copies.replicate import ReplicateTogether
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.own_objects import packed_locations
 from p2pstore.core.puts.put_operation import check_put
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import writer_of
-from p2pstore.memory.entries import ObjectEntry, Reservation, Written
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entries import Reservation
+from p2pstore.memory.entries import Written
 from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.objects import Version, check_object_length
-from p2pstore.put_facts import PutColumns, PutOptions, PutStatus
+from p2pstore.objects import Version
+from p2pstore.objects import check_object_length
+from p2pstore.put_facts import PutColumns
+from p2pstore.put_facts import PutOptions
+from p2pstore.put_facts import PutStatus
 from p2pstore.runtime.stepping import Steps
+from typing import Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 PUBLISHED_PER_STEP: Final = 256
 """Values, at some 4 us each."""
-
 
 def publish_new(
     core: PeerCore, columns: PutColumns, *, session: Hashable, namespace: str, now: float
@@ -49,10 +59,10 @@ def publish_new(
     if not all(plain):
         wanted = [each and is_plain for each, is_plain in zip(wanted, cycle(plain), strict=False)]
     written = list(compress(_written(columns, version, namespace, unix), wanted))
-    entries = core.segment.commit_new(written, session=session, now=unix)
+    keep = core.books.keep
+    entries = core.segment.commit_new(written, session=session, now=unix, keep=keep)
     published = [entry for entry in entries if entry is not None]
-    announce_new(core, published, now)
-    core.proofs.wrote([entry.digest for entry in published])
+    keep(partial(_announce_own, core, published, now))
     to_copy = [entry for entry in published if entry.replicas > 1]
     copying = ReplicateTogether(core, to_copy) if to_copy else None
     alone = PutEnd(PutStatus.CREATED, 1, 1, version)
@@ -66,9 +76,9 @@ def publish_new(
             ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
             row += 1
     if copying is not None:
+        core.books.settle()
         core.operations.start(copying, now)
     return ends
-
 
 def _written(columns: PutColumns, stamp: Version, namespace: str, unix: float) -> Iterator[Written]:
     clock, writer, _ = stamp
@@ -91,7 +101,6 @@ def _written(columns: PutColumns, stamp: Version, namespace: str, unix: float) -
         trailer = TrailerBody(namespace, key, sums, end, replicas, pin, dtype, shape)
         yield Written(reservation, digest, Version(clock, writer, root), trailer, length, follows)
 
-
 def _is_plain(options: PutOptions) -> bool:
     """Whether the value is to be a new object in memory."""
     try:
@@ -99,7 +108,6 @@ def _is_plain(options: PutOptions) -> bool:
     except (P2PStoreError, ValueError):
         return False
     return not (options.overwrite or options.durable)
-
 
 def _may_publish(core: PeerCore, now: float) -> bool:
     """Whether others take what this peer writes now, and it knows of all that there is."""
@@ -110,7 +118,6 @@ def _may_publish(core: PeerCore, now: float) -> bool:
         and not timekeeping.view(now).may_be_behind
     )
 
-
 def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
     """Those that neither this peer nor any other is known to hold, or to have held."""
     here = core.segment.digests()
@@ -120,6 +127,9 @@ def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
         new = {digest for digest in new if core.cold.store.find(digest) is None}
     return new
 
+def _announce_own(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
+    announce_new(core, entries, now)
+    core.proofs.wrote([entry.digest for entry in entries])
 
 def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
     """Tell the others of what was published, of keys of which this peer held nothing."""
@@ -128,12 +138,10 @@ def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> 
     core.operations.tell_waiting([entry.digest for entry in entries], now)
     core.counters["objects_published"] += len(entries)
 
-
 RESERVED_PER_STEP: Final = 256
 """Where there is room, at half a microsecond each."""
 
 Reserved = Reservation | P2PStoreError | ValueError
-
 
 def reserve_many(
     core: PeerCore, sizes: Sequence[tuple[int, int]], *, session: Hashable, namespace: str, now: float
