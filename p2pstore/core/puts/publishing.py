@@ -5,40 +5,31 @@ as one, under one stamp; values of other keys are decided one by one (`put_opera
 """
 
 from __future__ import annotations
-from collections.abc import Hashable
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress
-from itertools import count
-from itertools import cycle
-from itertools import takewhile
-from p2pstore.core.copies.replicate import PutAmongMany
-from p2pstore.core.copies.replicate import ReplicateTogether
+from itertools import compress, count, cycle, takewhile
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.copies.replicate import PutAmongMany, ReplicateTogether
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.own_objects import packed_locations
 from p2pstore.core.puts.put_operation import check_put
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import writer_of
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Reservation
-from p2pstore.memory.entries import Written
+from p2pstore.memory.entries import ObjectEntry, Reservation, Written
 from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.objects import Version
-from p2pstore.objects import check_object_length
-from p2pstore.put_facts import PutColumns
-from p2pstore.put_facts import PutOptions
-from p2pstore.put_facts import PutStatus
+from p2pstore.objects import Version, check_object_length
+from p2pstore.put_facts import PutColumns, PutOptions, PutStatus
 from p2pstore.runtime.stepping import Steps
-from typing import Final
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 PUBLISHED_PER_STEP: Final = 256
 """Values, at some 4 us each."""
+
 
 def publish_new(
     core: PeerCore, columns: PutColumns, *, session: Hashable, namespace: str, now: float
@@ -80,6 +71,7 @@ def publish_new(
         core.operations.start(copying, now)
     return ends
 
+
 def _written(columns: PutColumns, stamp: Version, namespace: str, unix: float) -> Iterator[Written]:
     clock, writer, _ = stamp
     ends = [int((unix + each.ttl_ms / 1000) * 1000) if each.ttl_ms else 0 for each in columns.options]
@@ -101,6 +93,7 @@ def _written(columns: PutColumns, stamp: Version, namespace: str, unix: float) -
         trailer = TrailerBody(namespace, key, sums, end, replicas, pin, dtype, shape)
         yield Written(reservation, digest, Version(clock, writer, root), trailer, length, follows)
 
+
 def _is_plain(options: PutOptions) -> bool:
     """Whether the value is to be a new object in memory."""
     try:
@@ -108,6 +101,7 @@ def _is_plain(options: PutOptions) -> bool:
     except (P2PStoreError, ValueError):
         return False
     return not (options.overwrite or options.durable)
+
 
 def _may_publish(core: PeerCore, now: float) -> bool:
     """Whether others take what this peer writes now, and it knows of all that there is."""
@@ -118,6 +112,7 @@ def _may_publish(core: PeerCore, now: float) -> bool:
         and not timekeeping.view(now).may_be_behind
     )
 
+
 def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
     """Those that neither this peer nor any other is known to hold, or to have held."""
     here = core.segment.digests()
@@ -127,9 +122,11 @@ def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
         new = {digest for digest in new if core.cold.store.find(digest) is None}
     return new
 
+
 def _announce_own(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
     announce_new(core, entries, now)
     core.proofs.wrote([entry.digest for entry in entries])
+
 
 def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
     """Tell the others of what was published, of keys of which this peer held nothing."""
@@ -138,10 +135,12 @@ def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> 
     core.operations.tell_waiting([entry.digest for entry in entries], now)
     core.counters["objects_published"] += len(entries)
 
+
 RESERVED_PER_STEP: Final = 256
 """Where there is room, at half a microsecond each."""
 
 Reserved = Reservation | P2PStoreError | ValueError
+
 
 def reserve_many(
     core: PeerCore, sizes: Sequence[tuple[int, int]], *, session: Hashable, namespace: str, now: float

@@ -1,51 +1,35 @@
 """Puts of local clients: room for the bytes, then publishing them."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Iterable
-from collections.abc import Sequence
+
+import struct
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import cycle
-from itertools import islice
+from itertools import cycle, islice
+from typing import Final, TypeAlias
+
+import trio
+
 from p2pstore.core.copies.replicate import PutAmongMany
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import PutEnd
+from p2pstore.core.operation import Operation, PutEnd
 from p2pstore.core.puts.placing import place
-from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP
-from p2pstore.core.puts.publishing import Reserved
-from p2pstore.core.puts.publishing import publish_new
-from p2pstore.core.puts.publishing import reserve_many
-from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.core.puts.put_operation import check_put
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import member_of
+from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, Reserved, publish_new, reserve_many
+from p2pstore.core.puts.put_operation import PutOperation, check_put
+from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
+from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalClient
-from p2pstore.local.put_columns import columns_of
-from p2pstore.local.put_columns import sizes_of
+from p2pstore.local.put_columns import columns_of, sizes_of
 from p2pstore.memory.entries import Reservation
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import check_object_length
-from p2pstore.peer.for_clients.local_queries import Answer
-from p2pstore.peer.for_clients.local_queries import item_error
-from p2pstore.peer.for_clients.local_queries import put_outcome
+from p2pstore.objects import DIGEST_BYTES, check_object_length
+from p2pstore.peer.for_clients.local_queries import Answer, item_error, put_outcome
 from p2pstore.peer.node import Node
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.trio_tasks import in_turns
-from p2pstore.runtime.trio_tasks import take_turns
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.wire import Empty
-from typing import Final
-from typing import TypeAlias
-import struct
-import trio
 
 _NO_ROOM_AHEAD: Final = CapacityExceeded("no room can be spared for puts to come")
 ABORTED_PER_STEP: Final = 64
@@ -54,6 +38,7 @@ RoomAhead: TypeAlias = tuple[int, int, int, str]
 """Length, trailer length, count, namespace."""
 Started: TypeAlias = Operation | PutAmongMany | PutEnd | Exception
 """A put that was begun, or that ended at once."""
+
 
 class LocalPuts:
     """RESERVE, COMMIT and ABORT; PLACE and STORED for what goes to other peers."""
@@ -291,13 +276,16 @@ class LocalPuts:
         self._core.counters["puts_elsewhere"] += 1
         return Empty()
 
+
 def _goes_on(started: Started) -> bool:
     if type(started) is PutEnd:  # nearly always
         return False
     return isinstance(started, Operation | PutAmongMany) and not started.done
 
+
 def _result_of(started: Started) -> object:
     return started.result if isinstance(started, Operation | PutAmongMany) else started
+
 
 def _spans(made: Sequence[Reserved]) -> list[local.Span]:
     """Reservations that follow each other, and the reasons why there are none."""
