@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-import typer
-
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
@@ -51,12 +49,9 @@ class WayOptions:
         option("FILE", "The cluster's key, for --peer.", envvar="MOONCAKE_P2P_CLUSTER_KEY_FILE"),
     ] = None
     cluster: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", envvar="MOONCAKE_P2P_CLUSTER", help="The cluster's name, for --peer."
-        ),
+        str, option("NAME", "The cluster's name, for --peer.", envvar="MOONCAKE_P2P_CLUSTER")
     ] = "default"
-    seconds: Annotated[str, typer.Option(metavar="SECONDS", help="How long --peer measures GB/s.")] = "2"
+    seconds: Annotated[str, option("SECONDS", "How long --peer measures GB/s.")] = "2"
 
     def checked_seconds(self) -> float:
         """`seconds`. Raises `ValueError` for options that contradict each other."""
