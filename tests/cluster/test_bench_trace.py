@@ -1,13 +1,28 @@
 """`bench trace` on real peers: they hit what the simulation hits, and every block is the right one."""
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from mooncake_p2p import local_cluster
 from mooncake_p2p.output import ExitCode
 from tests.command_line import Cli
+from tests.forked import COMMAND, Forked
 from tests.unit.trace_requests import conversations
+
+
+@pytest.fixture(autouse=True)
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(command: Sequence[str], process_group: int, **options: Any) -> Forked:
+        return Forked([*COMMAND, *command[command.index("join") :]], **options)
+
+    parts = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    monkeypatch.setattr(local_cluster, "subprocess", parts)
 
 
 @pytest.fixture

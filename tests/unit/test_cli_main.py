@@ -176,7 +176,7 @@ def test_the_name_of_a_peer_stands_for_its_socket(monkeypatch: pytest.MonkeyPatc
         asked.append(socket)
         raise errors.StoreClosed("closed")
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", connect)
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", connect)
     monkeypatch.setattr("p2pstore.local.socket_paths.live_sockets", lambda: [Path("/run/a.sock")])
     monkeypatch.setenv("MOONCAKE_P2P_SOCKET", "/run/b.sock")
     for words in (["-p", "a"], ["--peer-name", "a"], []):
@@ -243,7 +243,7 @@ def test_an_error_becomes_a_status_and_a_line(
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", fail)
     captured = cli("stats", status=status)
     assert captured.err.startswith(shown)
     assert "Traceback" not in captured.err
@@ -254,7 +254,7 @@ def test_debug_shows_where(how: str, monkeypatch: pytest.MonkeyPatch, cli: Cli) 
     def fail(*arguments: object, **options: object) -> None:
         raise RuntimeError("oops")
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", fail)
     if how == "environment":
         monkeypatch.setenv("MOONCAKE_P2P_DEBUG", "1")
     captured = cli(*(["--debug"] if how == "option" else []), "stats", status=1)
@@ -387,7 +387,7 @@ def test_what_json_says_of_an_error(
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", fail)
     said = cli("stats", "--json", status=status).json["error"]
     assert (said["type"], said["status"]) == (kind, status)
     assert said["message"]

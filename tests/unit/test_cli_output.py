@@ -108,7 +108,7 @@ def shown_progress(monkeypatch: pytest.MonkeyPatch, work: Callable[[output.Progr
     def slow() -> None:
         monkeypatch.setattr(output.ProgressBar, "show", show_and_tell)
         with output.progress("working [x]", 1 << 20, after_seconds=0.0) as bar:
-            assert shown.wait(10)
+            assert shown.wait(60)
             work(bar)
 
     return on_terminal(monkeypatch, "stderr", slow)

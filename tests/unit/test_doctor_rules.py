@@ -29,8 +29,8 @@ from p2pstore.status.doctor.finding import (
     worst_failure,
 )
 from p2pstore.status.doctor.support_bundle import REMOVED, Redactor
-from p2pstore.topology.hardware import Machine, Nic, NumaNode, Place, matrix_of, overridden
 from p2pstore.transfer.rdma.rdma_rules import GidEntry
+from p2pstore.transfer.rdma.rdma_topology import Machine, Nic, NumaNode, Place, matrix_of, overridden
 from p2pstore.wire import Code
 from tests.unit.gossip_network import peer_record
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_p2p.commands.cluster import _Picture
+from mooncake_p2p.commands.stats import _Picture
 from mooncake_p2p.output import format_duration
 from mooncake_p2p.statistics_view import Reading, clip, memory_bar, overview, rates, slow_lines, totals
 

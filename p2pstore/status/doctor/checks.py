@@ -23,7 +23,7 @@ from p2pstore.memory.mapped.mapped_memory import makes_huge_pages
 from p2pstore.status.doctor import machine_rules, network_rules, readings
 from p2pstore.status.doctor.finding import Finding, broken, fine, skipped, warning
 from p2pstore.status.doctor.network_rules import absent_local_peer, judge_local_peer, silent_local_peer
-from p2pstore.topology.sysfs import read_machine, read_matrix
+from p2pstore.transfer.rdma.rdma_hardware import read_machine, read_matrix
 
 CHECK_SECONDS: Final = 5.0
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from p2pstore.objects import counted, format_bytes
 from p2pstore.status.doctor.finding import Finding, Status, broken, fine, skipped, warning
-from p2pstore.topology.hardware import Machine, Matrix
 from p2pstore.transfer.rdma.rdma_rules import GidEntry, choose_gid
+from p2pstore.transfer.rdma.rdma_topology import Machine, Matrix
 
 CONTROL_PORT: Final = 17946
 DATA_PORT: Final = 17947

@@ -27,6 +27,7 @@ from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_h
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.links.sockets import Endpoint, connect
 from p2pstore.gossip.records import PeerId, PeerRecord, open_peer_record
+from p2pstore.runtime.linux import host_identity
 from p2pstore.runtime.trio_tasks import sole_cause
 from p2pstore.state.folder import ephemeral
 from p2pstore.status.doctor import way_rules
@@ -36,7 +37,6 @@ from p2pstore.status.doctor.way_transports import (
     examine_rdma,
     examine_shared_memory,
 )
-from p2pstore.topology.sysfs import host_identity
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.ticket_issuer import TicketIssuer
