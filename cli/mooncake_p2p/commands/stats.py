@@ -6,57 +6,48 @@ On a terminal it draws on the alternate screen, which the terminal puts away at 
 on it meanwhile: resizing, scrolling, Ctrl-C. The last picture is then printed once more, to stay."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Generator
-from collections.abc import Sequence
-from dataclasses import asdict
-from mooncake_p2p.options import DEFAULT_TIMEOUT
-from mooncake_p2p.options import Json
-from mooncake_p2p.options import Socket
-from mooncake_p2p.options import Timeout
-from mooncake_p2p.options import connected
-from mooncake_p2p.options import flag
-from mooncake_p2p.options import option
-from mooncake_p2p.options import parse_timeout
-from mooncake_p2p.options import was_given
-from mooncake_p2p.output import Columns
-from mooncake_p2p.output import ProgressBar
-from mooncake_p2p.output import describe
-from mooncake_p2p.output import format_seconds
-from mooncake_p2p.output import print_json
-from mooncake_p2p.output import print_json_line
-from mooncake_p2p.output import print_table
-from mooncake_p2p.output import progress
-from mooncake_p2p.output import remark
-from mooncake_p2p.output import short_id
-from mooncake_p2p.statistics_view import Activity
-from mooncake_p2p.statistics_view import Reading
-from mooncake_p2p.statistics_view import clip
-from mooncake_p2p.statistics_view import draws_blocks
-from mooncake_p2p.statistics_view import overview
-from mooncake_p2p.statistics_view import rates
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import NoLocalPeer
-from p2pstore.errors import StoreClosed
-from p2pstore.objects import counted
-from p2pstore.objects import format_bytes
-from p2pstore.objects import parse_duration
-from typing import Annotated
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
+
 import math
 import os
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from mooncake_p2p.options import (
+    DEFAULT_TIMEOUT,
+    Json,
+    Socket,
+    Timeout,
+    connected,
+    flag,
+    option,
+    parse_timeout,
+    was_given,
+)
+from mooncake_p2p.output import (
+    Columns,
+    ProgressBar,
+    describe,
+    format_seconds,
+    print_json,
+    print_json_line,
+    print_table,
+    progress,
+    remark,
+    short_id,
+)
+from mooncake_p2p.statistics_view import Activity, Reading, clip, draws_blocks, overview, rates
+from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
+from p2pstore.objects import counted, format_bytes, parse_duration
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
     from p2pstore.blocking import BlockingClient
     from p2pstore.results import PeerInfo
-    from rich.console import Console
-    from rich.console import ConsoleOptions
-    from rich.console import RenderResult
 
 DEFAULT_INTERVAL: Final = "1"
 KNOWN_PART: Final = {"full": "all", "partitioned": "a part"}
@@ -64,6 +55,7 @@ MIN_INTERVAL_SECONDS: Final = 0.1
 FAREWELL_SECONDS: Final = 5.0
 """Time that a peer may need beside draining: to tell the others, and to save its state."""
 LOOK_SECONDS: Final = 0.05
+
 
 def stats(
     watch: Annotated[bool, flag("--watch", "Show rates, again and again, until Ctrl-C.")] = False,
@@ -110,6 +102,7 @@ def stats(
         return
     lines = slow_lines(shown) if slow else overview(shown, None, blocks=draws_blocks(sys.stdout))
     print("\n".join(lines))
+
 
 def peers(
     everyone: Annotated[
@@ -166,8 +159,10 @@ def peers(
         columns = {header: cell for header, cell in columns.items() if header != "KNOWS"}
     print_table(members, columns)
 
+
 def _finite(seconds: float) -> float | None:
     return seconds if math.isfinite(seconds) else None
+
 
 def _read_by(member: PeerInfo) -> str:
     return (
@@ -178,8 +173,8 @@ def _read_by(member: PeerInfo) -> str:
         or "-"
     )
 
-def _print_reads(members: Sequence[PeerInfo]) -> None:
 
+def _print_reads(members: Sequence[PeerInfo]) -> None:
     def took(microseconds: int) -> str:
         return format_seconds(microseconds / 1e6) if microseconds else "-"
 
@@ -196,6 +191,7 @@ def _print_reads(members: Sequence[PeerInfo]) -> None:
             "PEER ID": lambda each: short_id(each[0].peer_id),
         },
     )
+
 
 def leave(
     drain: Annotated[str, option("SECONDS|60s", "How long it may take to leave.")] = "60s",
@@ -225,6 +221,7 @@ def leave(
     else:
         remark(f"the peer left the cluster{_left_behind(handed)}")
 
+
 def _left_behind(handed: dict[str, Any]) -> str:
     """Objects that only this peer held: handed over and left behind."""
     parts = [
@@ -236,6 +233,7 @@ def _left_behind(handed: dict[str, Any]) -> str:
         if count
     ]
     return f": {', '.join(parts)}" if parts else ""
+
 
 def _wait_until_gone(client: BlockingClient, seconds: float, bar: ProgressBar) -> dict[str, Any]:
     """Wait until the peer lets go of its clients, which is the last thing it does. Returns its report of the hand-over:
@@ -254,10 +252,12 @@ def _wait_until_gone(client: BlockingClient, seconds: float, bar: ProgressBar) -
         f"the peer was asked to leave {seconds:.0f} s ago and is still there: see its log"
     )
 
+
 Readings = Generator[tuple[Reading | None, Reading], None, None]
 """The previous reading and this one, again and again."""
 GONE = (NoLocalPeer, StoreClosed, DeadlineExceeded)
 """Errors of a peer that ended, was stopped or is being restarted."""
+
 
 def watch_statistics(
     socket: str | None, timeout: str, interval_seconds: float, *, as_json: bool
@@ -275,6 +275,7 @@ def watch_statistics(
             print("\n".join(overview(reading.document, rate)), end="\n\n")
         sys.stdout.flush()
 
+
 def readings(socket: str | None, timeout: str, interval_seconds: float) -> Readings:
     """The previous reading and this one, every interval. Raises what asking the peer raises."""
     with connected(socket, timeout=timeout) as client:
@@ -287,12 +288,14 @@ def readings(socket: str | None, timeout: str, interval_seconds: float) -> Readi
             due = max(due + interval_seconds, time.monotonic())  # none is made up for
             time.sleep(due - time.monotonic() if due > time.monotonic() else 0.0)
 
+
 def _print_json_line(reading: Reading, rate: Activity | None) -> None:
     document: dict[str, Any] = {
         **reading.document,
         "rates": rate.document() if rate is not None else None,
     }
     print_json_line(document)
+
 
 class _Picture:
     """The picture of the live view; drawn anew for the terminal's size of the moment."""
@@ -344,6 +347,7 @@ class _Picture:
         cluster = self.reading.document.get("cluster") if self.reading is not None else None
         return len(cluster["members"]) if cluster else 0
 
+
 def _live(socket: str | None, timeout: str, interval_seconds: float) -> None:
     from rich.console import Console
     from rich.live import Live
@@ -360,6 +364,7 @@ def _live(socket: str | None, timeout: str, interval_seconds: float) -> None:
         print("\n".join(picture.lines(console.width)))
         if picture.problem:
             print(f"STALE, as of {picture.read_at}: {picture.problem}", file=sys.stderr)
+
 
 def _keep_looking(picture: _Picture, stream: Readings, again: Callable[[], Readings]) -> None:
     """Until Ctrl-C: a peer that has gone may come back, so it is tried again every interval."""
