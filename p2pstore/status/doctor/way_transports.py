@@ -195,14 +195,9 @@ async def examine_rdma(
         try:
             device, moved, elapsed = await _measure_rdma(names, copy, seconds)
         except P2PStoreError as error:
-            report(
-                warning(
-                    RDMA_NAME,
-                    "does not work",
-                    f"both ends have a device, but: {error}",
-                    "let UDP port 4791 pass, and see this command's findings about rdma on both machines",
-                )
-            )
+            cause = f"both ends have a device, but: {error}"
+            cure = "let UDP port 4791 pass, and see this command's findings about rdma on both machines"
+            report(warning(RDMA_NAME, "does not work", cause, cure))
         else:
             report(way_rules.judge_rate(RDMA_NAME, moved, elapsed, f"through {device}"))
 
@@ -255,14 +250,9 @@ async def examine_shared_memory(
                 reason = f"another peer serves at {socket} now"
             finally:
                 connection.close()
-    report(
-        warning(
-            SHM_NAME,
-            socket,
-            f"the peer is on this machine, but its memory cannot be mapped: {reason}",
-            "run as the peer's user, or give its socket a mode and group (--socket-mode, --socket-group)",
-        )
-    )
+    cause = f"the peer is on this machine, but its memory cannot be mapped: {reason}"
+    cure = "run as the peer's user, or give its socket a mode and group (--socket-mode, --socket-group)"
+    report(warning(SHM_NAME, socket, cause, cure))
 
 
 def _copy(segment: memoryview, seconds: float) -> tuple[int, float]:
