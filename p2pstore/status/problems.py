@@ -164,12 +164,8 @@ def _slow_process(facts: Facts) -> Iterator[Finding]:
     if stalls >= max(STALLS, STALLED * looks):
         what = f"This peer's event loop stalled {counted(stalls, 'time')} for over 0.1 s{_lately(facts)}"
         cause = "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait"
-        yield warning(
-            "stalls",
-            what,
-            cause,
-            "look at the machine's load and the cgroup's CPU limit; else report it with `mooncake-p2p support-bundle`",
-        )
+        cure = "look at the machine's load and the cgroup's CPU limit; else report it (`mooncake-p2p support-bundle`)"
+        yield warning("stalls", what, cause, cure)
     if facts.peer["gossip"]["local_health"] > DISTRUST:
         cause = (
             "its probes fail, or others accuse it: it gets too little CPU, or its network loses packets"
@@ -259,13 +255,8 @@ def _floors(facts: Facts) -> Iterator[Finding]:
                 "look at their clocks, load and version; living ones are waited for ten minutes, and an hour where "
                 "most members are gone"
             )
-        yield warning(
-            "removals",
-            f"Removals are slowed down: {used / 10:.0f} % of the room for those that are remembered "
-            "is used",
-            cause,
-            cure,
-        )
+        what = f"Removals are slowed down: {used / 10:.0f} % of the room to remember them is used"
+        yield warning("removals", what, cause, cure)
     if disbelieved := facts.peer["floors_disbelieved"]:
         names = _names(disbelieved, len(disbelieved))
         yield warning(
@@ -278,23 +269,19 @@ def _floors(facts: Facts) -> Iterator[Finding]:
         )
     if distrusted := facts.total("horizons_missed"):
         what = f"This peer discarded older objects {counted(distrusted, 'time')} since it started"
-        yield warning(
-            "removals",
-            what,
-            "it was out of touch longer than others remember which keys were removed",
-            "look in the log for how long its network or process stood still; what others hold is not concerned",
-        )
+        cause = "it was out of touch longer than others remember which keys were removed"
+        cure = "look in the log for how long its network or process stood still; what others hold is not concerned"
+        yield warning("removals", what, cause, cure)
 
 
 def _kept(facts: Facts) -> Iterator[Finding]:
     if damaged := facts.total("kept_objects_damaged"):
-        yield warning(
-            "kept memory",
-            f"{counted(damaged, 'object')} of the kept memory {_were(damaged)} damaged "
-            "when this peer started",
-            "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good",
-            "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)",
+        what = f"{counted(damaged, 'object')} of the kept memory {_were(damaged)} damaged when this peer started"
+        cause = "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good"
+        cure = (
+            "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)"
         )
+        yield warning("kept memory", what, cause, cure)
 
 
 def _transports(facts: Facts) -> Iterator[Finding]:
@@ -360,12 +347,8 @@ def _places(facts: Facts) -> Iterator[Finding]:
     if ended:
         cause = "a member sends requests that it does not finish, or does not read its answers"
         cure = "the log says which one (`held here`); restart it, or take it off the allow list and send SIGHUP"
-        yield warning(
-            "hoarding",
-            f"{counted(ended, 'connection was', 'connections were')} cut{_lately(facts)} for the memory held for them",
-            cause,
-            cure,
-        )
+        cut = f"{counted(ended, 'connection was', 'connections were')} cut{_lately(facts)}"
+        yield warning("hoarding", f"{cut} for the memory held for them", cause, cure)
 
 
 _JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (

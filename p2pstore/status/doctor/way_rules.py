@@ -106,29 +106,17 @@ def judge_no_admission(
 ) -> Finding:
     """Authenticated, and then not admitted."""
     if code is Code.AUTHENTICATION_FAILED and ALLOW_LIST_WORDS in reason:
-        what = "the key is right"
-        cause = (
-            "the peer has an allow list, and this command an identity of the moment: it gets no further"
-        )
-        return warning(
-            "admission",
-            what,
-            cause,
-            "see the log of the peer that cannot join; its id must be in the file of --allow-file",
-        )
+        cause = "the peer has an allow list, and this command a new identity: it gets no further"
+        cure = "see the log of the peer that cannot join; its id must be in the file of --allow-file"
+        return warning("admission", "the key is right", cause, cure)
     if code is Code.AUTHENTICATION_FAILED:
         cure = "copy the cluster's key file to this machine, and name it with --cluster-key-file"
         if keyless:
             cure = "give the cluster's key with --cluster-key-file FILE"
         return broken("admission", "refused", reason, cure)
     if code is Code.WRONG_CLUSTER:
-        what = "refused"
-        return broken(
-            "admission",
-            what,
-            reason,
-            f"give the cluster's name with --cluster (now {cluster!r}); it stands in its `stats`",
-        )
+        cure = f"give the cluster's name with --cluster (now {cluster!r}); it stands in its `stats`"
+        return broken("admission", "refused", reason, cure)
     if code is Code.PROTOCOL_MISMATCH:
         return broken("admission", "refused", reason, "upgrade p2pstore on the older side")
     if elapsed >= 0.95 * timeout_seconds:
@@ -213,12 +201,8 @@ def judge_data_failure(
     """A data address that does not work. `loopback_elsewhere`: it is a loopback address of another machine."""
     if loopback_elsewhere:
         cause = "the peer tells others a loopback address, which leads each of them to itself"
-        return broken(
-            name,
-            address,
-            cause,
-            "give the peer --data-listen (or --data-advertise) with an address that others can reach",
-        )
+        cure = "give the peer --data-listen (or --data-advertise) with an address that others can reach"
+        return broken(name, address, cause, cure)
     cure = "check firewalls for this port; give the peer a fixed one with --data-listen"
     if failure is Failure.BROKEN:
         cure = "look at the peer's log"
