@@ -196,7 +196,7 @@ def judge_rate(name: str, moved_bytes: int, seconds: float, how: str) -> Finding
 
 
 def judge_data_failure(
-    name: str, address: str, reason: str, failure: Failure, *, loopback_elsewhere: bool
+    name: str, address: str, reason: str, failure: Failure, *, loopback_elsewhere: bool = False
 ) -> Finding:
     """A data address that does not work. `loopback_elsewhere`: it is a loopback address of another machine."""
     if loopback_elsewhere:
