@@ -1,9 +1,8 @@
-"""Where to read what others hold, without asking the local peer for a plan.
+"""Plans that a client makes itself, without a request to the local peer.
 
-Which members hold an object stands in the peer's table (`KnownElsewhere`). How to get to them, and the tickets for
-that, the peer says in its plans, and what it said of a member a moment ago still holds. So of objects whose
-holders were all named lately, the client makes the plan itself. When that does not lead to the object, the peer is
-asked as ever.
+The peer's mapped table of locations (`KnownElsewhere`) names the holders of an object. Plans of the peer name the
+route and the ticket to each member, which stay valid for a while. Where the routes to all holders are known, the client
+makes the plan. When its plan does not lead to the object, the client asks the peer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Receiving what comes within microseconds, without going to sleep.
 
 Waking a thread on a core that is idle takes 20 to 60 us in a virtual machine, which is more than all the rest of a
-small read. So where waits are short, who waits asks the kernel again and again for a moment before it sleeps. It does
-not give way in between: where others want the core, it would have it again after milliseconds, whatever has come, as
-nothing wakes who is not asleep.
+small read. So where waits are short, the waiting thread polls the kernel for a moment before it sleeps. It does not
+yield in between: on a busy core it would run again only after milliseconds, since data does not wake a thread that is
+not asleep.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Problems of a peer, and of its cluster as it sees it: found once, for the status page, `stats` and `doctor`. And how
-all members are in figures, and which of them are shown: those that something is wrong with, then others.
+"""Problems of a peer, and of its cluster as it sees it: found once, for the status page, `stats` and `doctor`. And
+figures of all members, and the choice of those that are shown: members with problems first.
 
-A cluster may have thousands. So all are looked at by what stands in their `MemberState`, and only of those that are
-shown is the record read.
+A cluster may have thousands of members. Figures come from each `MemberState`; records are read of shown members only.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from p2pstore.core.copies.cold_copies import Gone
 from p2pstore.core.copies.earlier_life import FATES
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.runtime.stepping import Steps
-from p2pstore.ssd_tier.write_admission import Refusal
+from p2pstore.ssd_tier.write_admission import WriteRefusal
 from p2pstore.status.measures import MAX_NAMESPACES, OTHERS, Measures
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -424,7 +424,7 @@ def ssd_families(ssd: Mapping[str, Any]) -> Iterator[Metric]:
     yield gauges("ssd_segments", "Segments by state.", ["state"], segments)
     failed = [((each,), ssd[f"{each}_errors"]) for each in ("read", "write", "sync", "discard")]
     yield counters("ssd_errors", "Failures of the device.", ["operation"], failed)
-    refused = [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in Refusal]
+    refused = [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in WriteRefusal]
     yield counters("ssd_refused", "Objects not written.", ["reason"], refused)
     durations = {each: Histogram(**ssd[f"{each}_durations"]) for each in ("read", "write")}
     text = "How long it took to read and to write objects."

@@ -221,7 +221,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoints": (
         LocalKind.CHECKPOINT_LIST,
         REPLY,
-        checkpoints.Checkpoints(
+        checkpoints.ListedCheckpoints(
             [
                 checkpoints.CheckpointEntry(
                     *("n", "m", b"p", "pn", b"v", 1, 2, 3, 4, 5, b"o", b"s", True, True, True),

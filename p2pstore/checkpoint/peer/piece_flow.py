@@ -74,7 +74,7 @@ FIRST_IN_THREADS: Final = 64
 MAX_IN_THREADS: Final = 16_384
 
 
-class AtOnce:
+class InlineOrThread:
     """Whether the event loop reads or writes a piece itself, or a thread does. Ask `may` before each step, and report
     with `took`.
 

@@ -1,11 +1,11 @@
 """Exchanges: with whom and when this peer compares what they know, and what each side says. Pure.
 
-A question carries digests; its answer what the asker lacks, and the other's digests; what that one
-lacks goes back. Between exchanges there are 67 ms while there are differences, up to a second else, and more
-where the message budget is spent.
+A request carries digests; the reply carries what the sender lacks, and the replier's digests; a delta with what the
+replier lacks goes back. Between two exchanges there are 67 ms while there are differences, otherwise up to a second,
+and more where the message budget is spent.
 
-Under load one other at a time is told what to send: while an answer or a delta is on its way here, this peer
-asks no other, and answers others without a digest. Else several would send the same.
+Under load one other peer at a time is told what to send: while a reply or a delta is on its way here, this peer sends
+no request, and replies without a digest. Otherwise several peers would send the same.
 
 Digests are in full until the other side has named a hash of its members; from then on numbers alone are sent as
 long as the last peer that was asked knew the same members (`digests`). Where cluster records differ, another

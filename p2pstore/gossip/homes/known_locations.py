@@ -1,9 +1,9 @@
 """The known holders of each key, from all sources. Pure.
 
-Three sources: views of whole logs (`directory`), views of the partitions that this peer is a home of
-(`home_views`), and what homes, holders and rumours said (`LocationCache`). Of what a member said itself of a key that
-counts which belongs to the latest place of its log. The word of others hides none of that: it comes as hearsay,
-which shows where to look and decides nothing.
+Three sources: views of whole logs (`directory`), views of the partitions that this peer is a home of (`home_views`),
+and statements of homes, holders and rumours (`LocationCache`). Of a member's own statements about a key, the one at the
+latest place of its log counts. Statements of others hide none of these: they are hearsay, which shows where to look and
+decides nothing.
 """
 
 from __future__ import annotations
