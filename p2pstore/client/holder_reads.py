@@ -220,11 +220,7 @@ class HolderReads:
         well, or none."""
         with self._share_of_time() as seconds:
             outcomes = await self._pool.pull_many(_with_alternatives(copy, others), items)
-            lengths = [
-                each if isinstance(each, int) else each.length
-                for each in outcomes
-                if isinstance(each, (int, Pulled))
-            ]
+            lengths = [each.length for each in outcomes if isinstance(each, Pulled)]
             failures = sum(isinstance(each, PullFailed) for each in outcomes)
             self._batch_ended(copy, lengths, len(items), failures, seconds())
         return outcomes

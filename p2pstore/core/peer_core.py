@@ -115,7 +115,7 @@ class PeerCore:
         self.participations = Participations(self)
         self.checkpoints = CheckpointNames(self)
         self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
-        gossip.locations.watch(segment.digests(), self.operations.awaited.keys())
+        gossip.directory.watched.watch(segment.digests(), self.operations.awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
 

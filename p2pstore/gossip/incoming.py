@@ -25,7 +25,6 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.gossip_state import GossipState
-from p2pstore.gossip.homes.hot_keys import unpack_hot
 from p2pstore.gossip.members.member_table import MAX_INCARNATION
 from p2pstore.gossip.records import ClusterRecord, PeerId, SignedRecord
 from p2pstore.wire import Code, Empty, Failure, Message
@@ -118,10 +117,8 @@ class Incoming:
 
     def exchanged(self, asked: OpenRequest, reply: ExchangeReply, now: float) -> list[Ask]:
         theirs = read_reply(reply, self._state.knowledge.table)
-        hot = unpack_hot(reply.hot)
         self._state.time.clocks.answered(asked.peer_id, reply.unix_ms, asked.sent_at, now)
         news = self._take_delta(asked.peer_id, reply.delta, now)
-        self._state.partitions.hot.learn(hot, now)
         self._state.exchanges.learn(asked, reply, theirs, now, new_records=len(news.cluster_records))
         self._state.record(now)
         return self._state.exchanges.follow_up(asked.peer_id, theirs, now, news=news.anything)
@@ -155,12 +152,10 @@ class Incoming:
 
     def _serve_exchange(self, sender: PeerId, request: Exchange, now: float) -> Message:
         theirs = read_request(request, self._state.knowledge.table)
-        hot = unpack_hot(request.hot)
         check_claims(request.claims)
         self._state.time.clocks.asked(sender, request.unix_ms, now)
         self._heard(sender, now)
         self._membership.observe_claims(request.claims, now, sender)
-        self._state.partitions.hot.learn(hot, now)
         self._state.record(now)
         answer = self._state.exchanges.answer(sender, request, theirs, now)
         self.defer_homes_if_slow(now)

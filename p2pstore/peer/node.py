@@ -86,7 +86,6 @@ class Node:
         self.core = core
         gossip = core.gossip
         gossip.directory.share(threading.Lock())  # see `Peer.locate_nowait`
-        gossip.locations.share(threading.Lock())
         self.rng = rng
         self.routes = Routes(core, config, host_id, rng)
         self.saver = StateSaver(core, state) if state is not None else None

@@ -78,7 +78,7 @@ def test_leave_hands_over_what_only_that_peer_holds(trio_of_peers: list[Peer]) -
         "handed_over": {"objects": 20, "bytes": total},
         "left_behind": {"objects": 0, "bytes": 0},
     }
-    assert third.process.wait(10) == 0
+    assert third.process.wait(60) == 0
     first.client.put("of the first", b"value")
     said = done(first.run("leave")).stderr.decode()
     assert "the peer left the cluster: " in said

@@ -665,9 +665,7 @@ async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
     entry = present(tcp.segment.find(digests[11], time.time()))
     _buffers[SEGMENT_BYTES][entry.offset] ^= 1
     results = await side.run(lambda: pool.pull_many(tcp.copy(), items))
-    failed = {
-        number: result for number, result in enumerate(results) if not isinstance(result, Pulled | int)
-    }
+    failed = {number: result for number, result in enumerate(results) if not isinstance(result, Pulled)}
     assert sorted(failed) == [5, 7, 11]
     assert isinstance(failed[5], PullFailed)
     assert (failed[5].code, failed[5].incarnation, failed[5].sequence) == (Code.NO_SUCH_KEY, 7, 42)
@@ -746,7 +744,7 @@ async def test_a_version_that_was_not_announced_is_not_delivered(side: Side, len
             return outcomes, buffers
 
         outcomes, buffers = await read(Announced(1))
-        assert all(isinstance(each, Pulled | int) for each in outcomes)
+        assert all(isinstance(each, Pulled) for each in outcomes)
         assert buffers == [value] * 4
         outcomes, buffers = await read(Announced(2))
         assert [type(each) for each in outcomes] == [Unannounced] * 4
@@ -911,7 +909,7 @@ async def read_frame(stream: Any) -> tuple[int, int, int, bytes, bytes]:
 
 async def assert_closed(stream: Any) -> None:
     """The other side ends the connection, perhaps after saying why."""
-    with trio.fail_after(5), contextlib.suppress(ConnectionError):
+    with trio.fail_after(60), contextlib.suppress(ConnectionError):
         while await stream.receive_into(memoryview(bytearray(4096))):
             pass
     stream.close()

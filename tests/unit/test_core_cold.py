@@ -300,7 +300,7 @@ def test_what_does_not_come_from_the_ssd_is_not_denied(comes: bool) -> None:
 def test_a_newer_version_elsewhere_ends_an_older_one_on_the_ssd() -> None:
     world = ColdWorld(others=1)
     world.cool("k", VALUE)
-    world.core.gossip.locations.watch(frozenset([digest_of("k")]), frozenset())
+    world.core.gossip.directory.watched.watch(frozenset([digest_of("k")]), frozenset())
     world.hold(world.others[0], "k", b"newer", world.soon.clock)
     world.core.gossip_arrived(world.now)
     assert digest_of("k") not in world.store.objects

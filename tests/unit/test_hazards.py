@@ -351,7 +351,7 @@ def test_barriers_pass_through_threads_that_run() -> None:
         pytest.skip("this kernel, or its sandbox, has no membarrier: clients ask for their leases")
     assert linux.join_barriers()
     over = threading.Event()
-    runs = threading.Thread(target=lambda: over.wait(10))
+    runs = threading.Thread(target=lambda: over.wait(60))
     runs.start()
     for _ in range(100):
         linux.memory_barrier()

@@ -166,7 +166,7 @@ class Receiving:
         refusal = Refusal.NOTHING
         if not self._room:
             refusal = Refusal.LATER if named == ANY_PIECE else Refusal.FULL
-        elif (piece := self._choose(neighbour, named, now)) is not None:
+        elif (piece := self._choose(neighbour, named)) is not None:
             self._fetch(neighbour, piece, now)
             return
         if named != ANY_PIECE:  # a publisher comes first: all wait for its link
@@ -204,13 +204,12 @@ class Receiving:
 
     # --- fetching --------------------------------------------------------------------------------
 
-    def _choose(self, neighbour: Neighbour, named: int, now: float) -> int | None:
+    def _choose(self, neighbour: Neighbour, named: int) -> int | None:
         state = self._state
         wanted = state.selection.wanted & state.host.mask
         if named != ANY_PIECE and 0 <= named < state.count and wanted >> named & 1:
             return named
-        piece = state.selection.choose(neighbour.pieces & state.host.mask)
-        return self._late_piece(neighbour, now) if piece is None and not wanted else piece
+        return state.selection.choose(neighbour.pieces & state.host.mask)
 
     def _fetch(self, neighbour: Neighbour, piece: int, now: float) -> None:
         state, member = self._state, neighbour.member
@@ -370,17 +369,6 @@ class Receiving:
             if holder is not None:
                 self._fetch(holder, piece, now)
         self.hurry_at = now + soonest
-
-    def _late_piece(self, neighbour: Neighbour, now: float) -> int | None:
-        """A piece on its way from another neighbour that this one would bring sooner."""
-        for piece, flight in self.flights.alone():
-            if (
-                neighbour.pieces >> piece & 1
-                and flight.member != neighbour.member
-                and self._would_be_sooner(neighbour, piece, flight, now)
-            ):
-                return piece
-        return None
 
     def _would_be_sooner(self, neighbour: Neighbour, piece: int, flight: Flight, now: float) -> bool:
         senders, size = self._state.senders, self._state.sizes[piece]

@@ -279,7 +279,7 @@ class Offers:
         core.objects.announce(entry, now)
 
     def _is_kept_elsewhere(self, entry: ObjectEntry, now: float) -> bool:
-        if not self._core.gossip.locations.mentioned({entry.digest}):
+        if not self._core.gossip.directory.mentioned({entry.digest}):
             return False
         others = other_firm_copies(self._core, entry, now)
         return others is None or any(copy.reachable for copy in others)

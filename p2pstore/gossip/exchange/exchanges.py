@@ -120,8 +120,6 @@ class Exchanges:
         self._view = view
         self._rng = rng
         self._rate = rate
-        self.hot_for: Callable[[PeerId, float], bytes] = lambda peer_id, now: b""
-        """Hot locations to tell a peer now (`known_locations`)."""
         self.unix_ms: Callable[[float], int] = lambda now: 0
         """This peer's wall clock; 0 says nothing."""
         self._pause_seconds = config.exchange_seconds
@@ -231,8 +229,7 @@ class Exchanges:
             members_hash,
             positions,
             cells,
-            self.hot_for(peer_id, now),
-            self.unix_ms(now),
+            unix_ms=self.unix_ms(now),
         )
         return self._questions.ask(peer_id, ControlKind.EXCHANGE, request, now, floors_epoch=epoch)
 
@@ -265,8 +262,7 @@ class Exchanges:
         elif theirs.digest is not None and self._knowledge.lacks(theirs.digest):
             self._invite(sender, now)
         told = self._told(delta, floors, theirs, differs, now)
-        hot = self.hot_for(sender, now)
-        return replace(told, digest=digest, positions=positions, members_hash=members_hash, hot=hot)
+        return replace(told, digest=digest, positions=positions, members_hash=members_hash)
 
     def answer_reader(
         self, sender: PeerId, request: Exchange, theirs: Theirs, now: float

@@ -9,12 +9,13 @@ this one from beginning exchanges. A sender is answered only as often as a peer 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from collections import OrderedDict
+from typing import Final, Generic, TypeVar
 
-from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import Member, PeerId
+from p2pstore.objects import put_newest
 
-if TYPE_CHECKING:
-    pass
+Name = TypeVar("Name", PeerId, Member)
 
 OTHERS_SHARE: Final = 2 / 3
 """Of the messages, that requests of others and their answers may take."""
@@ -53,6 +54,26 @@ class MessageBudget:
         if self._at == -math.inf:
             return self._burst
         return min(self._burst, self._left + max(0.0, now - self._at) * self._per_second)
+
+
+class MemberBudgets(Generic[Name]):
+    """A budget for each member whose words cause work here; those of the `limit` that were heard last are kept."""
+
+    def __init__(self, per_second: float, burst: float, limit: int) -> None:
+        self._per_second, self._burst, self._limit = per_second, burst, limit
+        self._budgets: OrderedDict[Name, MessageBudget] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._budgets)
+
+    def affords(self, name: Name, now: float) -> bool:
+        """Whether this one's budget has room for one more. Counts it, if so."""
+        budget = self._budgets.get(name) or MessageBudget(self._per_second, self._burst)
+        if not budget.has(1, now):
+            return False
+        budget.take(1, now)
+        put_newest(self._budgets, name, budget, self._limit)
+        return True
 
 
 class SharedBudget:

@@ -164,7 +164,7 @@ class Membership(MemberTable):
 
     def _may_be_remembered(self, sender: PeerId | None, now: float) -> bool:
         """Whether there is room for what `sender` claims of a peer that is not known here."""
-        if sender is not None and not self._accusers.may_claim(member_of(sender), now):
+        if sender is not None and not self._accusers.claims.affords(member_of(sender), now):
             return False
         return self.make_room_for_hearsay()
 

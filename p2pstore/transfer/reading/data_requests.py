@@ -308,10 +308,6 @@ class Inbox:
         self._start = end
         return self._buffer[start:end]
 
-    def put_back(self, length: int) -> None:
-        """Undo the last `held` or `take` in place."""
-        self._start -= length
-
     async def take(self, length: int, *, soon: bool = False) -> memoryview:
         """The next `length` bytes: in place, until the next call, unless they are too many for that. `soon`: they
         should be here within microseconds. Raises as `read_into`."""
