@@ -47,7 +47,7 @@ class _Receiving:
 
 
 class Polling:
-    """The waits on one connection, for the one thread that receives there, or of connections that `share_thread`."""
+    """The waits of the one thread that receives on a connection. `shares_thread`: it serves other connections too."""
 
     def __init__(self, *, shares_thread: bool = False, short_seconds: float = SHORT_SECONDS) -> None:
         self._shares_thread = shares_thread

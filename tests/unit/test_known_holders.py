@@ -14,9 +14,9 @@ from p2pstore.client.known_holders import (
     HOLDERS_PER_PLAN,
     MAX_HOLDERS,
     TRUSTED_SECONDS,
-    KnownElsewhere,
     KnownHolders,
     KnownRecord,
+    MappedLocations,
 )
 from p2pstore.client.read_plan import remote_copy
 from p2pstore.local.local_messages import Holder, PlanItem
@@ -27,7 +27,7 @@ from tests.present import present
 DIGEST = bytes(16)
 
 
-class Table(KnownElsewhere):
+class Table(MappedLocations):
     """Knows what it is told."""
 
     def __init__(self, *records: KnownRecord) -> None:
