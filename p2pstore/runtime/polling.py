@@ -23,11 +23,11 @@ MAX_BUSY_SECONDS: Final = 300e-6
 """Upper bound of that time."""
 CHEAP_SECONDS: Final = 40e-6
 """A wait with sleep that polling would hardly have made shorter: wake-ups are cheap here, or both sides take turns on
-one core. There, who polls keeps the other side from it: beside a stream that has the other core, one small read in
+one core. There, polling keeps the other side from the core: beside a stream that has the other core, one small read in
 twenty took 200 us instead of 55."""
 SHORT_SECONDS: Final = 2e-3
 """A wait with sleep that polling may have made shorter: the other side slept as well. Much more than two wake-ups:
-where cores are slow, a read of 1 MiB took 560 to 620 us by two who slept on and on, and takes 294 to 320 by two who
+where cores are slow, a read of 1 MiB took 560 to 620 us where both sides slept, and takes 294 to 320 us where both
 poll."""
 LOCAL_SHORT_SECONDS: Final = 300e-6
 """The same on the local socket, where a call takes microseconds or as long as other peers and SSDs."""
@@ -96,7 +96,7 @@ class Polling:
                 return received
 
     def slept(self, seconds: float) -> None:
-        """A wait that did not poll took so long."""
+        """A wait without polling took this time."""
         if not self._cheap_seconds < seconds < self._short_seconds:
             self._sleeps_left = max(1, self._sleeps_left)
         elif self._sleeps_left:

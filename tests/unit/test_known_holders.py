@@ -215,5 +215,5 @@ def test_threads_may_note_and_forget_at_once() -> None:
 
 def test_as_many_are_remembered_as_there_is_room_for() -> None:
     holders = known(record(1), named=MAX_HOLDERS + 5)
-    assert len(holders._named) == MAX_HOLDERS
+    assert len(holders._routes) == MAX_HOLDERS
     assert planned(holders) is None
