@@ -223,7 +223,7 @@ def state_of(member: MemberState) -> str:
 
 
 def survey(members: Iterable[MemberState], me: PeerId) -> Survey:
-    """Look at all members, this one included. Of whom nothing is known but claims of others does not count."""
+    """Look at all members, this one included. A member of which only claims of others are known does not count."""
     found = Survey()
     by_state: dict[str, list[MemberState]] = {state: [] for state in STATES}
     for member in members:
