@@ -185,7 +185,7 @@ class AskingStream:
             raise ProtocolError("a request on a stream that only the other side asks on")
         pending = self._pending.get(header.request_id)
         if pending is None:
-            return  # who asked has given up
+            return  # the caller has given up
         if header.flags & ERROR:
             failure = decode_body(Failure, body)
             text = printable(failure.text)

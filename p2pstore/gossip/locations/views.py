@@ -3,7 +3,7 @@
 A view stands at (incarnation, sequence) and holds exactly the set that its owner's log, or the keys of a partition
 among it, had there. The records of all views are in one `LocationIndex`, a slot per view. The owner's signed head names
 the hash of the set at some sequence; a view that passes there with another hash is dropped until its owner gives a
-snapshot. What moves the views of partitions is in `homes.home_views`.
+snapshot. Views of partitions are moved by `homes.home_views`.
 """
 
 from __future__ import annotations
