@@ -7,35 +7,27 @@ answered by an event that names it.
 """
 
 from __future__ import annotations
+
+import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, writer_of
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.objects import Version
-from p2pstore.objects import ZERO_VERSION
+from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.failover import HolderReport
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from typing import Any
-from typing import Final
-from typing import NamedTuple
-from typing import Protocol
-from typing import TYPE_CHECKING
-import math
+from p2pstore.wire import Failure, Message
 
 if TYPE_CHECKING:
     from p2pstore.core.copies.copy_destination import CopiesDestination
     from p2pstore.core.peer_core import PeerCore
 
 MAX_NOTES: Final = 100
+
 
 class Timed(Protocol):
     """A part of the core that acts by itself. `due_at` (monotonic; infinity: never) asks for a tick; each tick of the
@@ -46,8 +38,10 @@ class Timed(Protocol):
 
     def tick(self, now: float) -> None: ...
 
+
 Then = Callable[[Any, float], None]
 """Called with an operation's result and the time."""
+
 
 class Operation:
     """Base of all operations. `result` is set when `done`; an exception as result means it failed."""
@@ -123,6 +117,7 @@ class Operation:
         self.parts[part] = None
         self.core.operations.start(part, now, ended)
 
+
 @dataclass(frozen=True, slots=True)
 class PutEnd:
     """The result of a put. `copies`: known copies of the version that the key now has."""
@@ -131,6 +126,7 @@ class PutEnd:
     copies: int
     wanted: int
     version: Version
+
 
 @dataclass(frozen=True, slots=True)
 class KnownCopy:
@@ -153,6 +149,7 @@ class KnownCopy:
         unsaid = self.hearsay and version.writer == writer_of(self.peer_id)
         return ZERO_VERSION if unsaid else version
 
+
 @dataclass(frozen=True, slots=True)
 class AskPeer:
     """Send a request over a data connection; `core.answered(operation, tag, reply)` brings the outcome. Operation 0
@@ -164,6 +161,7 @@ class AskPeer:
     kind: int
     request: Message
     timeout_seconds: float
+
 
 @dataclass(frozen=True, slots=True)
 class PullObject:
@@ -177,6 +175,7 @@ class PullObject:
     insist: bool = False
     """The holder is not to name peers that keep a hot object."""
 
+
 @dataclass(frozen=True, slots=True)
 class PullTogether:
     """Bring objects into this peer's memory, all from one holder. The shell has `copies` choose which and where to,
@@ -186,6 +185,7 @@ class PullTogether:
     holder: PeerId
     copies: CopiesDestination
 
+
 @dataclass(frozen=True, slots=True)
 class LoadObject:
     """Bring an object from this peer's SSD into its memory: as `PullObject`, without other peers."""
@@ -193,11 +193,13 @@ class LoadObject:
     operation: int
     digest: bytes
 
+
 @dataclass(frozen=True, slots=True)
 class WriteObject:
     """Write an object in memory to the SSD, its bytes held until `core.write_back.ended` brings the outcome."""
 
     entry: ObjectEntry
+
 
 @dataclass(frozen=True, slots=True)
 class CheckReturned:
@@ -206,11 +208,13 @@ class CheckReturned:
 
     entries: tuple[ObjectEntry, ...]
 
+
 @dataclass(frozen=True, slots=True)
 class CheckObject:
     """Make the checksums of an object in memory, its bytes held until `Checks.ended` brings them."""
 
     entry: ObjectEntry
+
 
 @dataclass(frozen=True, slots=True)
 class SaveClusterRecord:
@@ -218,11 +222,13 @@ class SaveClusterRecord:
 
     signed: SignedRecord
 
+
 @dataclass(frozen=True, slots=True)
 class OperationFinished:
     """The operation has its `result`; its callers may go on."""
 
     operation: int
+
 
 @dataclass(frozen=True, slots=True)
 class PullOutcome:
@@ -236,12 +242,14 @@ class PullOutcome:
     transport: str = ""
     """From which member it came, and how."""
 
+
 class Note(NamedTuple):
     """One line for the log, with the name of its event."""
 
     event: str
     text: str
     is_error: bool = False
+
 
 class Notes:
     """Notes for the operator, until the shell takes them; of too many, the newest."""
@@ -258,6 +266,7 @@ class Notes:
         notes = list(self._notes)
         self._notes.clear()
         return notes
+
 
 class LateBooks:
     """Bookkeeping that a client's answer does not need, kept in order right after the answer was sent. No other request
@@ -286,8 +295,10 @@ class LateBooks:
         finally:
             self.late = late
 
+
 Reply = Message | Failure | None
 """An answer, a refusal, or nothing at all within the time."""
+
 
 @dataclass(frozen=True, slots=True)
 class ColdObject:
@@ -297,6 +308,7 @@ class ColdObject:
     namespace: bytes
     version: Version
 
+
 @dataclass(frozen=True, slots=True)
 class ColdSorted:
     """Of the objects that the peer returned with: `good` may be served and announced, `discarded` are to be
@@ -305,6 +317,7 @@ class ColdSorted:
     good: tuple[ColdObject, ...]
     discarded: tuple[ColdObject, ...]
     last: bool
+
 
 Effect = (
     AskPeer

@@ -6,68 +6,52 @@ ended by an `OperationFinished` effect. Time is monotonic seconds; `unix(now)` i
 """
 
 from __future__ import annotations
+
+import heapq
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from p2pstore.core.checkpoints import CheckpointNames
-from p2pstore.core.checkpoints import TrustedPublishers
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import Any, Final
+
+from p2pstore.core.checkpoints import CheckpointNames, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
 from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.copies.earlier_life import EarlierLife
 from p2pstore.core.copies.hand_over import Offers
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
-from p2pstore.core.copies.repair import Repair
-from p2pstore.core.copies.repair import RepairTiming
+from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.copies.write_back import WriteBack
-from p2pstore.core.floors import FloorBudget
-from p2pstore.core.floors import Floors
-from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.fetch_operation import Prefetching
-from p2pstore.core.gets.hot_objects import HotObjects
-from p2pstore.core.gets.hot_objects import ReadReports
-from p2pstore.core.gets.hot_objects import UNSEEN_TRANSPORTS
-from p2pstore.core.known_copies import Holders
-from p2pstore.core.known_copies import KnownCopies
-from p2pstore.core.operation import AskPeer
-from p2pstore.core.operation import Effect
-from p2pstore.core.operation import LateBooks
-from p2pstore.core.operation import Notes
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import PullOutcome
-from p2pstore.core.operation import Reply
-from p2pstore.core.operation import Then
-from p2pstore.core.operation import Timed
+from p2pstore.core.floors import FloorBudget, Floors
+from p2pstore.core.gets.fetch_operation import FetchOperation, Prefetching
+from p2pstore.core.gets.hot_objects import UNSEEN_TRANSPORTS, HotObjects, ReadReports
+from p2pstore.core.known_copies import Holders, KnownCopies
+from p2pstore.core.operation import (
+    AskPeer,
+    Effect,
+    LateBooks,
+    Notes,
+    Operation,
+    PullOutcome,
+    Reply,
+    Then,
+    Timed,
+)
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
 from p2pstore.core.puts.comparing import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
-from p2pstore.core.serving import PushesComing
-from p2pstore.core.serving import rivals_of
-from p2pstore.core.serving import serve
+from p2pstore.core.serving import PushesComing, rivals_of, serve
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.gossip_messages import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.records import Member, PeerId, member_of, writer_of
 from p2pstore.home_messages import Pushed
 from p2pstore.memory.segment import Segment
-from p2pstore.objects import HybridClock
-from p2pstore.objects import Version
-from p2pstore.objects import keys_hasher
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import HybridClock, Version, keys_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.wire import Message
-from p2pstore.wire import Signer
-from p2pstore.wire import Verifier
-from random import Random
-from typing import Any
-from typing import Final
-import heapq
+from p2pstore.wire import Message, Signer, Verifier
 
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
 TO_HOMES: Final = -1
@@ -83,6 +67,7 @@ _TIMED: Final = (
     *("repair", "offers", "read_reports", "prefetching", "participations"),
 )
 """Parts that act by themselves, in the order of their ticks."""
+
 
 class PeerCore:
     """All decisions of one peer. The module's docstring tells how it is driven."""
@@ -301,14 +286,17 @@ class PeerCore:
         """Namespaces that were met here lately, with their digests."""
         return self._namespaces.items()
 
+
 def before(version: Version) -> Version:
     """The highest version that is older."""
     if version.writer:
         return Version(version.clock, version.writer - 1, 0xFFFF_FFFF_FFFF_FFFF)
     return Version(max(0, version.clock - 1), 0xFFFF, 0xFFFF_FFFF_FFFF_FFFF)
 
+
 WOKEN_PER_TICK: Final = 64
 """Operations woken by one tick: those of a large batch end together."""
+
 
 class Operations:
     """All operations by number, their alarms, the keys they await, and fetches that several callers share."""

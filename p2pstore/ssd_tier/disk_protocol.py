@@ -1,14 +1,13 @@
 """The interface of disks to the tier, and the rules that all disks keep: alignment, bounds, pieces."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
-from p2pstore.errors import StoreClosed
-from typing import Final
-from typing import NamedTuple
-from typing import Protocol
-from typing import TypeAlias
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
 import numpy as np
+
+from p2pstore.errors import StoreClosed
 
 ALIGNMENT_BYTES: Final = 4096
 """Positions, lengths and addresses in memory are multiples of this: direct I/O wants it of every disk in use."""
@@ -24,6 +23,7 @@ Check: TypeAlias = Callable[[], object]
 Piece: TypeAlias = tuple[int, list[memoryview]]
 """A position, and the memory for what lies from there on."""
 
+
 class Waits(NamedTuple):
     """How long callers of a disk have waited: 0 when it has nothing to do."""
 
@@ -31,6 +31,7 @@ class Waits(NamedTuple):
     """Since what it has been doing for longest began. A queued request has not begun."""
     silent_seconds: float = 0.0
     """The same, or since anything ended, if that is less: a disk that is slow is not silent."""
+
 
 class Disk(Protocol):
     """One address space of bytes. Requests run side by side, in any order; reads go before writes.
@@ -77,9 +78,11 @@ class Disk(Protocol):
     def close(self) -> None:
         """No more requests. Those that wait raise `StoreClosed`; those that began end as they would have."""
 
+
 def memory_address(buffer: memoryview) -> int:
     """Where its bytes begin in memory; it must have some."""
     return np.frombuffer(buffer, np.uint8).ctypes.data
+
 
 def checked_bytes(
     position: int,
@@ -112,10 +115,12 @@ def checked_bytes(
         raise ValueError(f"{length} bytes at {position}: the disk has {size_bytes} bytes")
     return length
 
+
 def refuse_closed(closed: bool) -> None:
     """Raises `StoreClosed` if so."""
     if closed:
         raise StoreClosed("the disk was closed")
+
 
 def cut(position: int, buffers: Sequence[memoryview | bytes], piece_bytes: int) -> list[Piece]:
     """The same request as pieces of about `piece_bytes`, in order, all alike but for the last: at most half as long
