@@ -46,7 +46,7 @@ from p2pstore.transfer.peer_messages import (
     Snapshot,
 )
 from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty, Message
@@ -151,7 +151,7 @@ async def stranger(scope: Scope = Scope.READ | Scope.PEER) -> AsyncIterator[Call
     """Requests with a valid ticket from a process that is no member."""
     identity = Identity(os.urandom(32))
     issuer = TicketIssuer(identity, KeyRing())
-    pool = DataPool(TrioDriver(), lambda peer: issuer.ticket(peer.peer_id, scope))
+    pool = ConnectionPool(TrioDriver(), lambda peer: issuer.ticket(peer.peer_id, scope))
 
     async def ask(peer: Peer, kind: DataKind, message: Message) -> Message:
         remote = RemotePeer(peer.node.core.peer_id, tuple(peer.data))

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from p2pstore.core.copies.coldest import READY_PART
+from p2pstore.core.copies.hand_over import READY_PART
 from p2pstore.objects import KIB, MIB
 from tests.cluster.machines import Machine, Peer, done, new_machine
 from tests.waiting import eventually

@@ -22,7 +22,7 @@ from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, Store, Ticket
 from p2pstore.transfer.peer_messages import Statistics
 from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty
@@ -277,14 +277,14 @@ async def test_tickets_to_write_go_to_the_places_only(tmp_path: Path) -> None:
         plan = await a._link.request(LocalKind.PLAN, local.Plan(digest), local.Planned)
         place = await a._link.request(LocalKind.PLACE, local.Place(digest, 5), local.Placed)
         (holder,), (target,) = plan.items[0].holders, place.targets
-        pool = DataPool(TrioDriver())
+        pool = ConnectionPool(TrioDriver())
         with pytest.raises(errors.AuthenticationFailed, match="does not allow STORE"):
             await pool.store(remote_copy(holder), store_request(b"other"), memoryview(b"other"))
         ticket = GrantedTicket(
             Ticket(target.ticket_claims, target.ticket_signature), target.ticket_secret
         )
         pool.close()
-        pool = DataPool(TrioDriver())
+        pool = ConnectionPool(TrioDriver())
         remote = RemotePeer(target.peer_id, tuple(target.data), ticket)
         with pytest.raises(errors.AuthenticationFailed, match="does not allow STATISTICS"):
             await pool.request(remote, DataKind.STATISTICS, Statistics())

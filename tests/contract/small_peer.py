@@ -69,6 +69,7 @@ class SmallBackend:
         self.reports: list[local.Report] = []
         self.requests: list[LocalKind] = []
         self.on_handled: Callable[[], object] = lambda: None
+        self.on_made_ready: Callable[[], object] = lambda: None
         self.on_answered: Callable[[], object] = lambda: None
         self.clients: list[LocalClient] = []
         self.gone: list[int] = []
@@ -98,6 +99,9 @@ class SmallBackend:
     def welcomed(self, client: LocalClient) -> None:
         if client.session in self.pages:
             self.pages[client.session].close_descriptor()
+
+    def make_ready(self) -> None:
+        self.on_made_ready()
 
     def handled(self) -> None:
         self.on_handled()

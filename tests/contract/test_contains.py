@@ -72,33 +72,6 @@ def test_answers_of_many_questions_come_to_their_keys(
     assert waiting(client._session) == 0
 
 
-def test_the_next_keys_are_asked_about_before_the_answer_has_come(
-    peer: SmallPeer, client: blocking.BlockingClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The peer does not answer the first question before the second one is on its way."""
-    sent = threading.Semaphore(0)
-    answered = 0
-
-    def hold_up() -> None:
-        nonlocal answered
-        answered += 1
-        if answered == 1:
-            assert sent.acquire(timeout=60)
-            assert sent.acquire(timeout=60)
-
-    elsewhere(peer, monkeypatch, hold_up)
-    whole = LocalConnection._send
-
-    async def send(self: LocalConnection, *frames: bytes) -> None:
-        await whole(self, *frames)
-        sent.release()
-
-    monkeypatch.setattr(LocalConnection, "_send", send)
-    begin = time.monotonic()
-    assert len(client.contains_many(KEYS)) == len(KEYS)
-    assert time.monotonic() - begin < 2  # or the client had waited for the first answer
-
-
 def test_a_key_that_is_no_text_among_the_last_leaves_nothing_under_way(
     peer: SmallPeer, client: blocking.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

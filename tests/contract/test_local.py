@@ -26,8 +26,8 @@ import trio
 import p2pstore
 from p2pstore import aio, blocking, wire
 from p2pstore.client import answers, leasing
-from p2pstore.client import leases as leases_module
-from p2pstore.client.leases import LeaseBook
+from p2pstore.client import lease_book as leases_module
+from p2pstore.client.lease_book import LeaseBook
 from p2pstore.errors import (
     AmbiguousLocalPeer,
     CapacityExceeded,
@@ -776,7 +776,7 @@ def test_garbage_costs_only_its_own_connection(
     assert "\n" not in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize("what", ["on_handled", "on_answered"])
+@pytest.mark.parametrize("what", ["on_handled", "on_made_ready", "on_answered"])
 def test_answers_go_out_before_what_else_is_to_be_done(what: str, peer: SmallPeer) -> None:
     received = threading.Event()
     in_time: list[bool] = []

@@ -367,12 +367,11 @@ def test_a_lying_relay_costs_a_snapshot_from_the_owner() -> None:
         return forge(message) if isinstance(message, Delta) else message
 
     def forge(delta: Delta) -> Delta:
-        logs = []
-        for chunk in delta.logs:
-            operations = bytearray(chunk.operations)
-            operations[0] ^= 1
-            logs.append(msgspec.structs.replace(chunk, operations=bytes(operations)))
-        return msgspec.structs.replace(delta, logs=logs)
+        logs = [msgspec.structs.replace(each, operations=forged(each.operations)) for each in delta.logs]
+        return msgspec.structs.replace(delta, logs=logs, operations=forged(delta.operations))
+
+    def forged(operations: bytes) -> bytes:
+        return bytes(byte ^ (place == 0) for place, byte in enumerate(operations))
 
     net.tamper = tamper
     # The owner talks to the reader only by snapshots and probes: all else comes through the liar.
@@ -394,7 +393,6 @@ def test_a_lying_relay_costs_a_snapshot_from_the_owner() -> None:
 
 
 # --- cluster records -------------------------------------------------------------------------
-
 
 # --- nonsense --------------------------------------------------------------------------------
 

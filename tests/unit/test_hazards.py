@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p2pstore.client.leases import LeaseBook
+from p2pstore.client.lease_book import LeaseBook
 from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, MAX_HAZARDS, HazardPage
