@@ -3,37 +3,26 @@ clusters: `tests/simulation/test_repair.py` and `test_hand_over.py`."""
 
 from collections.abc import Sequence
 from functools import partialmethod
-from p2pstore.core.copies.hand_over import HandOverOperation
-from p2pstore.core.copies.hand_over import HandedOver
-from p2pstore.core.copies.hand_over import SPREAD_SECONDS
-from p2pstore.core.copies.own_copies import LOOKED_AT
-from p2pstore.core.copies.own_copies import OwnCopies
-from p2pstore.core.copies.repair import MAX_FAILURES
-from p2pstore.core.copies.repair import RepairTiming
-from p2pstore.core.operation import AskPeer
-from p2pstore.core.operation import LoadObject
-from p2pstore.gossip.gossip_messages import Ack
-from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.gossip_messages import ControlKind
+from typing import TypeVar
+
+import pytest
+
+import p2pstore.core.copies.hand_over as hand_over_module
+from p2pstore.core.copies.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
+from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
+from p2pstore.core.copies.repair import MAX_FAILURES, RepairTiming
+from p2pstore.core.operation import AskPeer, LoadObject
+from p2pstore.gossip.gossip_messages import Ack, Ask, ControlKind
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction import KNOWN_SECONDS
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import Replicated
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
+from p2pstore.transfer.peer_messages import Replicate, Replicated
+from p2pstore.wire import Code, Failure
 from tests.present import present
 from tests.unit.cold_world import ColdWorld
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import remote_object
-from typing import TypeVar
-import p2pstore.core.copies.hand_over as hand_over_module
-import pytest
+from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other, digest_of, remote_object
 
 TIMING = RepairTiming()
 DONE = Replicated(1, 1)
@@ -42,6 +31,7 @@ VALUE = b"v" * 9_000
 DELAY_SECONDS = TIMING.delay_seconds + TIMING.jitter_seconds + 1.0
 
 World = TypeVar("World", bound=Harness)
+
 
 def live(world: Harness, seconds: float) -> None:
     """Let time pass while the others answer pings."""
@@ -52,8 +42,10 @@ def live(world: Harness, seconds: float) -> None:
             ping = ask.kind == ControlKind.PING
             world.gossip.answered(ask.token, Ack(OTHER_INCARNATION, []) if ping else None, world.now)
 
+
 def replications(world: Harness) -> list[AskPeer]:
     return world.asks(DataKind.REPLICATE)
+
 
 def hold_as_well(world: Harness, other: Other, key: str) -> None:
     """The other announces a copy in memory of what this peer has."""
@@ -62,12 +54,15 @@ def hold_as_well(world: Harness, other: Other, key: str) -> None:
     thing = remote_object(key, VALUE, version.clock, version.writer, replicas=record.replicas)
     world.push(other, thing)
 
+
 def with_others(world: World, count: int) -> World:
     """More members from now on."""
     world.others += [world.join(len(world.others) + number) for number in range(1, count + 1)]
     return world
 
+
 # --- repair ----------------------------------------------------------------------------------
+
 
 def test_what_is_on_the_ssd_alone_is_brought_to_memory_for_others_to_copy() -> None:
     world = ColdWorld()
@@ -87,6 +82,7 @@ def test_what_is_on_the_ssd_alone_is_brought_to_memory_for_others_to_copy() -> N
     live(world, 1.0)
     assert world.core.repair.lacking == 0
 
+
 def test_a_load_that_fails_is_a_failure_like_any_other() -> None:
     world = ColdWorld()
     world.cool("k", VALUE, replicas=2)
@@ -97,6 +93,7 @@ def test_a_load_that_fails_is_a_failure_like_any_other() -> None:
     assert world.core.repair.lacking == 1
     live(world, TIMING.delay_seconds)
     assert world.load() == ["k"]
+
 
 def test_who_has_it_in_memory_goes_before_who_has_it_on_an_ssd() -> None:
     world = ColdWorld()
@@ -110,6 +107,7 @@ def test_who_has_it_in_memory_goes_before_who_has_it_on_an_ssd() -> None:
     assert not world.effects(LoadObject), "it is the other's turn"
     live(world, TIMING.turn_seconds)
     assert world.load() == ["k"], "which did nothing"
+
 
 def test_what_nobody_takes_is_tried_less_and_less_often() -> None:
     world = Harness(others=1)
@@ -131,6 +129,7 @@ def test_what_nobody_takes_is_tried_less_and_less_often() -> None:
     assert delay <= times[0] <= DELAY_SECONDS
     assert world.core.repair.lacking == 1
 
+
 def test_when_nobody_takes_anything_a_pass_ends() -> None:
     world = Harness(memory_bytes=8 << 20)
     for number in range(3 * LOOKED_AT):
@@ -144,6 +143,7 @@ def test_when_nobody_takes_anything_a_pass_ends() -> None:
             refused += 1
     assert refused == MAX_FAILURES
 
+
 def test_a_peer_that_leaves_repairs_nothing() -> None:
     world = Harness()
     world.stored("k", b"value", replicas=2)
@@ -151,6 +151,7 @@ def test_a_peer_that_leaves_repairs_nothing() -> None:
     world.core.closing = True
     live(world, DELAY_SECONDS)
     assert not replications(world)
+
 
 def test_evicted_soft_and_removed_copies_are_not_looked_for() -> None:
     world = Harness()
@@ -165,6 +166,7 @@ def test_evicted_soft_and_removed_copies_are_not_looked_for() -> None:
     live(world, DELAY_SECONDS)
     assert not replications(world)
     assert world.core.repair.lacking == 0
+
 
 def test_a_walk_misses_nothing_that_stays() -> None:
     world = Harness(memory_bytes=1024 * 1024)
@@ -182,13 +184,16 @@ def test_a_walk_misses_nothing_that_stays() -> None:
     assert stayed <= set(met)
     assert set(met) <= {digest_of(f"k{number}") for number in range(1, 60, 2)}
 
+
 # --- handing over ----------------------------------------------------------------------------
+
 
 def hand_over(world: Harness) -> HandOverOperation:
     operation = HandOverOperation(world.core)
     world.start(operation)
     world.pass_time(0.01)
     return operation
+
 
 def test_whom_to_give_objects_to_is_looked_for_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Harness(others=2, memory_bytes=1 << 20)
@@ -210,6 +215,7 @@ def test_whom_to_give_objects_to_is_looked_for_some_at_a_time(monkeypatch: pytes
         assert len(chosen) - before <= hand_over_module.BEGUN_PER_STEP
     assert len(chosen) == 30
 
+
 def answer_all(world: Harness) -> list[bytes]:
     """Have all that is asked for done, to the end; digests in the order in which they were asked for."""
     order = []
@@ -220,9 +226,11 @@ def answer_all(world: Harness) -> list[bytes]:
             world.answer(ask, DONE)
     return order
 
+
 def offering(world: Harness, *free: int) -> None:
     for other, free_bytes in zip(world.others, free, strict=True):
         world.offer(other, memory_capacity=1 << 20, memory_used=(1 << 20) - free_bytes)
+
 
 def test_pinned_objects_go_first_then_those_that_are_asked_for_most() -> None:
     world = Harness(others=1, memory_bytes=1024 * 1024)
@@ -242,6 +250,7 @@ def test_pinned_objects_go_first_then_those_that_are_asked_for_most() -> None:
     assert operation.result == HandedOver(5, 25, 0, 0)
     world.check_idle()
 
+
 def test_of_very_many_objects_the_first_in_order_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hand_over_module, "MAX_ORDERED", 5)
     monkeypatch.setattr(OwnCopies, "step", partialmethod(OwnCopies.step, 3))
@@ -260,6 +269,7 @@ def test_of_very_many_objects_the_first_in_order_are_kept(monkeypatch: pytest.Mo
         len(order), 5 * len(order), 40 - len(order), 5 * (40 - len(order))
     )
 
+
 def test_a_target_that_refuses_is_replaced_and_what_all_refuse_is_left() -> None:
     world = Harness(others=3)
     offering(world, 1 << 20, 1 << 20, 1 << 20)
@@ -277,6 +287,7 @@ def test_a_target_that_refuses_is_replaced_and_what_all_refuse_is_left() -> None
     world.pass_time(1.0)
     assert operation.result == HandedOver(1, 11, 1, 5)
     world.check_idle()
+
 
 def test_what_is_on_the_ssd_alone_goes_last_and_pushes_out_nothing() -> None:
     world = ColdWorld()
@@ -303,6 +314,7 @@ def test_what_is_on_the_ssd_alone_goes_last_and_pushes_out_nothing() -> None:
     world.pass_time(1.0)
     assert again.result.objects >= 1
 
+
 def test_cancelling_leaves_nothing_under_way() -> None:
     world = Harness(others=2)
     offering(world, 1 << 20, 1 << 20)
@@ -318,6 +330,7 @@ def test_cancelling_leaves_nothing_under_way() -> None:
         world.answer(ask, DONE)
     assert operation.result == HandedOver(1, 5, 11, 55)
 
+
 def test_a_peer_that_leaves_takes_no_copies() -> None:
     world = Harness(others=1)
     world.core.closing = True
@@ -327,13 +340,16 @@ def test_a_peer_that_leaves_takes_no_copies() -> None:
     assert isinstance(reply, Failure)
     assert reply.code == Code.UNAVAILABLE
 
+
 LAST_VALUE = bytes(20_000)
+
 
 def announced_by(world: Harness, other: Other, entry: ObjectEntry, *, soft: bool = False) -> None:
     """The other has a copy of the same version, too."""
     thing = world.hold(other, entry.key, LAST_VALUE, entry.version.clock, entry.version.writer)
     if soft:
         world.push(other, thing, soft=True)
+
 
 def fill(world: Harness) -> list[ObjectEntry]:
     """As many objects as there is room for; the first one is the coldest."""
@@ -343,11 +359,13 @@ def fill(world: Harness) -> list[ObjectEntry]:
         world.pass_time(0.01)
     return entries
 
+
 def evicted(world: Harness, entries: list[ObjectEntry]) -> set[str]:
     """Which of them go when room is needed for a few more."""
     for number in range(3):
         world.stored(f"new{number}", LAST_VALUE)
     return {entry.key for entry in entries if world.find(entry.key) is None}
+
 
 def first_in_order(world: Harness, key: str) -> Other:
     """Another peer that comes before this one in rendezvous order."""
@@ -356,10 +374,12 @@ def first_in_order(world: Harness, key: str) -> Other:
     able = [each for each in world.others[:-1] if weight(each.member, digest) > mine]
     return able[0]  # the last of the others may be needed to tell of a death
 
+
 def test_the_coldest_goes_first_where_all_are_alone() -> None:
     world = Harness(others=8)
     entries = fill(world)
     assert "k0" in evicted(world, entries)
+
 
 def test_what_another_peer_keeps_goes_before_colder_last_copies() -> None:
     world = Harness(others=8)
@@ -374,6 +394,7 @@ def test_what_another_peer_keeps_goes_before_colder_last_copies() -> None:
     assert world.core.counters["gone_copy_elsewhere"] == len(gone)
     assert world.core.counters["gone_last_copy"] == 0
 
+
 def test_one_of_two_holders_keeps_its_copy() -> None:
     """Each sees the other's copy: if both relied on it, there would be none."""
     world = Harness(others=8)
@@ -386,6 +407,7 @@ def test_one_of_two_holders_keeps_its_copy() -> None:
                 announced_by(world, other, entry)
     assert "k0" in evicted(world, entries)
 
+
 @pytest.mark.parametrize("how", ["dead", "soft"])
 def test_copies_that_may_be_gone_do_not_count(how: str) -> None:
     world = Harness(others=8)
@@ -396,6 +418,7 @@ def test_copies_that_may_be_gone_do_not_count(how: str) -> None:
         if how == "dead":
             world.die(other)
     assert "k0" in evicted(world, entries)
+
 
 def test_who_keeps_an_object_is_not_asked_each_time() -> None:
     world = Harness(others=1)
