@@ -17,6 +17,7 @@ from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import STEP_RECORDS, Applied, DirectoryConfig, Outcome
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead
 from p2pstore.objects import Version
+from simulation.gossip_data import view_snapshot
 from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 
 A, B = 111, 222
@@ -58,7 +59,7 @@ def records_in(packed: bytes) -> set[bytes]:
 
 def known_set(directory: Directory) -> tuple[int, int, int, set[bytes]]:
     """The view of A's log, and where it stands."""
-    snapshot = directory.snapshot(A)
+    snapshot = view_snapshot(directory, A)
     assert snapshot is not None
     return *snapshot[:3], records_in(snapshot[3])
 
@@ -157,7 +158,7 @@ def test_a_snapshot_may_be_of_nothing() -> None:
     directory.observe_head(A, 1, log.head)
     assert install(directory, log)
     assert (directory.position(A), directory.record_count) == ((1, 2), 0)
-    assert directory.snapshot(A) == (1, 2, 0, b"")
+    assert view_snapshot(directory, A) == (1, 2, 0, b"")
 
 
 def test_keys_of_which_another_version_is_named() -> None:
@@ -346,7 +347,7 @@ def test_nothing_of_a_large_snapshot_is_seen_before_all_of_it_is() -> None:
         assert directory.held(everything, lambda _: range(100)) == set()
         assert held(directory, -1) == [A]  # known records stay
         assert (directory.position(A), directory.record_count) == ((1, 1), 1)
-        assert directory.snapshot(A) == (1, 1, old.head.set_hash, old.snapshot())
+        assert view_snapshot(directory, A) == (1, 1, old.head.set_hash, old.snapshot())
         assert not directory.watched.any_touched
     assert directory.work()
     assert directory.position(A) == (1, LARGE)

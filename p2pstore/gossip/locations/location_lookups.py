@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex, digests_of
-from p2pstore.gossip.locations.location_slots import PublishedLocations
+from p2pstore.gossip.locations.location_index import LocationIndex, digests_of
 from p2pstore.gossip.locations.log import REMOVED, check_run
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.views import DirectoryConfig, Location, View, ViewTable, exclusive
-from p2pstore.gossip.locations.words import Denials, Words
+from p2pstore.gossip.locations.views import Location, View, ViewTable, exclusive
 from p2pstore.gossip.records import LOCATION_BYTES, Member, Tier, decode_location, partition_of
 from p2pstore.location_table import TIER_FLAGS, VERSION_BYTES, Matches
 from p2pstore.objects import DIGEST_BYTES, Version
@@ -58,19 +56,6 @@ class Holding(NamedTuple):
 
 class LocationLookups(ViewTable):
     """Views that can be asked for a key. `holders` may be called from any thread when `share` was given a lock."""
-
-    def __init__(
-        self,
-        config: DirectoryConfig | None = None,
-        salt: int = DEFAULT_SALT,
-        published: PublishedLocations | None = None,
-    ) -> None:
-        super().__init__(config, salt, published)
-        apart = published.apart if published else None
-        self._words = Words(self.config.max_words, self.config.word_seconds, apart)
-        self._denials = Denials(self.config.max_stale, apart)
-        self.follows_logs = True
-        """Whether logs tell of all members: then hearsay is left out where it is not asked for."""
 
     @exclusive
     def close(self) -> None:
