@@ -6,9 +6,9 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.anti_entropy import News
-from p2pstore.gossip.exchange.asking import Asked
 from p2pstore.gossip.exchange.delta_checks import check_claims
 from p2pstore.gossip.exchange.exchanges import read_reply, read_request
+from p2pstore.gossip.exchange.open_requests import OpenRequest
 from p2pstore.gossip.gossip_messages import (
     Ack,
     Ask,
@@ -91,7 +91,7 @@ class Incoming:
                 return Failure(int(Code.UNAVAILABLE), f"readers are not answered kind {kind}")
 
     def probe_answered(
-        self, token: int, asked: Asked, reply: Message | None, now: float
+        self, token: int, asked: OpenRequest, reply: Message | None, now: float
     ) -> list[Effect]:
         if isinstance(reply, Ack):
             pinged = asked.about or asked.peer_id
@@ -115,7 +115,7 @@ class Incoming:
         answers = self._state.probing.answered(token, asked, reply)
         return list(answers)
 
-    def exchanged(self, asked: Asked, reply: ExchangeReply, now: float) -> list[Ask]:
+    def exchanged(self, asked: OpenRequest, reply: ExchangeReply, now: float) -> list[Ask]:
         theirs = read_reply(reply, self._state.knowledge.table)
         self._state.time.clocks.answered(asked.peer_id, reply.unix_ms, asked.sent_at, now)
         news = self._take_delta(asked.peer_id, reply.delta, now)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.core.copies.coldest import LOOKED_AT
+from p2pstore.core.copies.write_back import LOOKED_AT
 from p2pstore.core.gets.fetch_operation import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
 from p2pstore.core.gets.key_pages import ListOperation, is_known, known_keys
 from p2pstore.core.operation import (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, Questions
+from p2pstore.gossip.exchange.open_requests import LOST_ANSWER_SECONDS, OpenRequests
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import ControlKind, HomePush, Ping
 from p2pstore.gossip.homes import home_pushes
@@ -612,7 +612,7 @@ def test_a_home_never_vouches_for_less_than_the_owner_confirmed(history: list[tu
 
 
 def test_a_question_is_answered_once_or_given_up() -> None:
-    questions = Questions(GossipConfig())
+    questions = OpenRequests(GossipConfig())
     ping = questions.ask(peer_id_of(1), ControlKind.PING, Ping(1, []), 0.0)
     fetch = questions.fetch_snapshot(peer_id_of(2), 7, 0, 50.0)
     assert questions.asked(ControlKind.PING) == [peer_id_of(1)]

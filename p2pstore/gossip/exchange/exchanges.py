@@ -23,7 +23,6 @@ from typing import Final
 from msgspec.structs import replace
 
 from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge, OperationRate
-from p2pstore.gossip.exchange.asking import Asked, Questions
 from p2pstore.gossip.exchange.digests import (
     Digest,
     DigestTable,
@@ -33,6 +32,7 @@ from p2pstore.gossip.exchange.digests import (
     unpack_digest,
     unpack_positions,
 )
+from p2pstore.gossip.exchange.open_requests import OpenRequest, OpenRequests
 from p2pstore.gossip.floors.cluster_records import (
     COMPARED_BUCKETS,
     TheirRecords,
@@ -106,7 +106,7 @@ class Exchanges:
         config: GossipConfig,
         knowledge: Knowledge,
         floors: FloorSync,
-        questions: Questions,
+        questions: OpenRequests,
         view: ActiveView,
         rng: Random,
         rate: OperationRate,
@@ -302,7 +302,7 @@ class Exchanges:
         return newest + INVITED_SECONDS > now or any(until > now for until in self._invited.values())
 
     def learn(
-        self, asked: Asked, reply: ExchangeReply, theirs: Theirs, now: float, *, new_records: int
+        self, asked: OpenRequest, reply: ExchangeReply, theirs: Theirs, now: float, *, new_records: int
     ) -> None:
         """Compare members and cluster records with a reply whose delta brought `new_records` new cluster records."""
         peer_id = asked.peer_id

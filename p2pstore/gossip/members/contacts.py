@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final, NamedTuple, TypeVar
 
-from p2pstore.gossip.exchange.asking import MemberBudgets
+from p2pstore.gossip.exchange.message_budget import MemberBudgets
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.records import PeerId
 from p2pstore.objects import put_newest

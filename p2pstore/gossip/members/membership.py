@@ -43,7 +43,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from p2pstore.gossip.exchange.asking import MessageBudget
+from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.exchange.rumors import ClaimRumors
 from p2pstore.gossip.gossip_messages import Claim, Status
 from p2pstore.gossip.members.contacts import Newcomers

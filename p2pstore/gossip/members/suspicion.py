@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-from p2pstore.gossip.exchange.asking import MemberBudgets
+from p2pstore.gossip.exchange.message_budget import MemberBudgets
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.objects import put_newest
