@@ -6,84 +6,67 @@ transport of `simulation.transport`.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Coroutine
-from p2pstore.core.copies.hand_over import HandOverOperation
-from p2pstore.core.copies.hand_over import coldest_use
+
+from collections.abc import Callable, Coroutine
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.copies.hand_over import HandOverOperation, coldest_use
 from p2pstore.core.copies.replicate import PutAmongMany
-from p2pstore.core.operation import AskPeer
-from p2pstore.core.operation import CheckObject
-from p2pstore.core.operation import CheckReturned
-from p2pstore.core.operation import ColdSorted
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import OperationFinished
-from p2pstore.core.operation import PullObject
-from p2pstore.core.operation import PullOutcome
-from p2pstore.core.operation import PullTogether
-from p2pstore.core.operation import Reply
-from p2pstore.core.operation import SaveClusterRecord
+from p2pstore.core.operation import (
+    AskPeer,
+    CheckObject,
+    CheckReturned,
+    ColdSorted,
+    Operation,
+    OperationFinished,
+    PullObject,
+    PullOutcome,
+    PullTogether,
+    Reply,
+    SaveClusterRecord,
+)
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.core.remove import FlushOperation
-from p2pstore.core.remove import RemoveOperation
+from p2pstore.core.remove import FlushOperation, RemoveOperation
 from p2pstore.core.serving import reply_of
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import gossip_messages as control
-from p2pstore.gossip.gossip_messages import Answer
-from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.gossip_messages import Contact
-from p2pstore.gossip.gossip_messages import FetchSnapshot
-from p2pstore.gossip.gossip_messages import Later
-from p2pstore.gossip.gossip_messages import SnapshotHead
+from p2pstore.gossip.gossip_messages import Answer, Ask, Contact, FetchSnapshot, Later, SnapshotHead
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PEER_RECORD_FORMAT
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import TransportOffer
-from p2pstore.gossip.records import open_cluster_record
+from p2pstore.gossip.records import (
+    PEER_RECORD_FORMAT,
+    LogHead,
+    Member,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    TransportOffer,
+    open_cluster_record,
+)
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.kept_memory import Expected
-from p2pstore.memory.kept_memory import Kept
-from p2pstore.memory.kept_memory import Note
-from p2pstore.memory.kept_memory import encode_note
-from p2pstore.memory.kept_memory import read_kept
-from p2pstore.memory.kept_memory import tail_bytes
-from p2pstore.memory.kept_memory import tail_offset
+from p2pstore.memory.kept_memory import (
+    Expected,
+    Kept,
+    Note,
+    encode_note,
+    read_kept,
+    tail_bytes,
+    tail_offset,
+)
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.objects import HybridClock
-from p2pstore.objects import MIB
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.objects import root_checksum
+from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody, encode_trailer, plan_geometry
+from p2pstore.objects import MIB, HybridClock, chunk_sums, clock_from_unix_seconds, root_checksum
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer import data_messages as data
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
-from random import Random
+from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
 from simulation.disk import Disk
 from simulation.gossip_data import log_snapshot
-from simulation.pull import pull_object
-from simulation.pull import pull_together
+from simulation.pull import pull_object, pull_together
 from simulation.put_columns import columns_of_facts
-from simulation.signer import SimulatedSigner
-from simulation.signer import SimulatedVerifier
+from simulation.signer import SimulatedSigner, SimulatedVerifier
 from simulation.tasks import Task
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
@@ -94,6 +77,7 @@ MEMORY_BYTES: Final = 4 * MIB
 FLOORS_WRITTEN_SECONDS: Final = 0.05
 CHECK_SECONDS: Final = 0.02
 SAVE_SECONDS: Final = 10.0
+
 
 class SimulatedPeer:
     """One host: a running peer, or a stopped one with only its disk."""

@@ -1,58 +1,50 @@
 """The parts of one peer's gossip, and its own log and record. Pure."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from p2pstore.gossip.exchange.anti_entropy import FreshNews
-from p2pstore.gossip.exchange.anti_entropy import Knowledge
-from p2pstore.gossip.exchange.anti_entropy import OperationRate
-from p2pstore.gossip.exchange.delta_checks import DeltaChecks
-from p2pstore.gossip.exchange.delta_checks import FutureRecords
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import Final
+
+import msgspec
+
+from p2pstore.gossip.exchange.anti_entropy import FreshNews, Knowledge, OperationRate
+from p2pstore.gossip.exchange.delta_checks import DeltaChecks, FutureRecords
 from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.exchange.exchanges import Exchanges
 from p2pstore.gossip.exchange.open_requests import OpenRequests
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.homes.home_updates import CheckedUpdate
-from p2pstore.gossip.homes.home_updates import PushIntake
+from p2pstore.gossip.homes.home_updates import CheckedUpdate, PushIntake
 from p2pstore.gossip.homes.partition_homes import rank
 from p2pstore.gossip.homes.partitioned_directory import PartitionedDirectory
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.locations.log import MAX_STAMP
-from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.log import SigningPace
-from p2pstore.gossip.locations.log import newest_clock
+from p2pstore.gossip.locations.log import MAX_STAMP, OwnLog, SigningPace, newest_clock
 from p2pstore.gossip.locations.snapshots import Packed
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.active_view import ActiveView
-from p2pstore.gossip.members.contacts import AddressBook
-from p2pstore.gossip.members.contacts import Contacts
-from p2pstore.gossip.members.member_table import MAX_INCARNATION
-from p2pstore.gossip.members.member_table import MemberChange
+from p2pstore.gossip.members.contacts import AddressBook, Contacts
+from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberChange
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.members.peer_clocks import ClusterTime
 from p2pstore.gossip.members.probing import Probing
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import sign_peer_record
+from p2pstore.gossip.records import (
+    LocationRecord,
+    Member,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    Tier,
+    sign_peer_record,
+)
 from p2pstore.home_messages import Push
 from p2pstore.location_table import LocationTable
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import Version
-from p2pstore.objects import unix_seconds_from_clock
-from p2pstore.wire import Signer
-from p2pstore.wire import Verifier
-from random import Random
-from typing import Final
-import math
-import msgspec
+from p2pstore.objects import DIGEST_BYTES, Version, unix_seconds_from_clock
+from p2pstore.wire import Signer, Verifier
+
 
 class GossipState:
     """The parts of one peer's gossip, put together.
@@ -256,8 +248,10 @@ class GossipState:
         states = (self.membership.resolve(member) for member in members)
         return [state.peer_id for state in states if state is not None]
 
+
 FLOORS_SECONDS: Final = 1.0
 """Shortest time between two signatures made only to announce which floors this peer has."""
+
 
 class OwnRecord:
     """`describe` returns what this peer offers now; the rest is filled in here."""

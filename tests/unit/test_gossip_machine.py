@@ -1,65 +1,70 @@
 """Whole gossip machines against each other, in virtual time, over a network that loses and splits."""
 
+import struct
 from dataclasses import replace
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
 from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.digests import pack_digest
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_messages import Ack
-from p2pstore.gossip.gossip_messages import Answer
-from p2pstore.gossip.gossip_messages import Ask
-from p2pstore.gossip.gossip_messages import Claim
-from p2pstore.gossip.gossip_messages import Contact
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import Duplicate
-from p2pstore.gossip.gossip_messages import Exchange
-from p2pstore.gossip.gossip_messages import ExchangeReply
-from p2pstore.gossip.gossip_messages import FetchSnapshot
-from p2pstore.gossip.gossip_messages import Later
-from p2pstore.gossip.gossip_messages import Leave
-from p2pstore.gossip.gossip_messages import LogChunk
-from p2pstore.gossip.gossip_messages import Ping
-from p2pstore.gossip.gossip_messages import PingRequest
-from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.gossip_messages import (
+    Ack,
+    Answer,
+    Ask,
+    Claim,
+    Contact,
+    ControlKind,
+    Delta,
+    Duplicate,
+    Exchange,
+    ExchangeReply,
+    FetchSnapshot,
+    Later,
+    Leave,
+    LogChunk,
+    Ping,
+    PingRequest,
+    Status,
+)
 from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.probing import MAX_RELAYED
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import ClusterRecordKind
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import sign_cluster_record
-from p2pstore.gossip.records import sign_peer_record
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from simulation.gossip_data import log_snapshot
-from simulation.gossip_data import view_snapshot
+from p2pstore.gossip.records import (
+    ClusterRecord,
+    ClusterRecordKind,
+    LogHead,
+    PeerRecord,
+    SignedRecord,
+    member_of,
+    sign_cluster_record,
+    sign_peer_record,
+)
+from p2pstore.wire import Code, Empty, Failure, Message
+from simulation.gossip_data import log_snapshot, view_snapshot
 from tests.present import present
 from tests.unit.digest_rows import digest_from
-from tests.unit.gossip_network import FakeSigner
-from tests.unit.gossip_network import Network
-from tests.unit.gossip_network import Node
-from tests.unit.gossip_network import UNIX
-from tests.unit.gossip_network import address_of
-from tests.unit.gossip_network import digest_of
-from tests.unit.gossip_network import location
-from tests.unit.gossip_network import peer_id_of
-from tests.unit.gossip_network import peer_record
-from typing import Any
-import msgspec
-import pytest
-import struct
+from tests.unit.gossip_network import (
+    UNIX,
+    FakeSigner,
+    Network,
+    Node,
+    address_of,
+    digest_of,
+    location,
+    peer_id_of,
+    peer_record,
+)
+
 
 def network(seed: int = 1, **config: object) -> Network:
     return Network(seed, GossipConfig(**config))  # type: ignore[arg-type]  # fields by name
+
 
 def joined(count: int, seed: int = 1, **config: object) -> tuple[Network, list[Node]]:
     """A cluster that has converged."""
@@ -68,15 +73,19 @@ def joined(count: int, seed: int = 1, **config: object) -> tuple[Network, list[N
     assert net.run(10, net.converged)
     return net, nodes
 
+
 def status(node: Node, other: Node) -> Status:
     state = present(node.gossip.membership.get(other.peer_id))
     return state.status
+
 
 def floor(signer: FakeSigner, key: int, clock: int) -> tuple[ClusterRecord, SignedRecord]:
     record = ClusterRecord(1, int(ClusterRecordKind.FLOOR), digest_of(key), clock, 1, signer.peer_id)
     return record, sign_cluster_record(record, signer)
 
+
 # --- joining and spreading -------------------------------------------------------------------
+
 
 def test_peers_join_in_any_order() -> None:
     net = network()
@@ -89,6 +98,7 @@ def test_peers_join_in_any_order() -> None:
     assert second.gossip.addresses.of(peer_id_of(0)) == [address_of(0)]
     assert second.gossip.membership.name_of(peer_id_of(0)) == "peer-0"
 
+
 def test_idle_gossip_is_one_probe_and_one_exchange_a_second() -> None:
     net, nodes = joined(5)
     net.run(10)
@@ -96,12 +106,14 @@ def test_idle_gossip_is_one_probe_and_one_exchange_a_second() -> None:
     net.run(20)
     assert (net.messages - before) / 20 / len(nodes) == pytest.approx(2.0, abs=0.3)
 
+
 def test_idle_records_are_not_signed_again() -> None:
     net, nodes = joined(3)
     net.run(5)
     signed = [node.signer.signed for node in nodes]
     net.run(10)
     assert [node.signer.signed for node in nodes] == signed
+
 
 def test_steady_writing_costs_a_bounded_number_of_messages_and_signatures() -> None:
     net, nodes = joined(4)
@@ -113,6 +125,7 @@ def test_steady_writing_costs_a_bounded_number_of_messages_and_signatures() -> N
     assert (net.messages - before) / 5 / len(nodes) <= 120
     assert nodes[0].signer.signed - signed <= 5 * (5 + 20) + 2  # records, and runs
     assert net.run(1, net.converged)
+
 
 def test_home_peers_know_at_once() -> None:
     net, nodes = joined(8)
@@ -132,7 +145,9 @@ def test_home_peers_know_at_once() -> None:
     assert writer.gossip.partitions.take_pushes(net.now + 0.019) == []
     assert writer.gossip.partitions.take_pushes(net.now + 0.0201) != []
 
+
 # --- faults ----------------------------------------------------------------------------------
+
 
 def test_a_crashed_peer_is_found_dead_and_its_locations_hidden_then_freed() -> None:
     net, nodes = joined(4)
@@ -152,6 +167,7 @@ def test_a_crashed_peer_is_found_dead_and_its_locations_hidden_then_freed() -> N
     assert nodes[0].gossip.directory.holders(digest_of(1)) == []
     assert nodes[0].gossip.directory.record_count == 0
 
+
 def test_a_lost_connection_is_probed_at_once() -> None:
     net, nodes = joined(2)
     effects = nodes[0].gossip.connection_lost(nodes[1].peer_id, net.now)
@@ -160,6 +176,7 @@ def test_a_lost_connection_is_probed_at_once() -> None:
     ]
     assert nodes[0].gossip.connection_lost(nodes[1].peer_id, net.now) == []  # under way
     assert nodes[0].gossip.connection_lost(peer_id_of(77), net.now) == []
+
 
 def test_the_wrongly_accused_refutes_without_voiding_its_log() -> None:
     net, nodes = joined(3)
@@ -177,12 +194,14 @@ def test_the_wrongly_accused_refutes_without_voiding_its_log() -> None:
     assert nodes[1].gossip.record(net.now) == record
     assert net.snapshots == 0
 
+
 def test_an_answer_to_a_ping_says_what_time_it_is() -> None:
     net, nodes = joined(2)
     ping = Ping(nodes[0].gossip.incarnation, [])
     reply, _ = nodes[0].gossip.serve(nodes[1].peer_id, ControlKind.PING, ping, net.now)
     assert isinstance(reply, Ack)
     assert reply.unix_ms == pytest.approx(1000 * (UNIX + net.now), abs=1)
+
 
 def test_a_forged_incarnation_is_outbid_when_its_victim_hears_of_it() -> None:
     net, nodes = joined(3)
@@ -194,6 +213,7 @@ def test_a_forged_incarnation_is_outbid_when_its_victim_hears_of_it() -> None:
         assert net.converged()
         assert status(nodes[0], nodes[1]) == Status.ALIVE
         assert nodes[1].gossip.membership.own.incarnation == in_an_hour + 1
+
 
 def test_a_restarted_peer_replaces_its_past() -> None:
     net, nodes = joined(3)
@@ -207,6 +227,7 @@ def test_a_restarted_peer_replaces_its_past() -> None:
         assert node.gossip.directory.holders(digest_of(1)) == []
     assert not again.duplicate
 
+
 def test_leaving_is_known_at_once_and_not_undone() -> None:
     net, nodes = joined(5)
     leaver = nodes[4]
@@ -219,6 +240,7 @@ def test_leaving_is_known_at_once_and_not_undone() -> None:
     assert net.converged()
     net.start(4)
     assert net.run(3, net.converged)
+
 
 @pytest.mark.parametrize(
     ("behind", "leaves"), [(5, True), (1000, True), (3_600_000, True), (3_600_000, False)]
@@ -242,6 +264,7 @@ def test_a_peer_that_comes_back_by_an_earlier_clock_is_heard(behind: int, leaves
     assert net.run(10, lambda: bool(nodes[0].gossip.directory.holders(digest_of(7))))
     assert not again.duplicate
 
+
 def test_bootstrap_addresses_are_tried_ever_less_often_and_the_book_only_when_alone() -> None:
     net = network()
     node = net.start(1)
@@ -264,6 +287,7 @@ def test_bootstrap_addresses_are_tried_ever_less_often_and_the_book_only_when_al
         assert 0.3 < gaps[0] < 0.9
         assert 20 < gaps[-1] < 40
     assert node.gossip.addresses.entries() == [(peer_id_of(5), (address_of(5),))]
+
 
 def test_a_twin_that_starts_later_goes() -> None:
     net, nodes = joined(2)
@@ -291,9 +315,11 @@ def test_a_twin_that_starts_later_goes() -> None:
     assert effects == []  # it defends itself against each newcomer
     assert original.incarnation == 20_000_001
 
+
 # --- behind the ring -------------------------------------------------------------------------
 
 SMALL_RING: dict[str, Any] = {"ring_limit": 4, "directory": DirectoryConfig(relay_limit=4)}
+
 
 def test_who_is_behind_the_ring_takes_a_snapshot() -> None:
     net, nodes = joined(3, **SMALL_RING)
@@ -306,6 +332,7 @@ def test_who_is_behind_the_ring_takes_a_snapshot() -> None:
     net.heal()
     assert net.run(10, net.converged)
     assert net.snapshots > 0
+
 
 def test_a_snapshot_with_a_wrong_hash_is_refused_and_fetched_again() -> None:
     net, nodes = joined(2, **SMALL_RING)
@@ -328,6 +355,7 @@ def test_a_snapshot_with_a_wrong_hash_is_refused_and_fetched_again() -> None:
     assert reader.directory.position(record.member)[1] == 0
     assert net.run(10, net.converged)
     assert net.snapshots == 1
+
 
 def test_a_lying_relay_costs_a_snapshot_from_the_owner() -> None:
     net, nodes = joined(3)
@@ -364,9 +392,11 @@ def test_a_lying_relay_costs_a_snapshot_from_the_owner() -> None:
     assert net.run(30, net.converged)
     assert net.snapshots > 0
 
+
 # --- cluster records -------------------------------------------------------------------------
 
 # --- nonsense --------------------------------------------------------------------------------
+
 
 def everything(node: Node) -> object:
     """All that a request could have changed."""
@@ -379,12 +409,15 @@ def everything(node: Node) -> object:
         gossip.incarnation,
     )
 
+
 def forged(body: PeerRecord) -> SignedRecord:
     return msgspec.structs.replace(sign_peer_record(body, FakeSigner(body.peer_id)), signature=b"0" * 64)
+
 
 def own(**fields: object) -> SignedRecord:
     """A record that peer 1 really signed."""
     return sign_peer_record(peer_record(1, **fields), FakeSigner(peer_id_of(1)))
+
 
 GOOD = own(incarnation=50_000)
 UNSIGNED_FLOOR = msgspec.structs.replace(floor(FakeSigner(peer_id_of(1)), 1, 1)[1], signature=b"")
@@ -427,6 +460,7 @@ NONSENSE: list[tuple[ControlKind, Message]] = [
     ),
 ]
 
+
 @pytest.mark.parametrize(("kind", "request_"), NONSENSE)
 def test_nonsense_is_refused_and_changes_nothing(kind: ControlKind, request_: Message) -> None:
     net, nodes = joined(3)
@@ -436,6 +470,7 @@ def test_nonsense_is_refused_and_changes_nothing(kind: ControlKind, request_: Me
         nodes[0].gossip.serve(nodes[1].peer_id, kind, request_, net.now)
     assert everything(nodes[0]) == before
     assert net.run(5, net.converged)
+
 
 @pytest.mark.parametrize("kind_and_request", [p for p in NONSENSE if p[0] == ControlKind.DELTA])
 def test_nonsense_in_a_reply_is_refused_too(kind_and_request: tuple[ControlKind, Message]) -> None:
@@ -454,11 +489,13 @@ def test_nonsense_in_a_reply_is_refused_too(kind_and_request: tuple[ControlKind,
     assert everything(nodes[0]) == before
     assert nodes[0].gossip.answered(ask.token, None, net.now) == []  # answered once only
 
+
 def test_requests_of_a_later_version_are_declined() -> None:
     _, nodes = joined(2)
     reply, _ = nodes[0].gossip.serve(nodes[1].peer_id, 99, Empty(), 1.0)
     assert isinstance(reply, Failure)
     assert reply.code == Code.UNSUPPORTED
+
 
 digest_entries = st.tuples(
     st.sampled_from([member_of(peer_id_of(n)) for n in range(4)]),
@@ -466,6 +503,7 @@ digest_entries = st.tuples(
     st.sampled_from([0, 1, 5, (1 << 32) - 1]),
     st.sampled_from([0, 1, 5, 1 << 63, (1 << 64) - 1]),
 )
+
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
@@ -481,6 +519,7 @@ def test_any_digest_is_answered(
     except ProtocolError:
         assert junk
     assert net.run(5, net.converged)
+
 
 # --- any schedule ----------------------------------------------------------------------------
 
@@ -499,6 +538,7 @@ actions = st.lists(
     ),
     max_size=40,
 )
+
 
 def apply_action(net: Network, action: tuple[str, int, int], clock: int) -> None:
     what, which, key = action
@@ -525,6 +565,7 @@ def apply_action(net: Network, action: tuple[str, int, int], clock: int) -> None
     if node is not None and what in ("hold", "release", "floor"):
         net.rest(net.nodes[which])
 
+
 def single_writer(net: Network) -> None:
     """No view is ever ahead of its owner, nor different from what the owner held there."""
     for node in net.nodes.values():
@@ -534,6 +575,7 @@ def single_writer(net: Network) -> None:
                 assert (incarnation, sequence) <= (other.gossip.incarnation, other.gossip.log.sequence)
                 if sequence == other.gossip.log.sequence and (incarnation == other.gossip.incarnation):
                     assert node.knows(other)
+
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
@@ -567,11 +609,14 @@ def test_after_any_schedule_all_agree_and_nothing_comes_back(
             }
             assert found == held
 
+
 # --- what is said to whom --------------------------------------------------------------------
+
 
 def exchanges(node: Node, now: float) -> list[Ask]:
     asks = [effect for effect in node.gossip.tick(now) if isinstance(effect, Ask)]
     return [ask for ask in asks if ask.kind == ControlKind.EXCHANGE]
+
 
 def test_a_stranger_that_calls_is_asked_at_once_who_it_is() -> None:
     net, nodes = joined(5)
@@ -580,6 +625,7 @@ def test_a_stranger_that_calls_is_asked_at_once_who_it_is() -> None:
     assert [ask.peer_id for ask in exchanges(nodes[0], net.now)] == [peer_id_of(77)]
     nodes[0].gossip.serve(peer_id_of(77), ControlKind.PING, Ping(1, []), net.now)
     assert exchanges(nodes[0], net.now) == []  # one at a time
+
 
 def test_buckets_are_sent_to_those_whose_records_differed() -> None:
     net, nodes = joined(2)
@@ -593,6 +639,7 @@ def test_buckets_are_sent_to_those_whose_records_differed() -> None:
         node.gossip.answered(ask.token, reply, now)
         now += 5
 
+
 def test_who_may_hold_a_member_dead_gets_its_record_but_not_its_log() -> None:
     net, nodes = joined(3)
     for node in nodes:
@@ -601,6 +648,7 @@ def test_who_may_hold_a_member_dead_gets_its_record_but_not_its_log() -> None:
     delta = nodes[0].gossip.knowledge.delta_for(digest_from([]), 1 << 20)
     assert len(delta.records) == 3
     assert [chunk.member for chunk in delta.logs] == [nodes[0].gossip.member]
+
 
 def test_nonsense_from_a_pinged_peer_does_not_use_up_the_pings_for_others() -> None:
     network = Network(1)
