@@ -323,8 +323,7 @@ class Membership(MemberTable):
         own = self.own
         if self._accused_in < own.incarnation or own.status == Status.LEFT:
             return
-        if self._refutations.has(1, now):
-            self._refutations.take(1, now)
+        if self._refutations.affords(1, now):
             own.incarnation = self._accused_in + 1
             self.health.worse()  # others could not reach this peer
             self._spread(own)
