@@ -30,7 +30,7 @@ from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.control_frames import (
     MAX_REQUESTS_IN_FLIGHT,
     Frames,
-    MuxedStream,
+    RawStream,
     code_from,
     printable,
 )
@@ -196,7 +196,7 @@ class AskingStream:
 
 
 async def open_asking_stream(
-    stream: MuxedStream, opener: Opener, activity: Activity | None = None, account: Account | None = None
+    stream: RawStream, opener: Opener, activity: Activity | None = None, account: Account | None = None
 ) -> AskingStream:
     """Be admitted; `activity` counts the requests, `account` the bytes that are held for the other side.
 
@@ -294,7 +294,7 @@ class AnsweringStream:
 
 
 async def admit_stream(
-    stream: MuxedStream,
+    stream: RawStream,
     listener: Listener,
     handler: Handler,
     *,

@@ -39,7 +39,7 @@ _Said = tuple[Member, Position, bytes, bool]
 """A record: (owner, place in its log, packed record, whether the owner is believed dead)."""
 
 
-class Holding(NamedTuple):
+class HeldKeys(NamedTuple):
     """Which of some keys a member holds, and which of these in its memory: a boolean each; and how long they are, in
     units of 4 KiB, of which 0 is not known."""
 
@@ -48,10 +48,10 @@ class Holding(NamedTuple):
     size_units: npt.NDArray[np.uint32]
 
     @staticmethod
-    def of_none(count: int) -> Holding:
+    def of_none(count: int) -> HeldKeys:
         """Of none of `count` keys."""
         held, in_memory = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-        return Holding(held, in_memory, np.zeros(count, np.uint32))
+        return HeldKeys(held, in_memory, np.zeros(count, np.uint32))
 
 
 class LocationLookups(ViewTable):
@@ -157,9 +157,9 @@ class LocationLookups(ViewTable):
     @exclusive
     def holdings(
         self, digests: Sequence[bytes], believed: Callable[[Member], range]
-    ) -> dict[Member, Holding]:
+    ) -> dict[Member, HeldKeys]:
         """By member, which of the keys it holds, in versions as `held` counts them."""
-        found: dict[Member, Holding] = {}
+        found: dict[Member, HeldKeys] = {}
         matches = self.index.table.find_many(b"".join(digests))
         some = self._believed(matches, believed).nonzero()[0]
         some = some[np.argsort(matches.slots[some], kind="stable")]
@@ -172,7 +172,7 @@ class LocationLookups(ViewTable):
         borders = np.flatnonzero(np.diff(slots, prepend=0, append=0)).tolist()
         for begin, end in pairwise(borders):
             member = self._of_slot[int(slots[begin])].member
-            holding = found.setdefault(member, Holding.of_none(len(digests)))
+            holding = found.setdefault(member, HeldKeys.of_none(len(digests)))
             holding.held[queries[begin:end]] = True
             holding.in_memory[queries[begin:end]] = in_memory[begin:end]
             holding.size_units[queries[begin:end]] = size_units[begin:end]
@@ -193,7 +193,10 @@ class LocationLookups(ViewTable):
         return found
 
     def _correct_holdings(
-        self, found: dict[Member, Holding], digests: Sequence[bytes], believed: Callable[[Member], range]
+        self,
+        found: dict[Member, HeldKeys],
+        digests: Sequence[bytes],
+        believed: Callable[[Member], range],
     ) -> None:
         """A later word counts instead, and a denied location does not: of few keys."""
         said, denied = self._words.digests, self._denials.digests
@@ -204,7 +207,7 @@ class LocationLookups(ViewTable):
                 holding.held[place] = holding.in_memory[place] = False
             for member, packed in self._believed_of(digest, believed):
                 if member not in found:
-                    found[member] = Holding.of_none(len(digests))
+                    found[member] = HeldKeys.of_none(len(digests))
                 found[member].held[place] = True
                 found[member].in_memory[place] = packed[_FLAGS] & TIER_FLAGS != Tier.SSD
                 found[member].size_units[place] = decode_location(packed).size_units
