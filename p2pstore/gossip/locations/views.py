@@ -7,21 +7,35 @@ snapshot. Views of partitions are moved by `homes.home_views`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Set
+from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from contextlib import nullcontext
+from dataclasses import dataclass
+from dataclasses import field
 from enum import Enum
 from functools import wraps
 from itertools import islice
-from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
-
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT
+from p2pstore.gossip.locations.location_index import LocationIndex
 from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OperationRing, SignedRun
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
+from p2pstore.gossip.locations.log import OperationRing
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.records import LocationRecord, LogHead, Member
-
+from p2pstore.gossip.locations.log import SignedRun
+from p2pstore.gossip.locations.words import Denials
+from p2pstore.gossip.locations.words import Words
+from p2pstore.gossip.records import LocationRecord
+from p2pstore.gossip.records import LogHead
+from p2pstore.gossip.records import Member
+from typing import Concatenate
+from typing import Final
+from typing import NamedTuple
+from typing import ParamSpec
+from typing import TypeVar
 
 @dataclass(frozen=True, slots=True)
 class DirectoryConfig:
@@ -43,7 +57,6 @@ class DirectoryConfig:
         """More than records: a snapshot is staged beside the view that it replaces."""
         return self.max_records * 3 // 2 + (1 << 16)
 
-
 @dataclass(frozen=True, slots=True)
 class Location:
     """A member's word that it holds a record, as of (`incarnation`, `sequence`) of its log. `hidden`: it is believed
@@ -56,7 +69,6 @@ class Location:
     hidden: bool = False
     hearsay: bool = False
 
-
 class Outcome(Enum):
     APPLIED = "applied"
     GAP = "gap"
@@ -68,14 +80,12 @@ class Outcome(Enum):
     FULL = "full"
     """The directory has no room: the view was dropped."""
 
-
 @dataclass(frozen=True, slots=True)
 class Applied:
     """How `apply` went; `count` operations were new."""
 
     outcome: Outcome
     count: int = 0
-
 
 @dataclass(slots=True)
 class View:
@@ -96,7 +106,6 @@ class View:
     def position(self) -> Position:
         return self.incarnation, self.sequence
 
-
 class ViewPlace(NamedTuple):
     """Where a view stands. Its records changed by operations alone while nothing but `sequence` differs."""
 
@@ -105,12 +114,10 @@ class ViewPlace(NamedTuple):
     hidden: bool
     sequence: int
 
-
 _P = ParamSpec("_P")
 
 _R = TypeVar("_R")
 _T = TypeVar("_T", bound="ViewTable")
-
 
 def exclusive(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
     """Under the lock that `share` was given."""
@@ -122,7 +129,6 @@ def exclusive(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate
 
     return locked
 
-
 def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
     """Under that lock, and while clients are told that rows move."""
 
@@ -133,10 +139,9 @@ def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[
 
     return locked
 
-
 class ViewTable:
-    """All views, and where each stands. `salt`: 128 bits that other members cannot guess, for the index. Or
-    `published`: the index is its table, with room for `max_rows` rows."""
+    """All views, where each stands, and what was said beside them. `salt`: 128 bits that other members cannot guess,
+    for the index. Or `published`: the index is its table, with room for `max_rows` rows."""
 
     def __init__(
         self,
@@ -156,6 +161,11 @@ class ViewTable:
         """The views of each partition, by owner. To be changed inside `changing_rows`."""
         self.watched = WatchedKeys(self.index)
         self.shares = LocationShares()
+        apart = published.apart if published else None
+        self._words = Words(self.config.max_words, self.config.word_seconds, apart)
+        self._denials = Denials(self.config.max_stale, apart)
+        self.follows_logs = True
+        """Whether logs tell of all members: then hearsay is left out where it is not asked for."""
         self._relay_limit = self.config.relay_limit
         self._unsettled: set[Member] = set()
         self._moved: set[Member] = set()
@@ -221,13 +231,6 @@ class ViewTable:
         view = self._views.get(member)
         ring = None if view is None else view.ring
         return [] if ring is None else ring.since(sequence, limit_bytes)
-
-    def snapshot(self, member: Member) -> tuple[int, int, int, bytes] | None:
-        """(incarnation, sequence, set hash, packed records) of a view; None of an empty one."""
-        view = self._views.get(member)
-        if view is None or not view.sequence:
-            return None
-        return *view.position, self.index.hash(view.slot), self.index.pack(view.slot)
 
     def places(self) -> dict[Member, ViewPlace]:
         """Where every view stands now."""
@@ -317,7 +320,6 @@ class ViewTable:
                 if view.ring is not None:
                     view.ring.resize(limit)
 
-
 class LocationShares:
     """Members whose locations are refused, because they announce more than `MAX_OWN_RECORDS`."""
 
@@ -352,7 +354,6 @@ class LocationShares:
         self._refused.discard(member)
         self._told.discard(member)
 
-
 def who_makes_room(
     counts: Mapping[Member, int], member: Member, wanted: int, missing: int
 ) -> list[Member]:
@@ -370,13 +371,11 @@ def who_makes_room(
                 return dropped
     return []
 
-
 STEP_RECORDS: Final = 2_048
 """A step of what takes long: one or two milliseconds."""
 
 MAX_AHEAD: Final = 8 * STEP_RECORDS
 """Touched digests that wait to be taken, before more of whole slots are. (Half a million take 10 ms to add.)"""
-
 
 class WatchedKeys:
     """Keys of which gossip brought news, of two live sets: the keys that are held here, and those that are awaited. A
