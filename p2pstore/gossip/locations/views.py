@@ -7,35 +7,22 @@ snapshot. Views of partitions are moved by `homes.home_views`.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Set
-from contextlib import AbstractContextManager
-from contextlib import contextmanager
-from contextlib import nullcontext
-from dataclasses import dataclass
-from dataclasses import field
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
 from itertools import islice
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT
-from p2pstore.gossip.locations.location_index import LocationIndex
+from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
+
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
-from p2pstore.gossip.locations.log import OperationRing
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OperationRing, SignedRun
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.log import SignedRun
-from p2pstore.gossip.locations.words import Denials
-from p2pstore.gossip.locations.words import Words
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import Member
-from typing import Concatenate
-from typing import Final
-from typing import NamedTuple
-from typing import ParamSpec
-from typing import TypeVar
+from p2pstore.gossip.locations.words import Denials, Words
+from p2pstore.gossip.records import LocationRecord, LogHead, Member
+
 
 @dataclass(frozen=True, slots=True)
 class DirectoryConfig:
@@ -57,6 +44,7 @@ class DirectoryConfig:
         """More than records: a snapshot is staged beside the view that it replaces."""
         return self.max_records * 3 // 2 + (1 << 16)
 
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """A member's word that it holds a record, as of (`incarnation`, `sequence`) of its log. `hidden`: it is believed
@@ -69,6 +57,7 @@ class Location:
     hidden: bool = False
     hearsay: bool = False
 
+
 class Outcome(Enum):
     APPLIED = "applied"
     GAP = "gap"
@@ -80,12 +69,14 @@ class Outcome(Enum):
     FULL = "full"
     """The directory has no room: the view was dropped."""
 
+
 @dataclass(frozen=True, slots=True)
 class Applied:
     """How `apply` went; `count` operations were new."""
 
     outcome: Outcome
     count: int = 0
+
 
 @dataclass(slots=True)
 class View:
@@ -106,6 +97,7 @@ class View:
     def position(self) -> Position:
         return self.incarnation, self.sequence
 
+
 class ViewPlace(NamedTuple):
     """Where a view stands. Its records changed by operations alone while nothing but `sequence` differs."""
 
@@ -114,10 +106,12 @@ class ViewPlace(NamedTuple):
     hidden: bool
     sequence: int
 
+
 _P = ParamSpec("_P")
 
 _R = TypeVar("_R")
 _T = TypeVar("_T", bound="ViewTable")
+
 
 def exclusive(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
     """Under the lock that `share` was given."""
@@ -129,6 +123,7 @@ def exclusive(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate
 
     return locked
 
+
 def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_T, _P], _R]:
     """Under that lock, and while clients are told that rows move."""
 
@@ -138,6 +133,7 @@ def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[
             return method(self, *args, **kwargs)
 
     return locked
+
 
 class ViewTable:
     """All views, where each stands, and what was said beside them. `salt`: 128 bits that other members cannot guess,
@@ -320,6 +316,7 @@ class ViewTable:
                 if view.ring is not None:
                     view.ring.resize(limit)
 
+
 class LocationShares:
     """Members whose locations are refused, because they announce more than `MAX_OWN_RECORDS`."""
 
@@ -354,6 +351,7 @@ class LocationShares:
         self._refused.discard(member)
         self._told.discard(member)
 
+
 def who_makes_room(
     counts: Mapping[Member, int], member: Member, wanted: int, missing: int
 ) -> list[Member]:
@@ -371,11 +369,13 @@ def who_makes_room(
                 return dropped
     return []
 
+
 STEP_RECORDS: Final = 2_048
 """A step of what takes long: one or two milliseconds."""
 
 MAX_AHEAD: Final = 8 * STEP_RECORDS
 """Touched digests that wait to be taken, before more of whole slots are. (Half a million take 10 ms to add.)"""
+
 
 class WatchedKeys:
     """Keys of which gossip brought news, of two live sets: the keys that are held here, and those that are awaited. A

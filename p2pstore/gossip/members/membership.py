@@ -38,28 +38,23 @@ acknowledgements wait in the sockets, and a verdict passed before reading them w
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Final
+
 from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.exchange.rumors import ClaimRumors
-from p2pstore.gossip.gossip_messages import Claim
-from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.gossip_messages import Claim, Status
 from p2pstore.gossip.members.contacts import Newcomers
-from p2pstore.gossip.members.member_table import MAX_INCARNATION
-from p2pstore.gossip.members.member_table import MemberState
-from p2pstore.gossip.members.member_table import MemberTable
-from p2pstore.gossip.members.member_table import MembershipConfig
-from p2pstore.gossip.members.suspicion import Accusers
-from p2pstore.gossip.members.suspicion import LocalHealth
-from p2pstore.gossip.members.suspicion import Suspects
-from p2pstore.gossip.members.suspicion import Suspicion
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import member_of
-from typing import Final
-import math
+from p2pstore.gossip.members.member_table import (
+    MAX_INCARNATION,
+    MembershipConfig,
+    MemberState,
+    MemberTable,
+)
+from p2pstore.gossip.members.suspicion import Accusers, LocalHealth, Suspects, Suspicion
+from p2pstore.gossip.records import Member, PeerId, PeerRecord, SignedRecord, member_of
 
 MAX_AHEAD_MS: Final = 24 * 3600 * 1000
 """Incarnations begin at a wall clock's milliseconds. Accusations further ahead, of this clock and of what the accused
@@ -71,6 +66,7 @@ REFUTATIONS_A_SECOND: Final = 0.2
 
 STALL_SECONDS: Final = 0.5
 """Between two ticks of a process that runs lie at most 0.25 s (see `machine`): more is a stall."""
+
 
 class Membership(MemberTable):
     """The table of members, and the rules by which evidence changes it: see the module's docstring."""
