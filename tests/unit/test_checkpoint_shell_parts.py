@@ -98,7 +98,7 @@ class _Frames(FrameLink):
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 
-    def say(self, frame: bytes) -> bool:
+    def enqueue(self, frame: bytes) -> bool:
         self.sent.append(frame)
         return True
 
