@@ -117,7 +117,7 @@ def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
     """Those that neither this peer nor any other is known to hold, or to have held."""
     here = core.segment.digests()
     new = {digest for digest in digests if digest not in here}
-    new -= core.gossip.locations.mentioned(new)
+    new -= core.gossip.directory.mentioned(new)
     if core.cold.store is not None:
         new = {digest for digest in new if core.cold.store.find(digest) is None}
     return new

@@ -223,17 +223,23 @@ class PeerLocalBackend:
         finally:
             self._node.process()
 
-    def handled(self) -> None:
-        """Carry out what the requests had the core decide, and make room for the next put."""
-        books = self._core.books
+    def make_ready(self) -> None:
+        """Keep the books of what was answered, and make room for the next put."""
         if self._has_effects:
-            self._has_effects = books.late = False
+            books = self._core.books
+            books.late = False
             books.settle()
-            self._puts.make_room_ahead()
+            self._puts.make_ready()
+
+    def handled(self) -> None:
+        """Carry out what the requests had the core decide."""
+        if self._has_effects:
+            self._has_effects = False
             self._node.process()
 
     def client_gone(self, client: LocalClient) -> None:
         self._node.local_clients -= 1
+        self._puts.client_gone(client)
         self._checkpoints.client_gone(client)
         self._node.carry_out(self._segment.drop_session_in_steps(client.session))
         page = self._hazard_pages.pop(client.session, None)
