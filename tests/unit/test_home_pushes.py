@@ -1,44 +1,41 @@
 """Pushes of owners to homes, and what homes make of them: whatever is lost, late, repeated or restarted meanwhile."""
 
+import math
 from dataclasses import replace
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
 from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.open_requests import LOST_ANSWER_SECONDS
-from p2pstore.gossip.exchange.open_requests import OpenRequests
+from p2pstore.gossip.exchange.open_requests import LOST_ANSWER_SECONDS, OpenRequests
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import HomePush
-from p2pstore.gossip.gossip_messages import Ping
+from p2pstore.gossip.gossip_messages import ControlKind, HomePush, Ping
 from p2pstore.gossip.homes import home_pushes
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import PartitionConfig
-from p2pstore.gossip.homes.partition_homes import table_of
+from p2pstore.gossip.homes.partition_homes import PartitionConfig, table_of
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.views import DirectoryConfig
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import location_hash
-from p2pstore.gossip.records import partition_of
-from p2pstore.home_messages import PartitionSet
-from p2pstore.home_messages import Push
-from random import Random
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    LocationRecord,
+    decode_location,
+    location_hash,
+    partition_of,
+)
+from p2pstore.home_messages import PartitionSet, Push
 from tests.present import present
-from tests.unit.gossip_network import digest_of
-from tests.unit.gossip_network import location
-from tests.unit.gossip_network import peer_id_of
+from tests.unit.gossip_network import digest_of, location, peer_id_of
 from tests.unit.location_set import check_update
-import math
-import pytest
 
 CONFIG = PartitionConfig(audit_seconds=10.0)
 OWNER, HOME, OTHER = 11, 22, 33
+
 
 class Owner:
     """An owner with its log, as far as homes are concerned."""
@@ -76,11 +73,14 @@ class Owner:
                 self.pushes.answered(push.token, [], now)
         return said
 
+
 def views() -> HomeViews:
     return HomeViews(CONFIG, Directory())
 
+
 def take(home: HomeViews, push: Push, now: float = 0.0) -> list[int]:
     return home.take(OWNER, check_update(push), now)
+
 
 def packed_view(home: HomeViews, numbers: range) -> set[bytes]:
     """All that the home would say of these keys."""
@@ -90,7 +90,9 @@ def packed_view(home: HomeViews, numbers: range) -> set[bytes]:
         for found in home.directory.holders(digest_of(number))
     }
 
+
 # --- the owner -------------------------------------------------------------------------------
+
 
 def test_a_new_home_is_sent_its_partitions_whole_then_operations_by_number() -> None:
     owner = Owner([OWNER, HOME])
@@ -113,6 +115,7 @@ def test_a_new_home_is_sent_its_partitions_whole_then_operations_by_number() -> 
     )
     assert push.message.sequences == [21]
 
+
 def test_one_message_at_a_time_and_a_pause_between_batches() -> None:
     owner = Owner([OWNER, HOME], keeps=False)
     assert owner.pushes.due() == pytest.approx(owner.pushes.due())
@@ -129,6 +132,7 @@ def test_one_message_at_a_time_and_a_pause_between_batches() -> None:
     assert owner.pushes.due() == pytest.approx(10.12)
     assert len(owner.take(10.12)) == 1
 
+
 def test_full_homes_are_told_of_operations_only_and_never_again() -> None:
     owner = Owner([OWNER, HOME], keeps=False)
     owner.hold(1)
@@ -137,6 +141,7 @@ def test_full_homes_are_told_of_operations_only_and_never_again() -> None:
     owner.pushes.answered(push.token, None, 10.5)
     assert owner.take(11.5) == []
     assert owner.pushes.lacking() == 0
+
 
 def test_a_home_that_did_not_answer_is_sent_the_partition_whole() -> None:
     owner = Owner([OWNER, HOME])
@@ -152,6 +157,7 @@ def test_a_home_that_did_not_answer_is_sent_the_partition_whole() -> None:
     assert (whole.number, whole.records) == (2, location(1, 2).encode())
     owner.pushes.answered(again.token, [], 11.0)
     assert owner.pushes.lacking() == 0
+
 
 def test_operations_that_are_not_answered_soon_are_sent_once_more() -> None:
     owner = Owner([OWNER, HOME])
@@ -173,6 +179,7 @@ def test_operations_that_are_not_answered_soon_are_sent_once_more() -> None:
         "nothing was missed"
     )
 
+
 @pytest.mark.parametrize("answered", [0, 1])
 def test_the_answer_to_either_copy_counts(answered: int) -> None:
     owner = Owner([OWNER, HOME])
@@ -186,6 +193,7 @@ def test_the_answer_to_either_copy_counts(answered: int) -> None:
     owner.pushes.answered(whole.token, [], 10.7)
     assert owner.pushes.lacking() == 0, "the other copy's outcome is of no interest"
 
+
 def test_a_home_that_answers_neither_copy_is_sent_the_partition_whole() -> None:
     owner = Owner([OWNER, HOME])
     owner.bring_up(1.0)
@@ -194,6 +202,7 @@ def test_a_home_that_answers_neither_copy_is_sent_the_partition_whole() -> None:
         owner.pushes.answered(push.token, None, 10.7)
     (again,) = owner.take(11.0)
     assert len(again.message.sets) == 1
+
 
 def test_homes_that_are_slow_are_not_sent_more() -> None:
     owner = Owner([OWNER, HOME])
@@ -209,11 +218,13 @@ def test_homes_that_are_slow_are_not_sent_more() -> None:
     assert copies[0] == 2
     assert copies[-1] == 1, "it is what they take"
 
+
 def test_whole_partitions_are_not_sent_twice_in_a_hurry() -> None:
     owner = Owner([OWNER, HOME])
     owner.hold(1)
     assert owner.take(1.0)[0].message.sets
     assert owner.take(1.4) == []
+
 
 def test_a_whole_partition_that_changed_on_the_way_is_sent_again() -> None:
     owner = Owner([OWNER, HOME])
@@ -232,6 +243,7 @@ def test_a_whole_partition_that_changed_on_the_way_is_sent_again() -> None:
     (push,) = owner.take(10.3)
     assert (push.message.sequences, push.message.sets) == ([3], [])
 
+
 def test_a_home_that_refuses_is_asked_less_and_less_often() -> None:
     owner = Owner([OWNER, HOME])
     owner.bring_up(1.0)
@@ -247,6 +259,7 @@ def test_a_home_that_refuses_is_asked_less_and_less_often() -> None:
     assert max(pauses) > 0.9
     assert 7 < len(sent) < 25
 
+
 def test_a_restarted_home_gets_everything_anew() -> None:
     owner = Owner([OWNER, HOME, OTHER])
     owner.hold(1)
@@ -257,6 +270,7 @@ def test_a_restarted_home_gets_everything_anew() -> None:
     assert {push.peer_id for push in pushes} == {peer_id_of(HOME)}
     assert owner.pushes.lacking() == 0
 
+
 def test_all_homes_get_everything_anew_when_the_log_begins_anew() -> None:
     owner = Owner([OWNER, HOME, OTHER])
     owner.bring_up(1.0)
@@ -265,6 +279,7 @@ def test_all_homes_get_everything_anew_when_the_log_begins_anew() -> None:
     assert owner.pushes.lacking() == 2048
     assert {push.message.incarnation for push in owner.bring_up(10.0)} == {6}
     assert owner.pushes.lacking() == 0
+
 
 def test_who_is_home_no_longer_is_told_for_a_while_yet() -> None:
     members = [OWNER, HOME, OTHER, 44]
@@ -288,6 +303,7 @@ def test_who_is_home_no_longer_is_told_for_a_while_yet() -> None:
             owner.pushes.answered(push.token, [], now)
         owner.bring_up(now)
 
+
 def test_wholes_to_new_homes_go_at_a_bounded_rate() -> None:
     config = PartitionConfig(syncs_per_second=10.0, sync_spread_seconds=0.0, audit_seconds=1e6)
     owner = Owner([OWNER, *range(100, 140)], config=config)
@@ -298,6 +314,7 @@ def test_wholes_to_new_homes_go_at_a_bounded_rate() -> None:
             sent += 1
             owner.pushes.answered(push.token, [], now)
     assert 15 <= sent <= 25
+
 
 def test_audits_go_round_and_name_what_a_home_should_have() -> None:
     owner = Owner([OWNER, HOME, OTHER])
@@ -317,6 +334,7 @@ def test_audits_go_round_and_name_what_a_home_should_have() -> None:
             owner.pushes.answered(push.token, [], now)
     assert sorted(map(audited.count, {peer_id_of(HOME), peer_id_of(OTHER)})) in ([3, 3], [4, 4])
 
+
 def test_what_waits_for_one_home_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home_pushes, "MAX_RUNS", 10)
     owner = Owner([OWNER, HOME])
@@ -332,6 +350,7 @@ def test_what_waits_for_one_home_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert told | {each.partition for each in push.message.sets} == partitions
     assert len(push.message.sequences) <= 10
 
+
 def test_the_shell_that_loses_an_answer_does_not_end_it() -> None:
     owner = Owner([OWNER, HOME])
     owner.bring_up(1.0)
@@ -342,6 +361,7 @@ def test_the_shell_that_loses_an_answer_does_not_end_it() -> None:
     assert owner.pushes.due() < math.inf
     owner.take(12.0)  # notes that nothing comes any more
     assert any(push.message.sets for push in owner.bring_up(12.0))
+
 
 def test_the_sets_are_made_when_they_are_needed_and_are_right_whenever_that_is() -> None:
     owner = Owner([OWNER, HOME], keeps=False)
@@ -369,11 +389,14 @@ def test_the_sets_are_made_when_they_are_needed_and_are_right_whenever_that_is()
         if not turn:
             owner.pushes.sets.forget()
 
+
 # --- the home --------------------------------------------------------------------------------
+
 
 def update(**fields: object) -> Push:
     values: dict[str, object] = {"incarnation": 5, "sequences": [], "operations": b""}
     return Push(**(values | fields))  # type: ignore[arg-type]  # by name
+
 
 def run_of(*numbered: tuple[int, bytes]) -> Push:
     return update(
@@ -382,12 +405,14 @@ def run_of(*numbered: tuple[int, bytes]) -> Push:
         numbers=b"".join(number.to_bytes(4, "little") for number, _ in numbered),
     )
 
+
 def whole_of(*records: LocationRecord, number: int = 7, sequence: int = 90) -> Push:
     packed = b"".join(record.encode() for record in records)
     total = 0
     for record in records:
         total ^= location_hash(record.encode())
     return update(sets=[PartitionSet(partition_of(packed), number, total, packed)], sequence=sequence)
+
 
 def test_a_gap_is_seen_and_only_a_whole_partition_mends_it() -> None:
     home = views()
@@ -403,10 +428,12 @@ def test_a_gap_is_seen_and_only_a_whole_partition_mends_it() -> None:
     assert take(home, whole_of(location(1, 4), number=4)) == [], "comes late"
     assert [found.record.version.clock for found in home.directory.holders(digest_of(1))] == [5]
 
+
 def test_an_unknown_partition_begins_with_its_first_operation_or_whole() -> None:
     home = views()
     assert take(home, run_of((2, location(1).encode()))) == [partition_of(digest_of(1))]
     assert home.record_count == 0
+
 
 def test_an_audit_finds_what_is_missing_or_wrong() -> None:
     home, partition = views(), partition_of(digest_of(1))
@@ -423,6 +450,7 @@ def test_an_audit_finds_what_is_missing_or_wrong() -> None:
     assert audit(8, right) == [partition]
     take(home, whole_of(location(1), number=8))
     assert audit(8, right ^ 1) == [partition]
+
 
 def test_a_partition_is_vouched_for_when_all_owners_told_of_it_lately() -> None:
     home, partition = views(), partition_of(digest_of(1))
@@ -450,6 +478,7 @@ def test_a_partition_is_vouched_for_when_all_owners_told_of_it_lately() -> None:
     assert vouches(5.0 + 24.0)
     assert not vouches(5.0 + 26.0), "nothing was heard for long"
 
+
 def test_a_restarted_owner_voids_what_it_said_before() -> None:
     home = views()
     take(home, whole_of(location(1)))
@@ -459,6 +488,7 @@ def test_a_restarted_owner_voids_what_it_said_before() -> None:
     assert take(home, whole_of(location(1))) == [], "from the earlier life"
     assert home.record_count == 0
 
+
 def test_the_dead_are_hidden_and_then_forgotten() -> None:
     home = views()
     take(home, whole_of(location(1)))
@@ -467,6 +497,7 @@ def test_the_dead_are_hidden_and_then_forgotten() -> None:
     home.drop(OWNER)
     assert home.directory.holders(digest_of(1)) == []
     assert (home.record_count, home.directory.parts) == (0, {})
+
 
 def test_partitions_of_others_are_forgotten_after_a_while() -> None:
     home, partition = views(), partition_of(digest_of(1))
@@ -478,6 +509,7 @@ def test_partitions_of_others_are_forgotten_after_a_while() -> None:
     home.housekeep([], 100.0 + 3.1 * CONFIG.former_home_seconds)
     assert (home.record_count, home.directory.parts) == (0, {})
 
+
 def test_a_full_home_says_so_and_keeps_what_it_has() -> None:
     home = HomeViews(PartitionConfig(), Directory(DirectoryConfig(max_records=200)))
     records = [location(number) for number in range(10_000)]
@@ -485,6 +517,7 @@ def test_a_full_home_says_so_and_keeps_what_it_has() -> None:
     full = [p for p, record in by_partition.items() if take(home, run_of((1, record.encode())))]
     assert full
     assert home.record_count == len(by_partition) - len(full) > 0
+
 
 @pytest.mark.parametrize(
     "nonsense",
@@ -515,6 +548,7 @@ def test_nonsense_changes_nothing(nonsense: Push) -> None:
         take(home, nonsense)
     assert packed_view(home, range(3)) == {location(1).encode()}
 
+
 # --- both ------------------------------------------------------------------------------------
 
 KEYS = 12
@@ -524,6 +558,7 @@ events = st.one_of(
         st.sampled_from(["deliver", "lose", "lose answer", "late", "pass", "restart"]), st.just(0)
     ),
 )
+
 
 @given(st.lists(events, max_size=60))
 @settings(max_examples=60, deadline=None)
@@ -574,6 +609,7 @@ def test_a_home_never_vouches_for_less_than_the_owner_confirmed(history: list[tu
     assert owner.pushes.lacking() == 0
     held = (owner.log.held(digest_of(number)) for number in range(KEYS))
     assert packed_view(home, range(KEYS)) == {packed for packed in held if packed is not None}
+
 
 def test_a_question_is_answered_once_or_given_up() -> None:
     questions = OpenRequests(GossipConfig())
