@@ -267,11 +267,9 @@ class Segment:
         put listing and order of eviction off, until anything else than `reserve_free` is called."""
         self.objects.check_open()
         reservations = self.reservations.of(session)
-        ended: dict[int, Reservation] = {}
         entries: list[ObjectEntry | None] = [None] * len(written)
-        new: dict[bytes, ObjectEntry] = {}
-        fitting: list[bytes] = []
-        follows: dict[bytes, bytes] = {}
+        ended, new = dict[int, Reservation](), dict[bytes, ObjectEntry]()
+        fitting, follows = list[bytes](), dict[bytes, bytes]()
         trailers = pack_trailers([each.trailer for each in written])
         for place, (each, packed) in enumerate(zip(written, trailers, strict=True)):
             number, digest, length = each.reservation, each.digest, each.length
@@ -281,15 +279,16 @@ class Segment:
                 continue
             capacity, trailer_bytes = reservation.capacity, len(packed)
             end = (length + 7 & ~7) + trailer_bytes  # `trailer_offset`, without its call
-            fits = 0 <= length <= reservation.length and end <= capacity
-            if not fits or trailer_bytes > MAX_TRAILER_BYTES:
+            if (
+                not 0 <= length <= reservation.length
+                or end > capacity
+                or trailer_bytes > MAX_TRAILER_BYTES
+            ):
                 continue
             # Room for a time to live that a later put may give the object.
-            size = -(-(end + EXPIRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
+            size = min(capacity, -(-(end + EXPIRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES)
             if size < capacity:
                 self.areas.shrink(reservation.offset - self.geometry.data_offset, size)
-            else:
-                size = capacity
             trailer = each.trailer
             pin = pin_of(trailer) if trailer.pin else _NO_PIN
             entries[place] = new[digest] = ObjectEntry(
