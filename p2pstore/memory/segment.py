@@ -265,7 +265,7 @@ class Segment:
         keep: Callable[[Callable[[], None]], None] = call_now,
     ) -> list[ObjectEntry | None]:
         """`commit` of many objects whose sums give their roots, each newer than what is here of its key. None in place
-        of one that does not fit its reservation, which stays (`commit` says why), or whose key or number came before. `keep`
+        of one that does not fit its reservation, which stays (`commit` says why), or of a key or number again. `keep`
         may put listing and order of eviction off, until anything else than `reserve_free` is called."""
         self.objects.check_open()
         reservations = self.reservations.of(session)
