@@ -1,70 +1,62 @@
 """Clients' reads of a peer's table of locations, against the peer's answers; walks over the views that moved."""
 
+import mmap
+import os
+import subprocess
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
 from msgspec.structs import replace
-from p2pstore.client.known_holders import KnownRecord
-from p2pstore.client.known_holders import MappedLocations
-from p2pstore.client.known_holders import _known_record
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import ProtocolMismatch
+
+from p2pstore.client.known_holders import KnownRecord, MappedLocations, _known_record
+from p2pstore.errors import ProtocolError, ProtocolMismatch
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.locations import directory as directory_module
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.location_slots import ApartKeys
-from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
-from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.snapshots import CatchUp
-from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.locations.views import Applied
-from p2pstore.gossip.locations.views import DirectoryConfig
-from p2pstore.gossip.locations.views import Outcome
-from p2pstore.gossip.locations.views import Position
+from p2pstore.gossip.locations.location_slots import ApartKeys, PublishedLocations
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
+from p2pstore.gossip.locations.snapshots import CatchUp, check_snapshot
+from p2pstore.gossip.locations.views import Applied, DirectoryConfig, Outcome, Position
 from p2pstore.gossip.members.member_table import MemberState
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import Member
-from p2pstore.location_table import APART_COUNTERS
-from p2pstore.location_table import FEW_DIGESTS
-from p2pstore.location_table import MAX_COUNTED_SLOTS
-from p2pstore.location_table import Word
-from p2pstore.location_table import apart_counter
-from p2pstore.location_table import block_count
-from p2pstore.location_table import floor_clock
-from p2pstore.location_table import format_table
-from p2pstore.location_table import table_bytes
-from p2pstore.memory.mapped.mapped_memory import SharedMemory
-from p2pstore.memory.mapped.mapped_memory import create_table_memory
-from p2pstore.memory.mapped.mapped_memory import map_read_only
-from p2pstore.memory.mapped.mapped_memory import map_table
+from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
+from p2pstore.location_table import (
+    APART_COUNTERS,
+    FEW_DIGESTS,
+    MAX_COUNTED_SLOTS,
+    Word,
+    apart_counter,
+    block_count,
+    floor_clock,
+    format_table,
+    table_bytes,
+)
+from p2pstore.memory.mapped.mapped_memory import (
+    SharedMemory,
+    create_table_memory,
+    map_read_only,
+    map_table,
+)
 from p2pstore.objects import Version
-from pathlib import Path
-from random import Random
-from tests.unit.gossip_network import digest_of
-from tests.unit.gossip_network import location
-from tests.unit.gossip_network import operations_after
-from tests.unit.gossip_network import peer_id_of
-from tests.unit.gossip_network import run_at
+from tests.unit.gossip_network import digest_of, location, operations_after, peer_id_of, run_at
 from tests.unit.test_cluster_records import floor
-import mmap
-import numpy as np
-import os
-import pytest
-import subprocess
-import sys
-import time
 
 KEYS = [digest_of(number) for number in range(60)]
 CONFIG = DirectoryConfig(max_records=20_000)
 NEWEST = 1_000
 
+
 def published_table() -> tuple[bytearray, PublishedLocations]:
     blocks = block_count(CONFIG.max_rows)
     memory = bytearray(table_bytes(blocks))
     return memory, PublishedLocations(format_table(memory, blocks, 7))
+
 
 class Cluster:
     """A directory that is told random things of random members, and a client of its peer."""
@@ -199,6 +191,7 @@ class Cluster:
     def _held(self, digest: bytes) -> list[KnownRecord]:
         return self.client.holders(digest) or []
 
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_client_says_what_the_peer_would_or_asks(seed: int) -> None:
     cluster = Cluster(seed)
@@ -208,6 +201,7 @@ def test_a_client_says_what_the_peer_would_or_asks(seed: int) -> None:
         if number % 8 == 7:
             said += cluster.check()
     assert said > 400  # of 3,000
+
 
 def known_table() -> tuple[PublishedLocations, Directory, MappedLocations]:
     """A table in which one member holds the first ten keys."""
@@ -220,6 +214,7 @@ def known_table() -> tuple[PublishedLocations, Directory, MappedLocations]:
     published.vouch(time.monotonic(), NEWEST)
     return published, directory, MappedLocations(memory)
 
+
 def test_what_is_plain_needs_no_question() -> None:
     _, directory, client = known_table()
     assert [client.contains(digest) for digest in KEYS[8:12]] == [True, True, False, False]
@@ -228,11 +223,13 @@ def test_what_is_plain_needs_no_question() -> None:
     directory.show(1)
     assert client.contains(KEYS[0]) is True
 
+
 def asks(client: MappedLocations, digest: bytes) -> bool:
     held, asked = client.contains_many(digest)
     assert (client.contains(digest) is None) == asked.tolist()[0]
     assert not (held & asked).any()
     return bool(asked[0])
+
 
 @pytest.mark.parametrize(
     "unclear",
@@ -252,6 +249,7 @@ def test_what_is_not_plain_is_asked(unclear: Callable[[PublishedLocations, Direc
     unclear(published, directory)
     assert asks(client, KEYS[0])
 
+
 def test_links_that_lead_anywhere_end() -> None:
     published, _, client = known_table()
     table = published.table
@@ -263,6 +261,7 @@ def test_links_that_lead_anywhere_end() -> None:
     assert client.holders(KEYS[59]) is None
     table.link[1] = 0xFFFFFFFF
     assert asks(client, KEYS[59])
+
 
 def test_keys_that_very_many_hold_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pstore.client.known_holders._MAX_ROWS", 5)
@@ -282,11 +281,13 @@ def test_keys_that_very_many_hold_are_asked_about(monkeypatch: pytest.MonkeyPatc
     assert all(asks(client, digest) for digest in same_chain)
     assert client.holders(KEYS[0]) is None
 
+
 def test_a_mapping_may_be_longer_than_the_table() -> None:
     memory, published = published_table()
     published.vouch(time.monotonic(), NEWEST)
     client = MappedLocations(memory + bytes(60_000))  # pages of 64 KiB
     assert client.contains(KEYS[0]) is False
+
 
 def test_an_old_count_of_changes_voids_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     published, _, client = known_table()
@@ -304,6 +305,7 @@ def test_an_old_count_of_changes_voids_what_was_read(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(client._table, "find_few", changed_meanwhile)
     assert client.contains(KEYS[0]) is True
     assert reads == 3
+
 
 def test_the_limit_of_rows_is_each_digests_own() -> None:
     """Else what many hold would keep other keys of a batch from being found."""
@@ -324,6 +326,7 @@ def test_the_limit_of_rows_is_each_digests_own() -> None:
     with pytest.raises(IndexError):
         table.find_few(together, longest - 1)
 
+
 def test_what_does_not_look_like_a_table_is_refused() -> None:
     memory, _ = published_table()
     with pytest.raises(ProtocolError):
@@ -333,6 +336,7 @@ def test_what_does_not_look_like_a_table_is_refused() -> None:
     memory[8 * Word.MAGIC] ^= 1
     with pytest.raises(ProtocolMismatch):  # of another version
         MappedLocations(memory)
+
 
 def test_a_counter_that_is_full_stays_so() -> None:
     counters = memoryview(bytearray(APART_COUNTERS))
@@ -346,6 +350,7 @@ def test_a_counter_that_is_full_stays_so() -> None:
     apart.remove(KEYS[1])
     assert counters[apart_counter(KEYS[1])] == 0
 
+
 def test_of_slots_beyond_the_table_clients_ask() -> None:
     published, directory, client = known_table()
     published.count(MAX_COUNTED_SLOTS, 1, True)
@@ -354,6 +359,7 @@ def test_of_slots_beyond_the_table_clients_ask() -> None:
     published.table.row_owner[int(rows[0])] = MAX_COUNTED_SLOTS
     digest = bytes(published.table.whole[rows[0]])[:16]
     assert asks(client, digest)
+
 
 def test_floors_are_seen_at_once_and_newer_versions_count() -> None:
     published, directory, client = known_table()
@@ -375,6 +381,7 @@ def test_floors_are_seen_at_once_and_newer_versions_count() -> None:
     assert client.contains(KEYS[0]) is True
     assert published.table.floors[floor_clock(KEYS[0])] == 5
 
+
 @pytest.mark.parametrize("name", [b"", b"a", b"ab", bytes(17)])
 def test_floors_with_names_that_are_no_digests_do_no_harm(name: bytes) -> None:
     _, published = published_table()
@@ -385,6 +392,7 @@ def test_floors_with_names_that_are_no_digests_do_no_harm(name: bytes) -> None:
     assert records.floors.count == 2
     assert not any(published.table.apart)
     assert not published.table.floor_clocks.any()
+
 
 # --- between processes ------------------------------------------------------------------------
 
@@ -427,6 +435,7 @@ while time.monotonic() < end:
     time.sleep(0.0002)
 """
 
+
 def test_a_table_that_another_process_changes_is_read_right() -> None:
     blocks = block_count(CONFIG.max_rows)
     descriptor = os.memfd_create("table", os.MFD_ALLOW_SEALING)
@@ -458,11 +467,13 @@ def test_a_table_that_another_process_changes_is_read_right() -> None:
     finally:
         os.close(descriptor)
 
+
 @pytest.fixture
 def table_memory() -> Iterator[SharedMemory]:
     memory = create_table_memory(1 << 20, "test")
     yield memory
     memory.close()
+
 
 def test_only_its_maker_can_write_a_table(table_memory: SharedMemory) -> None:
     passed = table_memory.read_only_descriptor()
@@ -484,8 +495,10 @@ def test_only_its_maker_can_write_a_table(table_memory: SharedMemory) -> None:
         os.close(passed)
         os.close(reopened)
 
+
 def resident_bytes() -> int:
     return mmap.PAGESIZE * int(Path("/proc/self/statm").read_text().split()[1])
+
 
 def test_a_table_costs_what_is_written_to_it() -> None:
     before = resident_bytes()
@@ -495,15 +508,18 @@ def test_a_table_costs_what_is_written_to_it() -> None:
     memory.close()
     assert after - before < 4 << 20
 
+
 MEMBERS = range(1, 5)
 
 Standing = tuple[Position, LogHead, bool]
+
 
 def standings(directory: Directory) -> dict[Member, Standing]:
     return {
         member: (directory.position(member), directory.head(member), directory.diverged(member))
         for member in MEMBERS
     }
+
 
 class Story:
     """Random things happen to a small directory of four logs, one a call of `step`."""
@@ -566,6 +582,7 @@ class Story:
             member, log.incarnation, head.sequence, head.set_hash, snapshot
         )
 
+
 def test_every_change_is_noted_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_module, "STEP_RECORDS", 4)
     seen: Counter[str] = Counter()
@@ -589,6 +606,7 @@ def test_every_change_is_noted_whatever_happens(monkeypatch: pytest.MonkeyPatch)
         assert seen[outcome.value] > 5, f"the story has hardly any {outcome}"
     assert min(seen["staged"], seen["replaced"], seen["boast"]) > 5
 
+
 class CountingDirectory(Directory):
     """Counts how often it is asked where a view stands."""
 
@@ -597,6 +615,7 @@ class CountingDirectory(Directory):
     def position(self, member: Member) -> Position:
         self.looks += 1
         return super().position(member)
+
 
 def test_views_that_are_where_their_heads_are_cost_nothing_to_watch() -> None:
     log, directory = OwnLog(1), CountingDirectory()
