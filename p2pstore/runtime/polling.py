@@ -1,9 +1,9 @@
 """Receiving what comes within microseconds, without going to sleep.
 
 Waking a thread on a core that is idle takes 20 to 60 us in a virtual machine, which is more than all the rest of a
-small read. So where waits are short, who waits asks the kernel again and again for a moment before it sleeps. It does
-not give way in between: where others want the core, it would have it again after milliseconds, whatever has come, as
-nothing wakes who is not asleep.
+small read. So where waits are short, the receiver asks the kernel again and again for a moment before it sleeps. It
+does not give way in between: where other processes want the core, it would have it again after milliseconds, whatever
+has come, as nothing wakes a thread that is not asleep.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHORT_SECONDS: Final = 2e-3
 where cores are slow, a read of 1 MiB took 560 to 620 us by two who slept on and on, and takes 294 to 320 by two who
 poll."""
 LOCAL_SHORT_SECONDS: Final = 300e-6
-"""The same on the local socket, where a call takes microseconds or as long as other peers and SSDs."""
+"""The same on the local socket, where an answer takes 20 to 100 us of work, or as long as other peers and SSDs do."""
 ALONE_SECONDS: Final = 2e-3
 """A thread polls only if no other thread of its process received for this time: of several, some would wait for each
 other's core, or for the interpreter."""
@@ -40,18 +40,18 @@ MAX_SLEEPS: Final = 128
 
 
 class _Receiving:
-    """The thread of this process that waited last, and since when no other one has. Of an event loop: the connection."""
+    """The thread of this process that waited last, or its connection where an event loop has many, and since when no
+    other one has."""
 
     last = 0
     since = 0.0
 
 
 class Polling:
-    """The waits on one connection, for the one thread that receives there, or of connections that `share_thread`."""
+    """The waits on one connection, for the one thread that receives there, or an event loop, whose connections share
+    the thread: there a turn costs as much as a cheap wake-up. `short_seconds`: see `SHORT_SECONDS`."""
 
-    def __init__(
-        self, *, shares_thread: bool = False, short_seconds: float = SHORT_SECONDS
-    ) -> None:
+    def __init__(self, *, shares_thread: bool = False, short_seconds: float = SHORT_SECONDS) -> None:
         self._shares_thread = shares_thread
         self._short_seconds = short_seconds
         self._cheap_seconds = 0.0 if shares_thread else CHEAP_SECONDS
@@ -98,7 +98,7 @@ class Polling:
                 return received
 
     def slept(self, seconds: float) -> None:
-        """A wait that did not poll took so long."""
+        """A wait that did not poll took `seconds`."""
         if not self._cheap_seconds < seconds < self._short_seconds:
             self._sleeps_left = max(1, self._sleeps_left)
         elif self._sleeps_left:

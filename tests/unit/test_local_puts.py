@@ -72,7 +72,7 @@ def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
     fill(world)
     loop.put("first")
     for number in range(20):
-        loop.puts.make_room_ahead()
+        loop.puts.make_ready()
         there = world.segment.object_count
         loop.put(f"k{number}")
         assert world.segment.object_count == there + 1
@@ -85,11 +85,11 @@ def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
     world = Harness(memory_bytes=256 * 1024)
     loop = Loop(world)
     loop.put("first")
-    loop.puts.make_room_ahead()
+    loop.puts.make_ready()
     loop.put("last", again=None)
     fill(world)
     there = world.segment.object_count
-    loop.puts.make_room_ahead()
+    loop.puts.make_ready()
     assert world.segment.object_count == there
 
 
@@ -100,7 +100,7 @@ def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
         entry = world.stored(f"k{world.segment.object_count}", b"x")
         world.segment.leases.lease(entry, session=HOLDER, now=world.core.unix(world.now))
     assert loop.put("the last one that fits").again[0].error.code == Code.CAPACITY_EXCEEDED
-    loop.puts.make_room_ahead()
+    loop.puts.make_ready()
     assert world.find("the last one that fits") is not None
 
 
@@ -109,7 +109,7 @@ def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: tuple[int, int, int
     world = Harness(memory_bytes=64 * 1024)
     loop = Loop(world)
     assert loop.put("k", again=item).again[0].error.code
-    loop.puts.make_room_ahead()
+    loop.puts.make_ready()
     assert world.find("k") is not None
 
 
