@@ -40,8 +40,7 @@ MAX_SLEEPS: Final = 128
 
 
 class _Receiving:
-    """The thread of this process that waited last, or its connection where an event loop has many, and since when no
-    other one has."""
+    """The thread (of an event loop: the connection) that waited last, and since when no other one has."""
 
     last = 0
     since = 0.0

@@ -5,13 +5,13 @@ import socket
 
 import pytest
 
+from p2pstore.checkpoint.client.group_calls import POLL_SECONDS
 from p2pstore.runtime import polling
 from p2pstore.runtime.polling import (
     ALONE_SECONDS,
     CHEAP_SECONDS,
     MAX_BUSY_SECONDS,
     MAX_SLEEPS,
-    POLL_SECONDS,
     SHORT_SECONDS,
     Polling,
 )

@@ -17,7 +17,6 @@ from p2pstore.core.puts.placing import place
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, Reserved, publish_new, reserve_many
 from p2pstore.core.puts.put_operation import PutOperation, check_put
 from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
-from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalClient
@@ -35,8 +34,8 @@ from p2pstore.wire import Empty
 _NO_ROOM_AHEAD: Final = CapacityExceeded("no room can be spared for puts to come")
 ABORTED_PER_STEP: Final = 64
 
-RoomAhead: TypeAlias = tuple[int, int, str]
-"""Length, trailer length, namespace."""
+RoomAhead: TypeAlias = tuple[int, int, int, str]
+"""Length, trailer length, count, namespace."""
 Started: TypeAlias = Operation | PutAmongMany | PutEnd | Exception
 """A put that was begun, or that ended at once."""
 
@@ -108,6 +107,7 @@ class LocalPuts:
                 raise ValueError(
                     "durable: this peer has no SSD tier to keep the object on: give it --ssd"
                 )
+            self._core.books.settle()
             operation = PutOperation(self._core, item, session=client.session, namespace=namespace)
             return self._core.operations.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
@@ -163,23 +163,25 @@ class LocalPuts:
             if outcomes:
                 yield
             outcomes.append((count, put_outcome(_result_of(alike))))
-        wanted = (*again[0], message.namespace) if again and not message.at_hand else None
+        wanted = (
+            (*message.again[0], message.namespace) if message.again and not message.at_hand else None
+        )
         ahead = self._take_ready(client, wanted)
         if message.at_hand:
             rooms = yield from self._rooms_for(client, again, message.namespace)
             return local.Committed(outcomes, _spans(rooms))
         try:
-            for size in again[len(ahead) :]:
+            for room in message.again[len(ahead) :]:
                 if ahead:
                     yield
-                ahead.append((yield from self._reserve_ahead(client, size, message.namespace)))
+                ahead += yield from self._reserve_ahead(client, room, message.namespace)
         except BaseException:  # the client will not release them
             self._abort_all(client, [each.number for each in ahead if isinstance(each, Reservation)])
             raise
         return local.Committed(outcomes, _spans(ahead))
 
     def _take_ready(self, client: LocalClient, wanted: RoomAhead | None) -> list[Reserved]:
-        """The room that this client's next put was to have, if it is as wanted; it is given back otherwise."""
+        """The room that is held ready for this client, if it is as wanted; it is given back otherwise."""
         held = self._ready.pop(client.session, None)
         if held is None:
             return []
@@ -191,29 +193,33 @@ class LocalPuts:
         return [reservation]
 
     def _reserve_ahead(
-        self, client: LocalClient, size: tuple[int, int], namespace: str
-    ) -> Steps[Reserved]:
-        """Room for a put that may never come, where some can be spared."""
-        if not self._segment.room.can_spare(*size, namespace=namespace):
-            return _NO_ROOM_AHEAD
-        [reserved] = yield from self._rooms_for(client, [size], namespace)
-        if isinstance(reserved, Reservation):
-            self._next_put = client.session, (*size, namespace)
-        return reserved
+        self, client: LocalClient, room: tuple[int, int, int], namespace: str
+    ) -> Steps[list[Reserved]]:
+        """Room for puts that may never come, where some can be spared."""
+        length, trailer_length, count = room
+        if not self._segment.room.can_spare(*room, namespace=namespace):
+            return [_NO_ROOM_AHEAD] * count
+        made = yield from self._rooms_for(client, [(length, trailer_length)] * count, namespace)
+        if made and isinstance(made[-1], Reservation):
+            self._next_put = client.session, (*room, namespace)
+        return made
 
     def make_ready(self) -> None:
-        """Reserve room for the put after the next one of a client that puts in a loop, and evict for it, while no put
-        waits for room. Its next COMMIT is told of that room."""
+        """Evict for the next put or batch of a client while none waits for room. That of a single put is held ready."""
         if self._next_put is None:
             return
-        session, (length, trailer_length, namespace) = self._next_put
+        session, wanted = self._next_put
         self._next_put = None
+        length, trailer_length, count, namespace = wanted
         now = self._node.now
-        size = length, trailer_length
-        self._segment.room.make_ahead(*size, now=self._core.unix(now), namespace=namespace)
+        self._segment.room.make_ahead(
+            length, trailer_length, count, now=self._core.unix(now), namespace=namespace
+        )
         self._core.objects.announce_withdrawn(now)
-        for each in self._segment.reserve_free([size], session=session, namespace=namespace):
-            self._ready[session] = (*size, namespace), each
+        if count == 1:
+            size = [(length, trailer_length)]
+            for each in self._segment.reserve_free(size, session=session, namespace=namespace):
+                self._ready[session] = wanted, each
 
     def client_gone(self, client: LocalClient) -> None:
         """Forget the room of a client whose reservations end."""
@@ -276,10 +282,8 @@ class LocalPuts:
             raise ProtocolError("not a location record")
         if message.peer_id != self._core.peer_id:
             now = self._node.now
-            position = (message.incarnation, message.sequence)
-            self._core.gossip.locations.heard(
-                member_of(message.peer_id), position, message.record, now, word=Word.OWN
-            )
+            place = message.incarnation, [message.sequence]
+            self._core.gossip.directory.heard(member_of(message.peer_id), *place, message.record, now)
             stamp = decode_location(message.record).version.clock
             self._core.clock.observe(stamp, self._core.believed_unix(now))  # later puts are above it
         self._core.counters["puts_elsewhere"] += 1
