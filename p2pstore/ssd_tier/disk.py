@@ -15,7 +15,7 @@ from typing import Final
 
 import trio
 
-from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer, fast_address
 from p2pstore.ssd_tier.disk_protocol import (
     ALIGNMENT_BYTES,
     SECTOR_BYTES,
@@ -127,7 +127,7 @@ class FileDisk:
         self, position: int, buffers: Sequence[memoryview], check: Check | None = None
     ) -> None:
         refuse_closed(self._closed)
-        if not checked_bytes(position, buffers, self.size_bytes, reading=True):
+        if not self._checked_bytes(position, buffers, reading=True):
             await trio.lowlevel.checkpoint()
             if check is not None:
                 check()
@@ -143,7 +143,7 @@ class FileDisk:
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         refuse_closed(self._closed)
-        if not checked_bytes(position, buffers, self.size_bytes, reading=False):
+        if not self._checked_bytes(position, buffers, reading=False):
             await trio.lowlevel.checkpoint()
             return
         piece_bytes = (
@@ -199,6 +199,11 @@ class FileDisk:
     def _inspect_now(self) -> None:
         with suppress(OSError):  # closed meanwhile
             self.misplaced = why_misplaced(self.path, self._descriptor, self.size_bytes)
+
+    def _checked_bytes(
+        self, position: int, buffers: Sequence[memoryview | bytes], *, reading: bool
+    ) -> int:
+        return checked_bytes(position, buffers, self.size_bytes, reading=reading, address=fast_address)
 
     def close(self) -> None:
         """Waits at most a second for work under way: until that has ended the file stays open,
