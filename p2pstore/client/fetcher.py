@@ -45,7 +45,7 @@ from p2pstore.objects import CHUNK_BYTES, namespace_digest
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.reading.arriving import Destination, ResumableDestination, resumable, watch_of
 from p2pstore.transfer.reading.segment_reader import Copied
-from p2pstore.transfer.reading.shm import RoomsFor, copy_into, copy_many, read_mapped
+from p2pstore.transfer.reading.shm_transport import RoomsFor, copy_into, copy_many, read_mapped
 from p2pstore.transfer.transport import BufferDestination, Pulled, PullReport
 from p2pstore.wire import Code, Empty
 

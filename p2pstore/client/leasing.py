@@ -18,7 +18,7 @@ from p2pstore.local.local_messages import Holder, LeaseGrant
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MAX_ITEMS
 from p2pstore.objects import Announced, Version
-from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.shm_transport import ShmTransport
 from p2pstore.transfer.transport import HOLDER_ANSWER_SECONDS
 from p2pstore.wire import Code
 

@@ -136,7 +136,8 @@ class Presence:
         reply = await self._link.request(LocalKind.CONTAINS, local.Contains(packed), local.ContainsReply)
         if len(reply.present) * DIGEST_BYTES != len(packed):
             raise ProtocolError(f"{len(reply.present)} answers about {len(packed) // DIGEST_BYTES} keys")
-        return np.equal(np.frombuffer(reply.present, dtype=np.uint8), 1)
+        present: NDArray[np.bool_] = np.frombuffer(reply.present, dtype=np.uint8) == 1
+        return present
 
 
 def _pick(packed: bytes, numbers: NDArray[np.intp]) -> bytes:

@@ -181,7 +181,7 @@ class TrioDriver:
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> TrioStream:
         with trio.move_on_after(timeout_seconds):
             addresses = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            sock = await connect_first(addresses, _connect)
+            sock = await connect_first(addresses, connect_socket)
             tune_tcp(sock)
             return TrioStream(sock)
         raise DeadlineExceeded(f"{host}:{port} did not answer within {timeout_seconds:g} s")
@@ -190,7 +190,7 @@ class TrioDriver:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with trio.move_on_after(timeout_seconds):
-                await _connect(sock, path)
+                await connect_socket(sock, path)
                 return TrioStream(sock)
             raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s")
         except BaseException:
@@ -239,7 +239,8 @@ class TrioDriver:
         return error
 
 
-async def _connect(sock: socket.socket, address: Any) -> None:
+async def connect_socket(sock: socket.socket, address: Any) -> None:
+    """Connect a fresh socket. Raises `OSError`."""
     await connect_nonblocking(sock, address, trio.sleep, trio.lowlevel.wait_writable)
     await trio.lowlevel.checkpoint_if_cancelled()
 

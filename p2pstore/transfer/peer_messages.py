@@ -52,21 +52,22 @@ class Replicate(Message, frozen=True):
     proof: bytes = b""
 
 
-MAX_REPLICATED: Final = 64
-"""Objects of one REPLICATE_MANY: as many as one signature proves."""
+MAX_REPLICATED: Final = 256
+"""Objects of one REPLICATE_MANY: a window of a batch of puts."""
 
 
 class ReplicateMany(Message, frozen=True):
-    """Fetch these objects from me, who wrote them, and keep a copy of each: 1 to 64, all of one namespace.
+    """Fetch these objects from me, who wrote them, and keep a copy of each: 1 to 256, all of one
+    namespace.
 
-    `slots` (64 bytes each) and `trailers` exactly as in the sender's memory. `signature`: the sender's, of the tree of
-    all these versions (`core.copies.proofs`), of which the receiver makes the proofs that the copies keep. The
-    sender's signed peer record comes along as with REPLICATE.
+    `slots` (64 bytes each) and `trailers` exactly as in the sender's memory. `signatures`: the sender's, 64 bytes for
+    the tree of each 64 versions (`core.copies.proofs`), of which the receiver makes the proofs that the copies keep.
+    The sender's signed peer record comes along as with REPLICATE.
     """
 
     slots: bytes
     trailers: Annotated[list[bytes], Meta(max_length=MAX_REPLICATED)]
-    signature: bytes
+    signatures: bytes
     record_body: bytes = b""
     record_signature: bytes = b""
 

@@ -31,7 +31,7 @@ HELD = range(0, len(KEYS), 1000)
 
 @pytest.fixture
 def client(peer: SmallPeer) -> Iterator[blocking.BlockingClient]:
-    with blocking.connect(str(peer.path), timeout=2) as opened:
+    with blocking.connect(str(peer.path), timeout=60) as opened:
         opened.put_many([(KEYS[number], b"value") for number in HELD])
         peer.backend.requests.clear()
         yield opened
@@ -108,7 +108,7 @@ async def test_cancelled_in_the_middle_nothing_is_left_under_way(
 
     def stand() -> None:
         stands.set()
-        go_on.wait(5)
+        go_on.wait(60)
 
     async with p2pstore.connect(str(peer.path)) as store:
         elsewhere(peer, monkeypatch, stand)

@@ -101,7 +101,7 @@ def test_a_message_has_all_that_the_target_needs() -> None:
     slots = [decode_slot(request.slots[at : at + 64]) for at in range(0, len(request.slots), 64)]
     assert all(slot is not None and slot.state is SlotState.LIVE for slot in slots)
     versions = [(slot.digest, slot.version) for slot in slots if slot is not None]
-    proofs = signed_proofs(versions, world.core.peer_id, request.signature)
+    proofs = signed_proofs(versions, world.core.peer_id, request.signatures)
     for (digest, version), proof, key in zip(versions, proofs, KEYS, strict=True):
         assert world.core.proofs.accept(digest, version, proof)
         entry = world.find(key)

@@ -341,7 +341,7 @@ def spoilt(other: Other, what: str) -> ReplicateMany:
         "more trailers": {"trailers": [*request.trailers, b""]},
         "torn slot": {"slots": request.slots[:-1] + b"x"},
         "torn trailer": {"trailers": [request.trailers[0], request.trailers[1][:-1] + b"x"]},
-        "no signature": {"signature": b""},
+        "no signature": {"signatures": b""},
     }
     return msgspec.structs.replace(request, **changes.get(what, {}))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from p2pstore.core.copies.proofs import MAX_PROOF_BYTES, SIGNATURE_BYTES, read_proof, signed_proofs
+from p2pstore.core.copies.proofs import MAX_PROOF_BYTES, read_proof, signed_proofs
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.operation import Operation, PullOutcome, PullTogether
 from p2pstore.core.puts.publishing import announce_new, reserve_many
@@ -207,12 +207,8 @@ class RoomDestination:
 def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[WantedCopy]:
     """The objects that the sender wants copied. Raises `ProtocolError` for a request that no correct writer sends."""
     count = len(request.trailers)
-    if (
-        not count
-        or len(request.slots) != count * SLOT_BYTES
-        or len(request.signature) != SIGNATURE_BYTES
-    ):
-        raise ProtocolError("a request to replicate with slots or a signature of another size")
+    if not count or len(request.slots) != count * SLOT_BYTES:
+        raise ProtocolError("a request to replicate with slots of another size")
     writer = writer_of(sender)
     found: list[tuple[Slot, TrailerBody]] = []
     for place, packed in enumerate(request.trailers):
@@ -235,7 +231,10 @@ def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[
         if slot.version.writer != writer:
             raise ProtocolError("a request to replicate what the sender did not write")
     versions = [(slot.digest, slot.version) for slot, _ in found]
-    proofs = signed_proofs(versions, sender, request.signature)
+    try:
+        proofs = signed_proofs(versions, sender, request.signatures)
+    except ValueError as error:
+        raise ProtocolError(f"a request to replicate: {error}") from error
     return [
         WantedCopy(slot, replace(trailer, proof=proof))
         for (slot, trailer), proof in zip(found, proofs, strict=True)
@@ -352,7 +351,7 @@ class CopiesDestination:
 
     def _publish_new(self, rows: Sequence[tuple[int, Written]], now: float) -> None:
         core = self._core
-        known = core.gossip.locations.mentioned({row.digest for _, row in rows})
+        known = core.gossip.directory.mentioned({row.digest for _, row in rows})
         written = [row for _, row in rows]
         entries = core.segment.commit_new(written, session=self._session, now=core.unix(now))
         for (place, _), entry in zip(rows, entries, strict=True):

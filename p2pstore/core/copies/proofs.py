@@ -126,11 +126,12 @@ class VersionProofs:
         self._sign_together(versions)
 
     def sign(self, entries: Sequence[ObjectEntry]) -> bytes:
-        """One signature for these own versions, 1 to 64 of them: see `signed_proofs`."""
+        """Signatures for these own versions, 64 bytes for each 64 of them: see `signed_proofs`."""
         for entry in entries:
             self._unsigned.pop(entry.digest, None)
-        proofs = self._sign_together([(entry.digest, entry.version) for entry in entries])
-        return signature_of(proofs[0])
+        versions = [(entry.digest, entry.version) for entry in entries]
+        proofs = [self._sign_together(some)[0] for some in _trees_of(versions)]
+        return b"".join(map(signature_of, proofs))
 
     def _sign_together(self, versions: Sequence[tuple[bytes, Version]]) -> list[bytes]:
         self._core.counters["version_signatures"] += 1
@@ -342,10 +343,18 @@ def sign_versions(versions: Sequence[tuple[bytes, Version]], signer: Signer) -> 
 
 
 def signed_proofs(
-    versions: Sequence[tuple[bytes, Version]], signer: PeerId, signature: bytes
+    versions: Sequence[tuple[bytes, Version]], signer: PeerId, signatures: bytes
 ) -> list[bytes]:
-    """Proofs of all these versions, from the signature of `sign_versions`. They are good if that is."""
-    return _proofs(_levels(versions), signer, signature)
+    """Proofs of all these versions, from the signatures of `sign_versions`, one for each 64. They are good if these
+    are. Raises `ValueError` for another number of signatures."""
+    trees = _trees_of(versions)
+    if len(signatures) != SIGNATURE_BYTES * len(trees):
+        raise ValueError(f"{len(signatures)} bytes of signatures for {len(versions)} versions")
+    proofs: list[bytes] = []
+    for number, some in enumerate(trees):
+        signature = signatures[number * SIGNATURE_BYTES : (number + 1) * SIGNATURE_BYTES]
+        proofs += _proofs(_levels(some), signer, signature)
+    return proofs
 
 
 def signature_of(proof: bytes) -> bytes:
@@ -373,6 +382,10 @@ def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | No
     if hashes:
         return None
     return SignedTree(signer, _message(count, node), signature)
+
+
+def _trees_of(versions: Sequence[tuple[bytes, Version]]) -> list[Sequence[tuple[bytes, Version]]]:
+    return [versions[at : at + MAX_LEAVES] for at in range(0, len(versions), MAX_LEAVES)]
 
 
 def _levels(versions: Sequence[tuple[bytes, Version]]) -> list[list[bytes]]:

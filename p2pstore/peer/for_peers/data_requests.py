@@ -23,15 +23,16 @@ from p2pstore.errors import (
 from p2pstore.gossip.gossip_messages import FetchSnapshot, SnapshotHead
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
-from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
-from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES, Announced
+from p2pstore.memory.segment_layout import GRANULE_BYTES, Slot, round_up
+from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, SIZE_UNIT_BYTES, Announced
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import DataKind, Keeps
-from p2pstore.transfer.failover import HolderReport
+from p2pstore.transfer.failover import HolderReport, PullFailed
 from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
+from p2pstore.transfer.reading.shm_transport import copy_many
 from p2pstore.transfer.reading.small_reads import MAX_ITEMS, Part
 from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import PullReport, RemotePeer, pull_with_failover
+from p2pstore.transfer.transport import PullReport, RemoteCopy, RemotePeer, pull_with_failover
 from p2pstore.wire import Failure, code_of
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ logger = logging.getLogger("p2pstore.peer")
 MAX_REQUESTS_UNDER_WAY: Final = 512
 PULLED_AT_ONCE: Final = 4
 """Requests of up to 16 MiB, or of one larger object, for which there is room at the same time."""
-MAPPED_BYTES: Final = 32 * KIB
-"""Up to here a value takes less time over a connection, together with others, than out of mapped memory, alone."""
 NO_WRITER: Final = -1
 """The hash of no writer: only the announced version will do."""
 
@@ -73,26 +72,52 @@ class TakenCopies:
         node.process()
 
     async def _pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> set[int]:
-        """The places of what came whole, verified. Those of one chunk come together; one by one the others, what the
-        holder was too busy for, and what is copied out of the memory of a holder on the same host."""
+        """The places of what came whole, verified. The ways, each for what the ones before did not bring:
+
+        1. Memory of a holder on the same host, mapped: all of them together.
+        2. GET_SMALL: objects of one chunk, together.
+        3. One by one, by the transport that any read would take.
+        """
         brought = {room.place for room in rooms if not room.slot.length}
-        most_bytes = self._most_bytes_together(holder)
-        small = [room for room in rooms if 0 < room.slot.length <= most_bytes]
-        if small:
-            brought |= await self._pull_small(holder, small)
+        for pull, most_bytes in ((self._copy_mapped, MAX_OBJECT_BYTES), (self._pull_small, CHUNK_BYTES)):
+            some = [
+                room for room in rooms if room.place not in brought and room.slot.length <= most_bytes
+            ]
+            if some:
+                lengths = await pull(holder, some)
+                brought.update(
+                    room.place
+                    for room, length in zip(some, lengths, strict=False)
+                    if length == room.slot.length
+                )
         for room in rooms:
             if room.place not in brought and await self._pull_one(holder, room):
                 brought.add(room.place)
         return brought
 
-    def _most_bytes_together(self, holder: PeerId) -> int:
-        node, record = self._node, self._node.routes.record_of(holder)
-        if node.config.transport not in ("auto", "tcp"):
-            return 0
-        is_near = record is not None and record.host_id == node.routes.host_id
-        return MAPPED_BYTES if is_near and node.config.transport == "auto" else CHUNK_BYTES
+    async def _copy_mapped(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> list[int]:
+        """The lengths of what the memory of a holder on the same host gave; none where it is not mapped."""
+        shm, copy = self._node.shm, self._copy_of(holder, rooms[0].slot)
+        if shm is None or shm.why_not(copy):
+            return []
+        try:
+            await shm.open(copy)
+        except PullFailed:
+            return []
+        slots = [room.slot for room in rooms]
+        return await copy_many(
+            self._node.pool.driver,
+            shm.mapped(copy),
+            [slot.digest for slot in slots],
+            lambda places, _: [rooms[place].view for place in places],
+            Announced(NO_WRITER),
+            [slot.version for slot in slots],
+        )
 
-    async def _pull_small(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> set[int]:
+    async def _pull_small(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> list[int]:
+        """The lengths of what GET_SMALL brought, up to where the connection broke."""
+        if self._node.config.transport not in ("auto", "tcp"):
+            return []
         slots = [room.slot for room in rooms]
         wanted = Part(
             [slot.digest for slot in slots],
@@ -104,27 +129,26 @@ class TakenCopies:
         peer = RemotePeer(holder, data, announced=Announced(NO_WRITER))
         # As few requests as it takes: the holder answers other requests at the same time.
         lengths, _ = await self._node.pool.pull_small_parts(peer, wanted, MAX_ITEMS)
-        return {
-            room.place
-            for room, length in zip(rooms, lengths, strict=False)
-            if length == room.slot.length
-        }
+        return lengths
 
     async def _pull_one(self, holder: PeerId, room: ReservedCopy) -> bool:
-        slot = room.slot
-        units = min(round_up(slot.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF)
-        record = LocationRecord(slot.digest, slot.version, 0, units)
-        copy = KnownCopy(member_of(holder), holder, record, reachable=True)
         try:
             report = await pull_with_failover(
-                [self._node.routes.remote_copy(copy)],
+                [self._copy_of(holder, room.slot)],
                 self._node.routes.transports,
-                slot.digest,
+                room.slot.digest,
                 RoomDestination(room),
             )
         except (P2PStoreError, ValueError):
             return False
         return report.pulled is not None
+
+    def _copy_of(self, holder: PeerId, slot: Slot) -> RemoteCopy:
+        units = min(round_up(slot.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF)
+        record = LocationRecord(slot.digest, slot.version, 0, units)
+        return self._node.routes.remote_copy(
+            KnownCopy(member_of(holder), holder, record, reachable=True)
+        )
 
 
 class DataRequests:

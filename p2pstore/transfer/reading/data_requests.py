@@ -1,8 +1,8 @@
 """Requests and their replies on a data connection, from the hello on. Over any `ByteStream`.
 
-One task or thread uses a connection at a time (`p2pstore.transfer.reading.data_pool` sees to that), so replies come
-in the order of requests. When an operation ends in the middle of a reply, by error or cancellation, the
-connection is closed: its remaining bytes would be taken for the next reply.
+One task or thread uses a connection at a time (`connection_pool` sees to that), so replies come in the order of
+requests. When an operation ends in the middle of a reply, by error or cancellation, the connection is closed: its
+remaining bytes would be taken for the next reply.
 """
 
 from __future__ import annotations
