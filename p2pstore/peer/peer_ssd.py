@@ -1,46 +1,37 @@
 """A peer's SSD: carries out what the core decides to write and to load, and tells it what became of that."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+import heapq
+import logging
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+import trio
+
 from p2pstore.core.copies.copy_destination import CopyDestination
-from p2pstore.core.operation import ColdObject
-from p2pstore.core.operation import ColdSorted
-from p2pstore.core.operation import LoadObject
-from p2pstore.core.operation import PullOutcome
-from p2pstore.core.operation import WriteObject
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import Unavailable
+from p2pstore.core.operation import ColdObject, ColdSorted, LoadObject, PullOutcome, WriteObject
+from p2pstore.errors import CapacityExceeded, NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES
-from p2pstore.memory.segment_layout import SLOT_FLAG_SOFT
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.objects import chunk_count
-from p2pstore.objects import namespace_digest
-from p2pstore.ssd_tier.health import ColdMiss
-from p2pstore.ssd_tier.health import Health
-from p2pstore.ssd_tier.health import Miss
+from p2pstore.memory.segment_layout import (
+    MAX_TRAILER_BYTES,
+    SLOT_FLAG_SOFT,
+    Slot,
+    SlotState,
+    TrailerBody,
+    decode_trailer,
+    encode_trailer,
+)
+from p2pstore.objects import chunk_count, namespace_digest
 from p2pstore.ssd_tier.health import PATIENCE_SECONDS as ALONE_SECONDS
-from p2pstore.ssd_tier.health import TierState
+from p2pstore.ssd_tier.health import ColdMiss, Health, Miss, TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.log_layout import ColdFacts
 from p2pstore.ssd_tier.tier import SsdTier
-from p2pstore.ssd_tier.write_admission import Refusal
-from p2pstore.ssd_tier.write_admission import Share
+from p2pstore.ssd_tier.write_admission import Refusal, Share
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.wire import Code
-from typing import Final
-from typing import TYPE_CHECKING
-import heapq
-import logging
-import trio
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -63,8 +54,10 @@ SPARE_TRAILER_BYTES: Final = 512
 """Room for what belongs to a tensor, which is not known before it is read."""
 _FOR_NOW: Final = (Refusal.QUEUE_FULL, Refusal.WRITE_BUDGET_SPENT, Refusal.NO_ROOM)
 
+
 def _least_unused(entry: ObjectEntry) -> float:
     return -entry.last_access
+
 
 class PeerSsd:
     """The shell between a peer's core and its SSD tier."""
@@ -336,6 +329,7 @@ class PeerSsd:
         payload = segment.payload_pages(entry)
         return await self.tier.store(_facts_of(entry, trailer), payload, durable=durable)
 
+
 class _Load:
     """A load with waiters, until it ends or is overdue. A later result is dropped."""
 
@@ -363,6 +357,7 @@ class _Load:
         core.operations.pulled(self._effect.operation, outcome, node.now)
         node.process()
 
+
 def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:
     return ColdFacts(
         digest=entry.digest,
@@ -380,6 +375,7 @@ def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:
         proof=trailer.proof,
     )
 
+
 def _trailer_of(facts: ColdFacts, sums: bytes) -> TrailerBody:
     return TrailerBody(
         facts.namespace,
@@ -392,6 +388,7 @@ def _trailer_of(facts: ColdFacts, sums: bytes) -> TrailerBody:
         facts.shape,
         facts.proof,
     )
+
 
 def _slot_of(facts: ColdFacts, trailer: TrailerBody, spare_bytes: int) -> Slot:
     return Slot(

@@ -5,13 +5,13 @@ knows pyverbs, the client side never pulls in a peer, and a pure module decides 
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-import ast
+
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +132,7 @@ IMPURE = (
     *("time", "datetime", "secrets", "uuid"),
 )
 
+
 @dataclass(frozen=True)
 class Import:
     """One module that a source names in an import, wherever in the source that is."""
@@ -141,8 +142,10 @@ class Import:
     runs_at_import: bool
     """False inside a function and under `if TYPE_CHECKING`."""
 
+
 def within(module: str, packages: Iterable[str]) -> bool:
     return any(module == package or module.startswith(package + ".") for package in packages)
+
 
 def module_name(path: str) -> str:
     for folder in sorted(PACKAGES, key=len, reverse=True):
@@ -150,6 +153,7 @@ def module_name(path: str) -> str:
             parts = path.removeprefix(folder + "/").removesuffix(".py").split("/")
             return ".".join([PACKAGES[folder], *(part for part in parts if part != "__init__")])
     raise ValueError(f"{path} is in none of {sorted(PACKAGES)}: say in PACKAGES how it is imported")
+
 
 def imports_of(path: str, tree: ast.Module) -> list[Import]:
     package = module_name(path).split(".")
@@ -187,6 +191,7 @@ def imports_of(path: str, tree: ast.Module) -> list[Import]:
 
     return list(walk(tree, True))
 
+
 def impure_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Files opened, and random numbers that do not come from a generator the caller passed in."""
     for node in ast.walk(tree):
@@ -204,6 +209,7 @@ def impure_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 for alias in node.names:
                     if alias.name != "Random":
                         yield node.lineno, f"imports random.{alias.name}: take an rng argument"
+
 
 def check(sources: Mapping[str, str]) -> list[str]:
     """Every rule broken by these sources (path in the repository -> text), one line each."""
@@ -297,6 +303,7 @@ def check(sources: Mapping[str, str]) -> list[str]:
 
     return broken
 
+
 def sources_of_this_project() -> dict[str, str]:
     return {
         path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
@@ -304,11 +311,13 @@ def sources_of_this_project() -> dict[str, str]:
         for path in sorted((ROOT / folder).rglob("*.py"))
     }
 
+
 def test_this_project_breaks_no_rule() -> None:
     sources = sources_of_this_project()
     assert "p2pstore/__init__.py" in sources
     assert "cli/mooncake_p2p/__init__.py" in sources
     assert check(sources) == []
+
 
 BANNED_CALLS = {
     ("select", "select"): "fails in a process with over 1,023 descriptors: `readiness.is_ready`",
@@ -323,6 +332,7 @@ MAY_CALL = {
     "p2pstore/runtime/linux.py": ("pwd", "getpwuid"),
 }
 
+
 def test_calls_that_fail_or_wait_in_some_environment_are_not_made() -> None:
     found = []
     for path, text in sources_of_this_project().items():
@@ -335,6 +345,7 @@ def test_calls_that_fail_or_wait_in_some_environment_are_not_made() -> None:
             if called == ("fcntl", "flock") and "LOCK_NB" not in ast.unparse(node):
                 found.append(f"{path}:{node.lineno}: flock waits for whoever has the lock")
     assert found == []
+
 
 ALLOWED = {
     "p2pstore/__init__.py": "def open_peer():\n    from p2pstore.peer import Peer\n",
@@ -353,8 +364,10 @@ ALLOWED = {
     "cli/mooncake_p2p/commands/join.py": "async def join():\n    from p2pstore.peer import Peer",
 }
 
+
 def test_what_the_design_allows_passes() -> None:
     assert check(ALLOWED) == []
+
 
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
@@ -395,10 +408,12 @@ def test_each_rule_can_be_broken(path: str, source: str, complaint: str) -> None
     assert broken
     assert any(complaint in line for line in broken), broken
 
+
 def test_imports_for_type_checkers_do_not_run() -> None:
     source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\nelse:\n    import b\n"
     found = {each.module: each.runs_at_import for each in imports_of("p2pstore/x.py", ast.parse(source))}
     assert found == {"typing.TYPE_CHECKING": True, "a": False, "b": True}
+
 
 def test_a_source_outside_the_known_folders_is_refused() -> None:
     with pytest.raises(ValueError, match="say in PACKAGES"):
