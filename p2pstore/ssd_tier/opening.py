@@ -58,8 +58,6 @@ class OpenPlace:
     path: Path
     descriptor: int
     size_bytes: int
-    direct: bool = False
-    """Whether reads and writes pass the page cache by."""
 
     def close(self) -> None:
         """Close it, which unlocks it."""
@@ -108,7 +106,7 @@ def open_place(
                 extra={"event": "ssd_buffered", "path": str(place.path)},
             )
         stack.pop_all()
-    return replace(place, direct=direct)
+    return place
 
 
 # --- a file in a directory ---------------------------------------------------------------------------
