@@ -25,7 +25,7 @@ Piece: TypeAlias = tuple[int, list[memoryview]]
 
 
 class Waits(NamedTuple):
-    """How long those who asked a disk for something have waited: 0 when it has nothing to do."""
+    """How long callers of a disk have waited: 0 when it has nothing to do."""
 
     longest_seconds: float = 0.0
     """Since what it has been doing for longest began. A queued request has not begun."""

@@ -58,6 +58,8 @@ class OpenPlace:
     path: Path
     descriptor: int
     size_bytes: int
+    direct: bool = False
+    """Whether reads and writes pass the page cache by."""
 
     def close(self) -> None:
         """Close it, which unlocks it."""
@@ -106,7 +108,7 @@ def open_place(
                 extra={"event": "ssd_buffered", "path": str(place.path)},
             )
         stack.pop_all()
-    return place
+    return replace(place, direct=direct)
 
 
 # --- a file in a directory ---------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def _open_device(path: Path, capacity_bytes: int | None, overwrite: bool, stack:
             raise _device_in_use(path) from None
         raise _unusable(path, error) from None
     stack.callback(_close, descriptor)
-    _lock(path, descriptor)  # so that others can be told by whom it is used
+    _lock(path, descriptor)  # so that others can be told its user
     try:
         size_bytes = os.lseek(descriptor, 0, os.SEEK_END)
         _refuse_strangers_data(path, descriptor, size_bytes, overwrite)
