@@ -5,26 +5,21 @@ other peers.
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any, Final, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
 from p2pstore.core.copies.cold_copies import Gone
 from p2pstore.core.copies.earlier_life import FATES
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.runtime.stepping import Steps
 from p2pstore.ssd_tier.write_admission import WriteRefusal
 from p2pstore.status.measures import Measures
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.core import Metric
-from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import Collector
-from typing import Any
-from typing import Final
-from typing import NamedTuple
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -42,6 +37,7 @@ Document = Mapping[str, Any]
 Labelled = Iterable[tuple[Sequence[str], float]]
 """Values of labels, and the value that they have."""
 
+
 def family(kind: str, name: str, text: str, values: Labelled, *labels: str) -> Metric:
     """A metric with a value for each combination of labels; a `counter` only grows, a `gauge` need not."""
     made = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
@@ -50,6 +46,7 @@ def family(kind: str, name: str, text: str, values: Labelled, *labels: str) -> M
     for each, value in values:
         made.add_metric(list(each), value)
     return made
+
 
 def values_at(document: Document, path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The values at a path of names joined by dots, each with its labels: of a step * or of names joined by |, the one
@@ -61,6 +58,7 @@ def values_at(document: Document, path: str) -> Iterator[tuple[tuple[str, ...], 
         value = document.get(name, {} if rest else 0)
         for labels, found in values_at(value, rest) if rest else [((), value)]:
             yield (*label, *labels), found
+
 
 def histograms(
     name: str, text: str, label: str, values: Mapping[str, Histogram], buckets: Sequence[int]
@@ -75,6 +73,7 @@ def histograms(
         counted = list(zip([*ends, "+Inf"], sums, strict=True))
         made.add_metric([value] if label else [], counted, round(histogram.total * unit, 6))
     return made
+
 
 FAMILIES: Final = """\
 gauge uptime_seconds: Since the peer started.
@@ -207,6 +206,7 @@ histogram gossip_ping_seconds = pings: Duration of pings of other members.
 """
 """The same, with fields of `Measures`."""
 
+
 class _Row(NamedTuple):
     kind: str
     name: str
@@ -226,6 +226,7 @@ class _Row(NamedTuple):
         values = [each for each in values_at(document, self.path) if each[1] is not None]
         return family(self.kind, self.name, self.text, values, *filter(None, self.label.split(",")))
 
+
 _ROWS: Final = [_Row.parse(line) for line in FAMILIES.splitlines()]
 _HISTOGRAMS: Final = [_Row.parse(line) for line in HISTOGRAMS.splitlines()]
 _GONE: Final = "gone_"
@@ -239,6 +240,7 @@ ANSWERS: Final = {
 }
 """Sources of clients' gets, and their counters."""
 
+
 def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]:
     """All metrics in Prometheus' text format; `cluster` is its name."""
     parts: list[bytes] = []
@@ -246,6 +248,7 @@ def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]
         parts.append(generate_latest(_One(metric)))
         yield
     return b"".join(parts)
+
 
 class _One(Collector):
     """A single metric."""
@@ -255,6 +258,7 @@ class _One(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield self._metric
+
 
 def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metric]:
     about = (peer["name"], cluster, peer["software"])
@@ -272,6 +276,7 @@ def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metr
         durations = {each: Histogram(**peer["ssd"][f"{each}_durations"]) for each in ("read", "write")}
         text = "How long it took to read and to write objects."
         yield histograms("ssd_operation_seconds", text, "operation", durations, FINE_SECONDS)
+
 
 def _counted(counted: Document) -> Document:
     """Counters by what distinguishes them, and those without a metric of their own."""
@@ -292,6 +297,7 @@ def _counted(counted: Document) -> Document:
             if name not in known and not name.startswith(_GONE)
         },
     }
+
 
 def _beside(peer: Document, measures: Measures) -> Document:
     """The measures, and parts of the document by the labels of their metrics."""
@@ -316,10 +322,10 @@ def _beside(peer: Document, measures: Measures) -> Document:
     if ssd is not None:
         found["ssd_states"] = {state: ssd["state"] == state for state in SSD_STATES}
         found["ssd_errors"] = {each: ssd[f"{each}_errors"] for each in SSD_OPERATIONS}
-        found["ssd_refused"] = {why.value: ssd["refused"].get(why.value, 0) for why in Refusal}
+        found["ssd_refused"] = {why.value: ssd["refused"].get(why.value, 0) for why in WriteRefusal}
     return found
 
-<<<<<<< ours
+
 def _by(items: Iterable[Document], *names: str) -> Document:
     """Items by the values of these fields, one below the other."""
     found: dict[str, Any] = {}
@@ -329,15 +335,3 @@ def _by(items: Iterable[Document], *names: str) -> Document:
             place = place.setdefault(each[name], {})
         place[each[names[-1]]] = each
     return found
-=======
-def _ssd(ssd: Document) -> Iterator[Metric]:
-    states = [((state,), ssd["state"] == state) for state in SSD_STATES]
-    yield family("gauge", "ssd_state", "1 for the state it is in.", states, "state")
-    failed = [((each,), ssd[f"{each}_errors"]) for each in ("read", "write", "sync", "discard")]
-    yield family("counter", "ssd_errors", "Failures of the device.", failed, "operation")
-    refused = [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in WriteRefusal]
-    yield family("counter", "ssd_refused", "Objects not written.", refused, "reason")
-    durations = {each: Histogram(**ssd[f"{each}_durations"]) for each in ("read", "write")}
-    text = "How long it took to read and to write objects."
-    yield histograms("ssd_operation_seconds", text, "operation", durations, FINE_SECONDS)
->>>>>>> theirs

@@ -17,7 +17,6 @@ from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Participation, TakesPart, member_of, sign_peer_record
 from p2pstore.objects import GIB
-from p2pstore.runtime import histograms
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.status.checkup import (
     MAX_SHOWN,
@@ -33,6 +32,7 @@ from p2pstore.status.checkup import (
 )
 from p2pstore.status.doctor.finding import MAX_NAME_LETTERS, shown
 from p2pstore.status.measures import Request, SlowOperation, SlowOperations, Stage
+from p2pstore.status.metrics import histograms
 from p2pstore.status.status_page import StatusSource, page_bytes, page_headers, slow_document
 from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
 
