@@ -44,6 +44,12 @@ def write(file: NewFile, content: bytes) -> None:
     assert os.write(file.descriptor, content) == len(content)
 
 
+def complete(file: NewFile, content: bytes) -> None:
+    write(file, content)
+    file.commit()
+    file.close()
+
+
 def current_umask() -> int:
     umask = os.umask(0o022)
     os.umask(umask)
@@ -84,10 +90,7 @@ def test_replacing_keeps_the_mode_and_the_link(kind: str, tmp_path: Path) -> Non
     path.write_bytes(b"old")
     path.chmod(0o640)
     link.symlink_to(path)
-    file = NewFile(str(link))
-    write(file, b"new")
-    file.commit()
-    file.close()
+    complete(NewFile(str(link)), b"new")
     assert link.is_symlink()
     assert path.read_bytes() == b"new"
     assert path.stat().st_mode & 0o777 == 0o640
@@ -96,10 +99,7 @@ def test_replacing_keeps_the_mode_and_the_link(kind: str, tmp_path: Path) -> Non
 def test_a_long_name_is_no_problem(kind: str, tmp_path: Path) -> None:
     path = tmp_path / ("é" * 127)
     for content in (b"one", b"two"):
-        file = NewFile(str(path))
-        write(file, content)
-        file.commit()
-        file.close()
+        complete(NewFile(str(path)), content)
         assert path.read_bytes() == content
 
 
@@ -166,10 +166,7 @@ def test_what_a_killed_process_left_is_replaced(tmp_path: Path, monkeypatch: pyt
     killed_writer(path, unnamed=False)
     assert [each.suffix for each in tmp_path.iterdir()] == [".part"]
     monkeypatch.setattr(os, "open", without_unnamed_files)
-    file = NewFile(str(path))
-    write(file, b"v")
-    file.commit()
-    file.close()
+    complete(NewFile(str(path)), b"v")
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == b"v"
 
@@ -180,9 +177,7 @@ def test_two_writers_of_one_name_do_not_mix(tmp_path: Path, monkeypatch: pytest.
     first = NewFile(str(path))
     with pytest.raises(CommandFailed, match="another get is writing"):
         NewFile(str(path))
-    write(first, b"first")
-    first.commit()
-    first.close()
+    complete(first, b"first")
     assert path.read_bytes() == b"first"
 
 
@@ -194,10 +189,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fcntl, "flock", no_locks)
     path = tmp_path / "out"
     leftover = NewFile(str(path))
-    file = NewFile(str(path))
-    write(file, b"v")
-    file.commit()
-    file.close()
+    complete(NewFile(str(path)), b"v")
     os.close(leftover.descriptor)
     assert list(tmp_path.iterdir()) == [path]
 
