@@ -7,45 +7,50 @@ and one stuck write delays no request for longer than `WRITE_SECONDS`, after whi
 """
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
+
+import logging
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Final
+
+import trio
+
 from p2pstore.access.keyring import Role
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Hello
-from p2pstore.gossip.gossip_messages import HelloReply
-from p2pstore.gossip.gossip_messages import Proof
-from p2pstore.gossip.gossip_messages import REPLIES
-from p2pstore.gossip.gossip_messages import REQUESTS
-from p2pstore.gossip.gossip_messages import Welcome
-from p2pstore.gossip.links.admission import AdmissionRefused
-from p2pstore.gossip.links.admission import Listener
-from p2pstore.gossip.links.admission import Opener
-from p2pstore.gossip.links.control_frames import Frames
-from p2pstore.gossip.links.control_frames import MAX_REQUESTS_IN_FLIGHT
-from p2pstore.gossip.links.control_frames import RawStream
-from p2pstore.gossip.links.control_frames import code_from
-from p2pstore.gossip.links.control_frames import printable
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
+from p2pstore.gossip.gossip_messages import (
+    REPLIES,
+    REQUESTS,
+    ControlKind,
+    Hello,
+    HelloReply,
+    Proof,
+    Welcome,
+)
+from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.links.control_frames import (
+    MAX_REQUESTS_IN_FLIGHT,
+    Frames,
+    RawStream,
+    code_from,
+    printable,
+)
+from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.runtime.byte_budget import Account
-from p2pstore.wire import CONTROL_LIMITS
-from p2pstore.wire import Code
-from p2pstore.wire import ERROR
-from p2pstore.wire import Empty
-from p2pstore.wire import Failure
-from p2pstore.wire import FrameHeader
-from p2pstore.wire import Message
-from p2pstore.wire import ONE_WAY
-from p2pstore.wire import REPLY
-from p2pstore.wire import code_of
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_failure
-from p2pstore.wire import encode_frame
-from typing import Final
-import logging
-import trio
+from p2pstore.wire import (
+    CONTROL_LIMITS,
+    ERROR,
+    ONE_WAY,
+    REPLY,
+    Code,
+    Empty,
+    Failure,
+    FrameHeader,
+    Message,
+    code_of,
+    decode_body,
+    encode_failure,
+    encode_frame,
+)
 
 logger = logging.getLogger("p2pstore.link")
 
@@ -57,6 +62,7 @@ HANDLER_SECONDS: Final = 30.0
 FAREWELL_SECONDS: Final = 1.0
 """How long a side that refused waits for the other to read why."""
 
+
 class LinkError(Exception):
     """A request that got no reply. `refused`: the other side said no, and `code` says why; otherwise it could
     not be reached, was lost, or did not answer in time."""
@@ -66,11 +72,14 @@ class LinkError(Exception):
         self.refused = refused
         self.code = code
 
+
 class OwnAddress(LinkError):
     """The address is this peer's own."""
 
+
 class TwinAddress(LinkError):
     """Another live process with this peer's identity listens at the address."""
+
 
 class Activity:
     """The use of one connection: requests under way on it, and the time when one last began or ended."""
@@ -91,6 +100,7 @@ class Activity:
         self.in_flight -= 1
         self.used_at = trio.current_time()
 
+
 class _Pending:
     """A request that waits for its reply."""
 
@@ -100,6 +110,7 @@ class _Pending:
         self.event = trio.Event()
         self.reply: Message | None = None
         self.error: LinkError | None = None
+
 
 class AskingStream:
     """The opener's end of an admitted stream."""
@@ -177,6 +188,7 @@ class AskingStream:
             pending.reply = decode_body(REPLIES.get(header.kind, Empty), body)
         pending.event.set()
 
+
 async def open_asking_stream(
     stream: RawStream, opener: Opener, activity: Activity | None = None, account: Account | None = None
 ) -> AskingStream:
@@ -200,6 +212,7 @@ async def open_asking_stream(
         raise opener.explained(refusal) from None
     frames.admitted()
     return AskingStream(frames, opener.their_software, opener.key_id, activity)
+
 
 class AnsweringStream:
     """The listener's end of an admitted stream."""
@@ -267,6 +280,7 @@ class AnsweringStream:
             return encode_failure(kind, request_id, code, str(error))
         return frame
 
+
 async def admit_stream(
     stream: RawStream,
     listener: Listener,
@@ -301,6 +315,7 @@ async def admit_stream(
         await frames.write(encode_frame(kind, 2, welcome, flags=REPLY))
     frames.admitted()
     return AnsweringStream(frames, listener.peer_id, handler, listener.key_id, activity)
+
 
 async def _refuse(frames: Frames, kind: ControlKind, refusal: AdmissionRefused) -> None:
     """Say why, and give the other side a moment to read it before the stream ends."""

@@ -1,18 +1,17 @@
 """Streams over one encrypted connection: `yamux` with tasks and waiting. Shell."""
 
 from __future__ import annotations
+
 from collections.abc import Callable
+from typing import Final, Protocol
+
+import trio
+
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.links.control_frames import nobodys_account
-from p2pstore.gossip.links.control_frames import single_error
-from p2pstore.gossip.links.yamux import GOODBYE
-from p2pstore.gossip.links.yamux import Session
-from p2pstore.gossip.links.yamux import StreamState
+from p2pstore.gossip.links.control_frames import nobodys_account, single_error
+from p2pstore.gossip.links.yamux import GOODBYE, Session, StreamState
 from p2pstore.runtime.byte_budget import Account
 from p2pstore.runtime.trio_tasks import wait_room
-from typing import Final
-from typing import Protocol
-import trio
 
 STRANGER_STREAM_BYTES: Final = 32 * 1024
 """Most bytes that a stream carries before it is admitted."""
@@ -22,12 +21,14 @@ MAX_REPLY_BYTES: Final = 64 * 1024
 """Bytes that wait to be sent in answer to the other side's frames, before it counts as one that does not read."""
 FAREWELL_SECONDS: Final = 0.5
 
+
 class Secured(Protocol):
     """An encrypted connection."""
 
     async def read(self, n: int | None = None) -> bytes: ...
 
     async def write(self, data: bytes) -> None: ...
+
 
 class MuxedStream:
     """One stream. Every failure is an `OSError`. Each side must `close` it in the end."""
@@ -82,6 +83,7 @@ class MuxedStream:
         """Let waiting tasks look again."""
         self._changed.set()
         self._changed = trio.Event()
+
 
 class Multiplexer:
     """The streams of one connection. `accept` is called, and must not wait, for each that the other side
@@ -223,6 +225,7 @@ class Multiplexer:
         farewell = self.session.close(stream.state)
         self._count_unread()
         return farewell
+
 
 def _lost(error: Exception) -> ConnectionResetError:
     cause: BaseException = error
