@@ -1,35 +1,27 @@
 """Views of other members' logs: contiguous or whole, checked against the owner's head."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from random import Random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations import views as watched_keys
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.log import REMOVED
+from p2pstore.gossip.locations.log import REMOVED, OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.locations.views import Applied
-from p2pstore.gossip.locations.views import DirectoryConfig
-from p2pstore.gossip.locations.views import Outcome
-from p2pstore.gossip.locations.views import STEP_RECORDS
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import partition_of
+from p2pstore.gossip.locations.views import STEP_RECORDS, Applied, DirectoryConfig, Outcome
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, partition_of
 from p2pstore.objects import Version
-from random import Random
 from simulation.gossip_data import view_snapshot
-from tests.unit.gossip_network import digest_of
-from tests.unit.gossip_network import location
-from tests.unit.gossip_network import operations_after
-from tests.unit.gossip_network import run_at
-import pytest
-import sys
-import threading
+from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 
 A, B = 111, 222
+
 
 def log_of(count: int, incarnation: int = 1) -> OwnLog:
     log = OwnLog(incarnation)
@@ -37,9 +29,11 @@ def log_of(count: int, incarnation: int = 1) -> OwnLog:
         log.add(location(number))
     return log
 
+
 def feed(directory: Directory, log: OwnLog, first: int = 1, member: int = A) -> Applied:
     operations = operations_after(log, first - 1)
     return directory.apply(member, log.incarnation, run_at(first, operations))
+
 
 def reading(log: OwnLog, member: int = A, **config: float) -> Directory:
     """A directory that follows the log and has read all of it."""
@@ -49,21 +43,26 @@ def reading(log: OwnLog, member: int = A, **config: float) -> Directory:
         assert feed(directory, log, member=member).outcome is Outcome.APPLIED
     return directory
 
+
 def install(directory: Directory, log: OwnLog, member: int = A) -> bool:
     head, snapshot = log.head, check_snapshot(log.snapshot())
     return directory.install_snapshot(member, log.incarnation, head.sequence, head.set_hash, snapshot)
 
+
 def held(directory: Directory, number: int) -> list[int]:
     return [found.member for found in directory.holders(digest_of(number))]
 
+
 def records_in(packed: bytes) -> set[bytes]:
     return {packed[start : start + LOCATION_BYTES] for start in range(0, len(packed), LOCATION_BYTES)}
+
 
 def known_set(directory: Directory) -> tuple[int, int, int, set[bytes]]:
     """The view of A's log, and where it stands."""
     snapshot = view_snapshot(directory, A)
     assert snapshot is not None
     return *snapshot[:3], records_in(snapshot[3])
+
 
 def test_operations_apply_once_in_order_and_not_across_a_gap() -> None:
     log = log_of(10)
@@ -81,11 +80,13 @@ def test_operations_apply_once_in_order_and_not_across_a_gap() -> None:
     assert known_set(directory) == (1, 10, log.head.set_hash, records_in(log.snapshot()))
     assert directory.record_count == 10
 
+
 def test_broken_records_change_nothing() -> None:
     directory = reading(log_of(2))
     with pytest.raises(ProtocolError):
         directory.apply(A, 1, run_at(3, location(9).encode() + b"x"))
     assert directory.position(A) == (1, 2)
+
 
 def test_a_new_incarnation_voids_the_old_one() -> None:
     directory = reading(log_of(3))
@@ -94,6 +95,7 @@ def test_a_new_incarnation_voids_the_old_one() -> None:
     assert held(directory, 1) == []
     assert feed(directory, log_of(3)).outcome is Outcome.STALE
     assert directory.record_count == 0
+
 
 @given(st.integers(1, 20), st.integers(0, 19), st.integers(1, 20))
 def test_wrong_operations_are_found_at_the_head(count: int, wrong: int, step: int) -> None:
@@ -116,6 +118,7 @@ def test_wrong_operations_are_found_at_the_head(count: int, wrong: int, step: in
     assert not directory.diverged(A)
     assert directory.position(A) == (1, count)
 
+
 def test_a_head_that_comes_later_is_checked_too() -> None:
     log = log_of(3)
     directory = Directory()
@@ -124,6 +127,7 @@ def test_a_head_that_comes_later_is_checked_too() -> None:
     assert directory.observe_head(A, 1, log.head)
     assert not directory.observe_head(A, 1, LogHead(3, 3, log.head.set_hash ^ 1))
     assert directory.diverged(A)
+
 
 def test_a_snapshot_is_all_or_nothing() -> None:
     log, old = log_of(50), log_of(2)
@@ -147,6 +151,7 @@ def test_a_snapshot_is_all_or_nothing() -> None:
     assert directory.record_count == 50
     assert directory.since(A, 0, 1 << 20) == []  # nothing to relay from before the snapshot
 
+
 def test_a_snapshot_may_be_of_nothing() -> None:
     log, directory = log_of(1), Directory()
     log.remove_many([(digest_of(0), Version(1, 1))])
@@ -154,6 +159,7 @@ def test_a_snapshot_may_be_of_nothing() -> None:
     assert install(directory, log)
     assert (directory.position(A), directory.record_count) == ((1, 2), 0)
     assert view_snapshot(directory, A) == (1, 2, 0, b"")
+
 
 def test_keys_of_which_another_version_is_named() -> None:
     """In the log or pushed ahead of it, whatever differs: clock, writer or root."""
@@ -173,6 +179,7 @@ def test_keys_of_which_another_version_is_named() -> None:
     assert others == {digests[place] for place in (1, 2, 3, 5, 6, 8)}
     assert directory.of_other_versions({}) == set()
 
+
 def test_newest_first_and_the_dead_last() -> None:
     directory = Directory()
     for member, clock in ((1, 5), (2, 9), (3, 7)):
@@ -190,7 +197,9 @@ def test_newest_first_and_the_dead_last() -> None:
     assert held(directory, 1) == [3, 1]
     assert directory.holders(digest_of(2)) == []
 
+
 # --- views of partitions beside views of logs -------------------------------------------------
+
 
 def part_of(directory: Directory, sequence: int, *records: LocationRecord) -> None:
     """A has these records of the first key's partition, as of this place of its log."""
@@ -199,8 +208,10 @@ def part_of(directory: Directory, sequence: int, *records: LocationRecord) -> No
         view.sequence = sequence
         directory.index.load(view.slot, b"".join(record.encode() for record in records))
 
+
 def clocks(directory: Directory) -> list[int]:
     return [found.record.version.clock for found in directory.holders(digest_of(1))]
+
 
 def test_of_two_views_of_a_member_the_one_at_the_later_place_counts() -> None:
     log = log_of(3)
@@ -220,6 +231,7 @@ def test_of_two_views_of_a_member_the_one_at_the_later_place_counts() -> None:
         directory.close_part(partition_of(digest_of(1)), A)
     assert (clocks(directory), directory.parts) == ([7], {})
 
+
 def test_a_word_counts_before_a_view_of_an_earlier_place_and_hearsay_where_no_log_is_followed() -> None:
     directory = Directory()
     directory.follows_logs = False
@@ -237,6 +249,7 @@ def test_a_word_counts_before_a_view_of_an_earlier_place_and_hearsay_where_no_lo
     directory.heard(B, 1, [9], location(1, 9).encode(), 0.0, hearsay=True)
     assert clocks(directory) == [3]
 
+
 def test_early_operations_count_until_the_log_has_caught_up() -> None:
     log = log_of(3)
     directory = reading(log)
@@ -253,12 +266,14 @@ def test_early_operations_count_until_the_log_has_caught_up() -> None:
     feed(directory, log, 4)
     assert held(directory, 7) == []
 
+
 def test_early_operations_of_a_past_life_are_ignored() -> None:
     directory = Directory()
     directory.heard(A, 1, [1], location(1).encode(), 0.0)
     assert held(directory, 1) == [A]
     directory.observe_head(A, 2, LogHead())
     assert held(directory, 1) == []
+
 
 def test_early_operations_expire_and_are_bounded() -> None:
     directory = Directory(DirectoryConfig(max_words=10))
@@ -269,12 +284,14 @@ def test_early_operations_expire_and_are_bounded() -> None:
     directory.expire_words(100.0)
     assert [n for n in range(20) if held(directory, n)] == [15]
 
+
 def test_a_push_must_pair_up() -> None:
     directory = Directory()
     for sequences, operations in (([1, 2], location(1).encode()), ([1], b"x" * 33)):
         with pytest.raises(ProtocolError):
             directory.heard(A, 1, sequences, operations, 0.0)
     assert held(directory, 1) == []
+
 
 def test_a_denied_location_is_hidden_until_the_view_is_past_the_denial() -> None:
     log = log_of(3)
@@ -291,11 +308,13 @@ def test_a_denied_location_is_hidden_until_the_view_is_past_the_denial() -> None
     directory.mark_stale(A, digest_of(1), 1, 2)  # an old denial
     assert held(directory, 1) == [A]
 
+
 def test_denials_are_bounded() -> None:
     directory = reading(log_of(20), max_denials=5)
     for number in range(20):
         directory.mark_stale(A, digest_of(number), 1, 99)
     assert sum(bool(held(directory, number)) for number in range(20)) == 15
+
 
 def test_records_are_bounded() -> None:
     directory = reading(log_of(4), max_records=10)
@@ -307,6 +326,7 @@ def test_records_are_bounded() -> None:
     directory.forget(A)
     assert feed(directory, other, member=B).outcome is Outcome.APPLIED
 
+
 def test_lag_is_measured_against_the_signed_head() -> None:
     log = log_of(5)
     directory = Directory()
@@ -315,6 +335,7 @@ def test_lag_is_measured_against_the_signed_head() -> None:
     assert directory.lag(A) == 5
     feed(directory, log)
     assert directory.lag(A) == 0
+
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 2)), max_size=40))
 def test_a_reader_by_steps_equals_a_reader_by_snapshot(choices: list[tuple[bool, int, int]]) -> None:
@@ -337,12 +358,15 @@ def test_a_reader_by_steps_equals_a_reader_by_snapshot(choices: list[tuple[bool,
             assert by_steps.holders(digest_of(number)) == by_snapshot.holders(digest_of(number))
     assert by_steps.record_count == log.head.count
 
+
 # --- snapshots in steps -----------------------------------------------------------------------
 
 LARGE = 3 * STEP_RECORDS + 10
 
+
 def large_log(incarnation: int = 1) -> OwnLog:
     return log_of(LARGE, incarnation)
+
 
 def staging(log: OwnLog, old: OwnLog) -> Directory:
     """A directory that knows the log as it was, and has begun to put in a snapshot of what it is."""
@@ -352,6 +376,7 @@ def staging(log: OwnLog, old: OwnLog) -> Directory:
     assert directory.staging(A)
     return directory
 
+
 def finish(directory: Directory) -> int:
     """How many steps it takes until there is nothing to do."""
     steps = 0
@@ -360,6 +385,7 @@ def finish(directory: Directory) -> int:
         steps += 1
         assert steps < 1_000
     return steps
+
 
 def test_nothing_of_a_large_snapshot_is_seen_before_all_of_it_is() -> None:
     old, log = OwnLog(1), large_log()
@@ -382,6 +408,7 @@ def test_nothing_of_a_large_snapshot_is_seen_before_all_of_it_is() -> None:
     finish(directory)
     assert set(directory.watched.take(2 * LARGE)) == everything
 
+
 def test_a_view_goes_on_by_operations_while_its_snapshot_is_put_in() -> None:
     log, old = large_log(), log_of(2)
     directory = staging(log, old)
@@ -394,6 +421,7 @@ def test_a_view_goes_on_by_operations_while_its_snapshot_is_put_in() -> None:
     assert directory.position(A) == (1, LARGE)
     assert directory.record_count == LARGE
 
+
 def test_a_snapshot_that_operations_overtook_is_dropped() -> None:
     log, old = large_log(), log_of(2)
     directory = staging(log, old)
@@ -405,6 +433,7 @@ def test_a_snapshot_that_operations_overtook_is_dropped() -> None:
     assert directory.position(A) == (1, LARGE + 1)
     assert directory.record_count == LARGE + 1
     assert held(directory, LARGE) == [A]
+
 
 def test_a_head_that_comes_while_a_snapshot_is_put_in_decides_over_it() -> None:
     log = large_log()
@@ -419,6 +448,7 @@ def test_a_head_that_comes_while_a_snapshot_is_put_in_decides_over_it() -> None:
     assert install(directory, log)
     finish(directory)
     assert directory.position(A) == (1, LARGE)
+
 
 @pytest.mark.parametrize(
     "end",
@@ -438,6 +468,7 @@ def test_a_snapshot_of_somebody_who_is_forgotten_goes(end: Callable[[Directory],
     assert held(directory, 1) == []
     assert directory.has_room(DirectoryConfig().max_records)
 
+
 def test_a_snapshot_on_its_way_counts_for_the_room_that_is_left() -> None:
     log = large_log()
     directory = Directory(DirectoryConfig(max_records=LARGE + 5))
@@ -454,6 +485,7 @@ def test_a_snapshot_on_its_way_counts_for_the_room_that_is_left() -> None:
     finish(directory)
     assert held(directory, 1) == [B]
 
+
 def test_replacing_a_large_view_again_and_again_takes_no_more_room() -> None:
     log = large_log()
     directory = Directory(DirectoryConfig(max_records=LARGE + 5))
@@ -463,6 +495,7 @@ def test_replacing_a_large_view_again_and_again_takes_no_more_room() -> None:
         finish(directory)
         assert directory.record_count == LARGE
         log.add(location(7, clock))
+
 
 def test_a_member_that_is_back_touches_all_that_is_watched_in_steps() -> None:
     log = large_log()
@@ -485,6 +518,7 @@ def test_a_member_that_is_back_touches_all_that_is_watched_in_steps() -> None:
     assert len(expected) > LARGE // 4
     assert expected <= set(directory.watched.take(2 * LARGE))
 
+
 def test_no_more_is_touched_than_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched_keys, "MAX_AHEAD", 500)
     log, everything = large_log(), {digest_of(number) for number in range(LARGE)}
@@ -505,6 +539,7 @@ def test_no_more_is_touched_than_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(taken + directory.watched.take(1_000)) == everything
     assert not directory.watched.any_touched
 
+
 def test_who_is_back_and_goes_again_touches_nothing_more() -> None:
     log = large_log()
     directory = Directory()
@@ -519,7 +554,9 @@ def test_who_is_back_and_goes_again_touches_nothing_more() -> None:
     finish(directory)
     assert not directory.watched.any_touched
 
+
 # --- many keys at once ------------------------------------------------------------------------
+
 
 def random_directory(rng: Random, members: int) -> Directory:
     """Views of many members, some of them dead, with pushes ahead of their logs and denials."""
@@ -544,6 +581,7 @@ def random_directory(rng: Random, members: int) -> Directory:
             directory.hide(member)
     return directory
 
+
 @pytest.mark.parametrize("seed", range(20))
 def test_many_keys_at_once_are_answered_as_one_by_one(seed: int) -> None:
     rng = Random(seed)
@@ -560,6 +598,7 @@ def test_many_keys_at_once_are_answered_as_one_by_one(seed: int) -> None:
     }
     assert directory.held(digests, lambda member: believed[member]) == expected
 
+
 def test_clocks_may_be_any_number() -> None:
     log = OwnLog(1)
     log.add(location(1, (1 << 64) - 1))
@@ -567,7 +606,9 @@ def test_clocks_may_be_any_number() -> None:
     assert directory.held({digest_of(1)}, lambda _: range(-5, 1 << 70)) == {digest_of(1)}
     assert directory.held({digest_of(1)}, lambda _: range(0, (1 << 64) - 1)) == set()
 
+
 # --- bounds and threads -----------------------------------------------------------------------
+
 
 def test_what_is_kept_to_pass_on_is_bounded_over_all_owners() -> None:
     directory = Directory(DirectoryConfig(relay_limit=64, relay_total=256, relay_least=16))
@@ -595,6 +636,7 @@ def test_what_is_kept_to_pass_on_is_bounded_over_all_owners() -> None:
     read(1, 201)
     assert directory.since(1, 200 - 16, 1 << 20)  # nothing is lost that was kept
 
+
 @pytest.fixture
 def eager_threads() -> Iterator[None]:
     """Threads take turns all the time."""
@@ -602,6 +644,7 @@ def eager_threads() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
 
 @pytest.mark.usefixtures("eager_threads")
 def test_another_thread_finds_what_is_there_while_all_of_it_moves() -> None:
@@ -634,6 +677,7 @@ def test_another_thread_finds_what_is_there_while_all_of_it_moves() -> None:
         reader.join()
     assert missed == []
 
+
 class CountingLock:
     """How often it was taken; it may not be taken twice."""
 
@@ -646,6 +690,7 @@ class CountingLock:
 
     def __exit__(self, *_: object) -> None:
         self.held = False
+
 
 def test_whatever_moves_records_is_kept_apart_from_readers() -> None:
     log, directory, lock = log_of(3), Directory(), CountingLock()
