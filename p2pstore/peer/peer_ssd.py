@@ -30,7 +30,7 @@ from p2pstore.ssd_tier.health import ColdMiss, Health, Miss, TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.log_layout import ColdFacts
 from p2pstore.ssd_tier.tier import SsdTier
-from p2pstore.ssd_tier.write_admission import Refusal, Share
+from p2pstore.ssd_tier.write_admission import Share, WriteRefusal
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.wire import Code
 
@@ -53,7 +53,7 @@ SLOTS_PER_STEP: Final = 2_000
 """Passed in a millisecond."""
 SPARE_TRAILER_BYTES: Final = 512
 """Room for what belongs to a tensor, which is not known before it is read."""
-_FOR_NOW: Final = (Refusal.QUEUE_FULL, Refusal.WRITE_BUDGET_SPENT, Refusal.NO_ROOM)
+_FOR_NOW: Final = (WriteRefusal.QUEUE_FULL, WriteRefusal.WRITE_BUDGET_SPENT, WriteRefusal.NO_ROOM)
 
 
 def _least_unused(entry: ObjectEntry) -> float:

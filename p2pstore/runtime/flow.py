@@ -1,8 +1,7 @@
 """Progress as a rate: whether the bytes of one exchange move fast enough, and what other holders would bring. Pure.
 
-A flow may lag behind its least rate by some seconds (`patience_seconds`), at any moment. Bytes make up for the time
-that was waited for them, at the least rate; so a byte now and then makes up for nothing, and what came fast at first
-is no credit for later.
+A flow may lag behind its least rate by some seconds (`patience_seconds`), at any moment. Each byte pays for waiting
+time at the least rate: single bytes now and then pay for nothing, and a fast beginning is no credit for later.
 
 1. Other holders have what is read: the least rate is half of what the best of them is expected to bring, within
    limits, and the patience is short. A reader loses little when it goes on there.

@@ -1,7 +1,5 @@
-"""The trio driver: raw non-blocking sockets and `trio.lowlevel` waits, which cost less than trio's
-stream objects on small messages and nothing on large ones.
-
-Accepting connections through shortages of descriptors and memory.
+"""The trio driver: raw non-blocking sockets and `trio.lowlevel` waits, which cost less than trio's stream objects on
+small messages and nothing on large ones.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from p2pstore.core.copies.cold_copies import Gone
 from p2pstore.core.copies.earlier_life import FATES
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.runtime.stepping import Steps
-from p2pstore.ssd_tier.write_admission import Refusal
+from p2pstore.ssd_tier.write_admission import WriteRefusal
 from p2pstore.status.measures import MAX_NAMESPACES, OTHERS, Measures
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -348,7 +348,7 @@ def _ssd(ssd: Document) -> Iterator[Metric]:
     yield family("gauge", "ssd_state", "1 for the state it is in.", states, "state")
     failed = [((each,), ssd[f"{each}_errors"]) for each in ("read", "write", "sync", "discard")]
     yield family("counter", "ssd_errors", "Failures of the device.", failed, "operation")
-    refused = [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in Refusal]
+    refused = [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in WriteRefusal]
     yield family("counter", "ssd_refused", "Objects not written.", refused, "reason")
     durations = {each: Histogram(**ssd[f"{each}_durations"]) for each in ("read", "write")}
     text = "How long it took to read and to write objects."

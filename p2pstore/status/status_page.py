@@ -31,7 +31,7 @@ from p2pstore.status.measures import SlowOperation, SlowOperations, Stage
 FORMAT: Final = 1
 """Of the document. It only grows."""
 KEPT_SECONDS: Final = 1.0
-"""How long a document is good enough for who asks next."""
+"""Time for which a document serves further requests."""
 MAX_OF_A_CORE: Final = 0.01
 """That making documents may take: longer ones, of very large clusters, are kept for longer."""
 MAX_NAMESPACES: Final = 32

@@ -62,7 +62,7 @@ class OnConflict(StrEnum):
 class PutOptions:
     """How `put` stores an object."""
 
-    replicas: Annotated[int, typer.Option(min=1, metavar="N", help="How many peers shall hold it.")] = 1
+    replicas: Annotated[int, option("N", "How many peers shall hold it.", min=1)] = 1
     pin: Annotated[Pin, typer.Option(help="soft: evicted last; hard: never evicted.")] = Pin.none
     ttl: Annotated[str | None, option("SECONDS|10m", "Forget it after this time.")] = None
     overwrite: Annotated[bool, flag("--overwrite", "Replace a value that has other bytes.")] = False
@@ -150,9 +150,7 @@ def get(
         str | None,
         option("FILE|-", "Where to write the value; - is stdout, even a terminal.", "--output", "-o"),
     ] = None,
-    wait: Annotated[
-        str, typer.Option(metavar="SECONDS|10m", help="Time to wait for a key that is not there yet.")
-    ] = "0",
+    wait: Annotated[str, option("SECONDS|10m", "Time to wait for a key that is not there yet.")] = "0",
     explain: Annotated[
         bool, flag("--explain", "Show on stderr its source, and the time of each stage.")
     ] = False,

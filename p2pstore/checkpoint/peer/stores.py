@@ -17,7 +17,7 @@ import trio
 from p2pstore.checkpoint.content.directory_versions import read_extents
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest
 from p2pstore.checkpoint.content.pieces import NO_PIECES, Extent, PieceMap, full_map, plan_memory
-from p2pstore.checkpoint.content.sources import Source, SourceMemory
+from p2pstore.checkpoint.content.sources import PublishedFiles, SourceMemory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.errors import CapacityExceeded, ConfigError, P2PStoreError, StoreClosed
 from p2pstore.memory.mapped.mapped_memory import available_memory, create_table_memory
@@ -68,7 +68,7 @@ class PieceStore(Protocol):
 class PublishedPieces:
     """The `PieceStore` of a publisher, which has every piece."""
 
-    def __init__(self, source: Source, manifest: Manifest) -> None:
+    def __init__(self, source: PublishedFiles, manifest: Manifest) -> None:
         self.is_local = False  # links may lead anywhere, and files may be cold
         self.have = self.needed = full_map(manifest.layout.count)
         self._source = source
@@ -334,7 +334,7 @@ class Memories:
         self._users.clear()
 
 
-class Holding:
+class HeldStore:
     """A store that keeps its directory open."""
 
     def __init__(self, store: PieceStore, directory: HeldDirectory) -> None:

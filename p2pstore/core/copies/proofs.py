@@ -88,7 +88,7 @@ class VersionProofs:
         self._asking: set[bytes] = set()
         """Keys of which newer versions are to be proved."""
         self._told: set[Member] = set()
-        """Of whom was logged that they contradict a writer."""
+        """Members of which the log says that they contradict a writer."""
 
     # --- this peer's own versions ------------------------------------------------------------
 

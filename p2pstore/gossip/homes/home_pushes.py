@@ -274,7 +274,7 @@ class HomePushes:
             del self._homes[member]
 
     def home_of(self, token: int) -> PeerId | None:
-        """To whom a push that is not answered yet went."""
+        """Homes with an unanswered push."""
         member = self.tokens.get(token)
         return None if member is None else self._peer_of(member)
 

@@ -29,7 +29,7 @@ STEP_COST: Final = 1_280
 """Of what is taken in at once, in units of 2 us: an empty partition or an entry of an audit costs one. A step may
 be longer for one large partition, and takes 4 ms then."""
 OPERATION_COST: Final = 10
-"""With the question who else holds the key."""
+"""Asks for other holders of the key as well."""
 SET_COST: Final = 50
 RECORD_COST_PERCENT: Final = 40
 CHECKED_AT_ONCE: Final = 4_096

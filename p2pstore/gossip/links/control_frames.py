@@ -47,7 +47,7 @@ _WRITE_PIECE_BYTES: Final = 60 * 1024
 """One piece is one frame of the multiplexer and one message of the encryption."""
 
 
-class MuxedStream(Protocol):
+class RawStream(Protocol):
     """One stream of a multiplexed connection. Both calls raise `OSError` when it ends or breaks."""
 
     async def read(self, max_bytes: int) -> bytes: ...
@@ -76,7 +76,7 @@ class Frames:
     """Whole frames in, whole frames out. The account holds the bytes of every frame: of one that comes from its first
     byte until `handled`, of one that goes until it was sent."""
 
-    def __init__(self, stream: MuxedStream, account: Account | None) -> None:
+    def __init__(self, stream: RawStream, account: Account | None) -> None:
         self.account = account if account is not None else nobodys_account()
         self._stream = stream
         self._buffer = FrameBuffer(HELLO_LIMITS)

@@ -30,7 +30,7 @@ from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.control_frames import (
     MAX_REQUESTS_IN_FLIGHT,
     Frames,
-    MuxedStream,
+    RawStream,
     code_from,
     printable,
 )
@@ -53,7 +53,6 @@ from p2pstore.wire import (
 )
 
 logger = logging.getLogger("p2pstore.link")
-
 
 Handler = Callable[[PeerId, int, Message], Awaitable[Message]]
 """Answers a request of a peer: (peer id, kind, request) -> reply. What it raises becomes a Failure."""
@@ -185,7 +184,7 @@ class AskingStream:
             raise ProtocolError("a request on a stream that only the other side asks on")
         pending = self._pending.get(header.request_id)
         if pending is None:
-            return  # who asked has given up
+            return  # the caller has given up
         if header.flags & ERROR:
             failure = decode_body(Failure, body)
             text = printable(failure.text)
@@ -196,7 +195,7 @@ class AskingStream:
 
 
 async def open_asking_stream(
-    stream: MuxedStream, opener: Opener, activity: Activity | None = None, account: Account | None = None
+    stream: RawStream, opener: Opener, activity: Activity | None = None, account: Account | None = None
 ) -> AskingStream:
     """Be admitted; `activity` counts the requests, `account` the bytes that are held for the other side.
 
@@ -294,7 +293,7 @@ class AnsweringStream:
 
 
 async def admit_stream(
-    stream: MuxedStream,
+    stream: RawStream,
     listener: Listener,
     handler: Handler,
     *,

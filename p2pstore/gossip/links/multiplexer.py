@@ -167,8 +167,8 @@ class Multiplexer:
                 nursery.start_soon(self._send_replies)
 
     async def _send_replies(self) -> None:
-        """Not in the task that reads: both sides' readers might wait for each other to read. One task for all: who
-        asks and does not read must not cost one for each."""
+        """Not in the task that reads: both sides' readers might wait for each other to read. One task for all: a peer
+        that asks and does not read must not cost one for each."""
         try:
             while self._replies:
                 frames, self._replies = bytes(self._replies), bytearray()

@@ -2,11 +2,8 @@
 `libp2p_parts`.
 
 From libp2p come the peer id, Noise and multistream-select, and the wire is libp2p's own. Only Noise is offered: with
-libp2p's default choice a stranger negotiates plaintext and claims any identity.
-
-Dialling: connections that this side opens, by any of a peer's addresses.
-
-Incoming connections, until their end: strangers wait for admission in a bounded number of places.
+libp2p's default choice a stranger negotiates plaintext and claims any identity. `Dialler` opens connections, by any of
+a peer's addresses; `Arrivals` accepts them, and strangers wait for admission in a bounded number of places.
 """
 
 from __future__ import annotations

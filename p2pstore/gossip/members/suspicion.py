@@ -151,7 +151,7 @@ class Accusers:
         self.claims = MemberBudgets[Member](ACCUSATIONS_A_SECOND, ACCUSATIONS_AT_ONCE, MAX_ACCUSERS)
         """Each member's budget of claims."""
         self._unrefuted: OrderedDict[Member, set[Member]] = OrderedDict()
-        """Accused -> who accused it since this peer heard from it last."""
+        """Accused -> its accusers since this peer heard from it last."""
         self._refuted: OrderedDict[tuple[Member, Member], tuple[int, float]] = OrderedDict()
         """(accuser, accused) -> how often that was refuted, and when last."""
 
