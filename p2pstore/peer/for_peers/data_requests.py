@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -62,37 +63,40 @@ class TakenCopies:
                 await take_turns(copies.reserve(node.now))
                 begin = node.now
                 brought = await self._pull(effect.holder, copies.rooms)
-                lengths = [room.slot.length for room in copies.rooms if room.place in brought]
+                came = Counter(
+                    (by, room.slot.length) for room in copies.rooms if (by := brought.get(room.place))
+                )
                 failures = len(copies.rooms) - len(brought)
-                node.watch.pulled_together(effect.holder, lengths, failures, node.now - begin)
+                node.watch.pulled_together(effect.holder, came, failures, node.now - begin)
                 copies.publish(brought, node.now)
             finally:
                 copies.abort()
         node.core.operations.pulled(effect.operation, PullOutcome(delivered=True), node.now)
         node.process()
 
-    async def _pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> set[int]:
-        """The places of what came whole, verified. The ways, each for what the ones before did not bring:
+    async def _pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> dict[int, str]:
+        """The places of what came whole, verified, and the transport. The ways, each for what the ones before did not
+        bring:
 
         1. Memory of a holder on the same host, mapped: all of them together.
         2. GET_SMALL: objects of one chunk, together.
         3. One by one, by the transport that any read would take.
         """
-        brought = {room.place for room in rooms if not room.slot.length}
-        for pull, most_bytes in ((self._copy_mapped, MAX_OBJECT_BYTES), (self._pull_small, CHUNK_BYTES)):
-            some = [
-                room for room in rooms if room.place not in brought and room.slot.length <= most_bytes
-            ]
+        brought = {room.place: "tcp" for room in rooms if not room.slot.length}
+        for transport, pull, most_bytes in (
+            ("shm", self._copy_mapped, MAX_OBJECT_BYTES),
+            ("tcp", self._pull_small, CHUNK_BYTES),
+        ):
+            left = [room for room in rooms if room.place not in brought]
+            some = [room for room in left if room.slot.length <= most_bytes]
             if some:
                 lengths = await pull(holder, some)
-                brought.update(
-                    room.place
-                    for room, length in zip(some, lengths, strict=False)
-                    if length == room.slot.length
-                )
+                for room, length in zip(some, lengths, strict=False):
+                    if length == room.slot.length:
+                        brought[room.place] = transport
         for room in rooms:
-            if room.place not in brought and await self._pull_one(holder, room):
-                brought.add(room.place)
+            if room.place not in brought and (by := await self._pull_one(holder, room)):
+                brought[room.place] = by
         return brought
 
     async def _copy_mapped(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> list[int]:
@@ -131,7 +135,8 @@ class TakenCopies:
         lengths, _ = await self._node.pool.pull_small_parts(peer, wanted, MAX_ITEMS)
         return lengths
 
-    async def _pull_one(self, holder: PeerId, room: ReservedCopy) -> bool:
+    async def _pull_one(self, holder: PeerId, room: ReservedCopy) -> str:
+        """The transport that brought it, or nothing."""
         try:
             report = await pull_with_failover(
                 [self._copy_of(holder, room.slot)],
@@ -140,8 +145,8 @@ class TakenCopies:
                 RoomDestination(room),
             )
         except (P2PStoreError, ValueError):
-            return False
-        return report.pulled is not None
+            return ""
+        return "" if report.pulled is None else report.pulled.transport
 
     def _copy_of(self, holder: PeerId, slot: Slot) -> RemoteCopy:
         units = min(round_up(slot.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF)
