@@ -34,7 +34,7 @@ from p2pstore.transfer.reading.shm import copy_many
 from p2pstore.transfer.reading.small_reads import MAX_ITEMS, Part
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import PullReport, RemoteCopy, RemotePeer, pull_with_failover
-from p2pstore.wire import Failure, code_of
+from p2pstore.wire import Code, Failure, code_of
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -46,6 +46,7 @@ PULLED_AT_ONCE: Final = 4
 """Requests of up to 16 MiB, or of one larger object, for which there is room at the same time."""
 NO_WRITER: Final = -1
 """The hash of no writer: only the announced version will do."""
+_SILENT: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
 
 
 class TakenCopies:
@@ -94,10 +95,8 @@ class TakenCopies:
                 for room, length in zip(some, lengths, strict=False):
                     if length == room.slot.length:
                         brought[room.place] = transport
-        for room in rooms:
-            if room.place not in brought and (by := await self._pull_one(holder, room)):
-                brought[room.place] = by
-        return brought
+        left = [room for room in rooms if room.place not in brought]
+        return brought | await self._pull_each(holder, left)
 
     async def _copy_mapped(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> list[int]:
         """The lengths of what the memory of a holder on the same host gave; none where it is not mapped."""
@@ -135,18 +134,22 @@ class TakenCopies:
         lengths, _ = await self._node.pool.pull_small_parts(peer, wanted, MAX_ITEMS)
         return lengths
 
-    async def _pull_one(self, holder: PeerId, room: ReservedCopy) -> str:
-        """The transport that brought it, or nothing."""
-        try:
-            report = await pull_with_failover(
-                [self._copy_of(holder, room.slot)],
-                self._node.routes.transports,
-                room.slot.digest,
-                RoomDestination(room),
-            )
-        except (P2PStoreError, ValueError):
-            return ""
-        return "" if report.pulled is None else report.pulled.transport
+    async def _pull_each(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> dict[int, str]:
+        """One object after the other, until the holder does not answer: each of the others would wait as long."""
+        brought: dict[int, str] = {}
+        for room in rooms:
+            copies, digest = [self._copy_of(holder, room.slot)], room.slot.digest
+            try:
+                report = await pull_with_failover(
+                    copies, self._node.routes.transports, digest, RoomDestination(room)
+                )
+            except (P2PStoreError, ValueError):
+                continue
+            if report.pulled is not None:
+                brought[room.place] = report.pulled.transport
+            elif any(failure.code in _SILENT for failure in report.failures):
+                break
+        return brought
 
     def _copy_of(self, holder: PeerId, slot: Slot) -> RemoteCopy:
         units = min(round_up(slot.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF)
