@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.serving import pushed_reply, rivals_of
 from p2pstore.gossip.gossip_messages import FetchSnapshot, HomePush, SnapshotHead
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.machine import Gossip
+from p2pstore.gossip.records import Member
 from p2pstore.home_messages import Push, Pushed
 from p2pstore.transfer import data_messages as data
 from p2pstore.wire import HEADER_BYTES, encode_body
@@ -102,7 +105,7 @@ class TravellingPush:
     def _serve(self, target: GossipPeer, message: Push, size_bytes: int) -> None:
         target.charge(MESSAGE_SECONDS)
         target.traffic.data_bytes_in += size_bytes
-        reply = pushed_reply(*target.gossip.take_push(self._peer.member, message, target.now))
+        reply = pushed_reply(*take_push(target.gossip, self._peer.member, message, target.now))
         reply_bytes = HEADER_BYTES + len(encode_body(reply))
         target.traffic.data_bytes_out += reply_bytes
         leaves_at = target.charge(MESSAGE_SECONDS)
@@ -122,3 +125,13 @@ class TravellingPush:
         behind = None if reply is None else reply.behind
         rivals = [] if reply is None else rivals_of(reply)
         peer.gossip.partitions.pushed(self._push.token, behind, rivals, peer.now)
+
+
+def take_push(
+    gossip: Gossip, sender: Member, push: Push, now: float
+) -> tuple[list[int], list[Location]]:
+    """Take in an owner's push at once. What to answer: see `PartitionedDirectory.pushed`."""
+    intake = gossip.intake(sender, push)
+    while not intake.step(now):
+        pass
+    return intake.behind, intake.rivals

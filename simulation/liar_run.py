@@ -403,7 +403,7 @@ class LiarRun(ScenarioRun):
             gossip, outcome = peer.core.gossip, self.outcome
             outcome.most_members = max(outcome.most_members, len(gossip.membership.live()))
             outcome.most_floors = max(outcome.most_floors, gossip.cluster_records.floors.count)
-            outcome.most_locations = max(outcome.most_locations, gossip.locations.record_count)
+            outcome.most_locations = max(outcome.most_locations, gossip.directory.record_count)
 
     def _check_final_reads(self) -> None:
         for key, known in self._keys.items():

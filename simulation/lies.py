@@ -28,12 +28,10 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
-from p2pstore.gossip.homes.known_locations import MAX_HOT, pack_hot
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
 from p2pstore.gossip.locations.log import REMOVED
-from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
+    PARTITION_COUNT,
     LocationRecord,
     LogHead,
     Member,
@@ -42,6 +40,7 @@ from p2pstore.gossip.records import (
     decode_location,
     location_hash,
     member_of,
+    partition_of,
     sign_peer_record,
 )
 from p2pstore.home_messages import Holding, PartitionSet, Push, Pushed
@@ -321,8 +320,6 @@ class Tails(Behaviour):
             return peer_messages.Locations(
                 [self._holdings(each) for each in message.items], message.unsure
             )
-        if isinstance(message, Exchange | ExchangeReply):
-            return msgspec.structs.replace(message, hot=self._hot())
         return message
 
     def _holdings(self, holdings: list[Holding]) -> list[Holding]:
@@ -334,14 +331,6 @@ class Tails(Behaviour):
             packed = msgspec.structs.replace(record, version=version).encode()
             forged.append(Holding(each.member, each.incarnation, FAR, packed))
         return forged
-
-    def _hot(self) -> bytes:
-        locations = []
-        for holder, entry in self.some_held(MAX_HOT // 4):
-            member, incarnation, _ = self.place_of(holder)
-            version = Version(self.clock(), entry.version.writer)
-            locations.append(Location(member, incarnation, FAR, location_of(entry, version)))
-        return pack_hot(locations)
 
 
 class Snapshots(Behaviour):

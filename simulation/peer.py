@@ -11,8 +11,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.copies.coldest import coldest_use
-from p2pstore.core.copies.hand_over import HandOverOperation
+from p2pstore.core.copies.hand_over import HandOverOperation, coldest_use
 from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.operation import (
     AskPeer,

@@ -9,6 +9,8 @@ import tempfile
 
 import pytest
 
+from tests.command_line import Cli
+
 with contextlib.suppress(ImportError):  # the virtual machine's tests run without it
     from hypothesis import settings
 
@@ -32,3 +34,9 @@ def pytest_collection_finish() -> None:
     """Have garbage collections pass over modules and tests, a million objects: tests collect often."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs commands in this process."""
+    return Cli(capsys)

@@ -14,11 +14,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from p2pstore import errors
 from p2pstore.errors import NoSuchKey
@@ -106,11 +106,23 @@ def format_rate(length_bytes: int, seconds: float) -> str:
     return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.2f} MB/s"
 
 
+def format_seconds(seconds: float) -> str:
+    """A short time, precisely: `12.3 ms` or `1.23 s`."""
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def format_duration(seconds: float) -> str:
+    """A length of time in the unit that suits: `5.2 s`, `70 s`, `12 min`, `3 h` or `4 d`."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
 def format_transfer(length_bytes: int, seconds: float) -> str:
     """How much was moved, how long it took and, where the size tells that, how fast."""
-    duration = f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
     rate = f" ({format_rate(length_bytes, seconds)})" if length_bytes >= MIB else ""
-    return f"{format_bytes(length_bytes)} in {duration}{rate}"
+    return f"{format_bytes(length_bytes)} in {format_seconds(seconds)}{rate}"
 
 
 def short_id(peer_id: str) -> str:
@@ -118,17 +130,23 @@ def short_id(peer_id: str) -> str:
     return f"..{peer_id[-8:]}"
 
 
-def print_table(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    right: Sequence[str] = (),
-    fold: Sequence[str] = (),
-) -> None:
-    """Columns under headers; those named in `right` align right.
+T = TypeVar("T")
+Columns = Mapping[str, Callable[[T], str]]
+"""Header -> the cell of an item. A header that begins with > aligns right, one that begins with ~ may be folded."""
 
-    On a terminal that is too narrow the first column and those named in `fold` take several lines. On one in which
-    that is not enough, and into a pipe, no text is cut or folded.
+
+def cells(items: Iterable[T], columns: Columns[T]) -> list[list[str]]:
+    """The headers, and the cells of each item."""
+    return [[header.lstrip(">~") for header in columns]] + [
+        [printable(cell(each)) for cell in columns.values()] for each in items
+    ]
+
+
+def print_table(items: Iterable[T], columns: Columns[T]) -> None:
+    """A line for each item under headers.
+
+    On a terminal that is too narrow the first column and those marked by ~ take several lines. On one in which that
+    is not enough, and into a pipe, no text is cut or folded.
     """
     from rich.console import Console
     from rich.table import Table
@@ -140,26 +158,21 @@ def print_table(
         soft_wrap=False,
         width=None if sys.stdout.isatty() else PIPE_COLUMNS,
     )
-    foldable = {0} | {number for number, header in enumerate(headers) if header in fold}
-    widths = [
-        max(len(printable(row[number])) for row in (headers, *rows)) for number in range(len(headers))
-    ]
+    rows = cells(items, columns)
+    foldable = [number == 0 or header.startswith("~") for number, header in enumerate(columns)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     least = sum(
-        min(width, FOLDED_COLUMNS) if number in foldable else width
-        for number, width in enumerate(widths)
+        min(width, FOLDED_COLUMNS) if folds else width
+        for width, folds in zip(widths, foldable, strict=True)
     )
-    if least + 2 * len(headers) > console.width:
+    if least + 2 * len(columns) > console.width:
         console.width = PIPE_COLUMNS
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, header in enumerate(headers):
-        table.add_column(
-            header,
-            justify="right" if header in right else "left",
-            overflow="fold",
-            no_wrap=number not in foldable,
-        )
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+    for header, mark, folds in zip(rows[0], columns, foldable, strict=True):
+        align: Any = "right" if mark.startswith(">") else "left"
+        table.add_column(header, justify=align, overflow="fold", no_wrap=not folds)
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
     with console.capture() as capture:
         console.print(table)
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, TextIO
 
-from mooncake_p2p.output import printable, short_id
+from mooncake_p2p.output import Columns, cells, format_duration, format_seconds, printable, short_id
 from p2pstore.objects import counted, format_bytes
 
 LABEL_COLUMNS: Final = 11
@@ -148,7 +148,7 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
         _fact("id", peer["peer_id"]),
         _fact(
             "up",
-            f"{duration(peer['uptime_seconds'])}, p2pstore {printable(peer['software'])}"
+            f"{format_duration(peer['uptime_seconds'])}, p2pstore {printable(peer['software'])}"
             f"{', no bootstrap peer has answered yet' if lonely else ''}",
         ),
         *([] if role == "member" else [_fact("role", printable(role))]),
@@ -291,30 +291,21 @@ def _cluster_lines(cluster: Document, blocks: bool) -> list[str]:
 
 
 def _member_lines(members: Sequence[Document]) -> list[str]:
-    rows = [
-        (
-            printable(member["name"]),
-            member.get("status", "alive"),
-            share(member["memory_used_bytes"], member["memory_capacity_bytes"]),
-            f"{member['objects']:,}",
-            ago(member.get("heard_seconds_ago")),
-            short_id(member["peer_id"]),
-        )
-        for member in members
+    columns: Columns[Document] = {
+        "NAME": lambda each: each["name"],
+        "STATE": lambda each: each.get("status", "alive"),
+        ">MEMORY USED": lambda each: share(each["memory_used_bytes"], each["memory_capacity_bytes"]),
+        ">OBJECTS": lambda each: f"{each['objects']:,}",
+        ">HEARD": lambda each: ago(each.get("heard_seconds_ago")),
+        "PEER ID": lambda each: short_id(each["peer_id"]),
+    }
+    rows = cells(members, columns)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [
+        f"{'>' if mark.startswith('>') else '<'}{width}"
+        for mark, width in zip(columns, widths, strict=True)
     ]
-    return table(("NAME", "STATE", "MEMORY USED", "OBJECTS", "HEARD", "PEER ID"), rows, {2, 3, 4})
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Columns under headers; those whose numbers are in `right` align right."""
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (headers, *rows)
-    ]
+    return ["  ".join(map(format, row, aligned)).rstrip() for row in rows]
 
 
 def slow_lines(slow: Document, *, columns: int = 80) -> list[str]:
@@ -340,10 +331,10 @@ def _slow_operation_lines(operation: Document, columns: int) -> list[str]:
         key = f"{clip(key, MAX_KEY_COLUMNS - 12)} +{operation['keys'] - 1:,}"
     parts = [_stage(stage) for stage in operation["stages"]]
     if operation["waiting_seconds"] >= 0.0005:
-        parts.insert(0, f"waiting {seconds(operation['waiting_seconds'])}")
+        parts.insert(0, f"waiting {format_seconds(operation['waiting_seconds'])}")
     lines = [
         f"{when}  {operation['what']:<9} {clip(key, MAX_KEY_COLUMNS):<{MAX_KEY_COLUMNS}} "
-        f"{seconds(operation['seconds']):>10}"
+        f"{format_seconds(operation['seconds']):>10}"
     ]
     indent = " " * 10
     lines += textwrap.wrap(", ".join(parts), columns, initial_indent=indent, subsequent_indent=indent)
@@ -353,9 +344,9 @@ def _slow_operation_lines(operation: Document, columns: int) -> list[str]:
 
 
 def _stage(stage: Document) -> str:
-    parts = ", ".join(f"{name} {seconds(took)}" for name, took in stage.get("parts", {}).items())
+    parts = ", ".join(f"{name} {format_seconds(took)}" for name, took in stage.get("parts", {}).items())
     return (
-        f"{stage['what']} {seconds(stage['seconds'])}"
+        f"{stage['what']} {format_seconds(stage['seconds'])}"
         f"{f' ({parts})' if parts else ''}"
         f"{' from ' + printable(stage['peer']) if stage.get('peer') else ''}"
         f"{' by ' + printable(stage['transport']) if stage.get('transport') else ''}"
@@ -385,22 +376,9 @@ def share(used: int, capacity: int) -> str:
     return f"{100 * used / capacity:.1f} % of {format_bytes(capacity)}"
 
 
-def duration(length_seconds: float) -> str:
-    """A length of time in the unit that suits."""
-    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if length_seconds >= 2 * length:
-            return f"{length_seconds / length:.0f} {unit}"
-    return f"{length_seconds:.1f} s"
-
-
 def ago(heard_seconds_ago: float | None) -> str:
     """How long ago something was heard; `-` for never, or not known."""
-    return "-" if heard_seconds_ago is None else duration(heard_seconds_ago)
-
-
-def seconds(value: float) -> str:
-    """`12.3 ms` or `1.23 s`."""
-    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+    return "-" if heard_seconds_ago is None else format_duration(heard_seconds_ago)
 
 
 def _number(value: float) -> str:

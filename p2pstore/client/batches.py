@@ -271,9 +271,7 @@ class _Batch:
         if any(is_silence(outcome) for outcome in outcomes):
             self._silent.add(copy.member, has_alternatives=bool(others))
         for number, outcome in zip(numbers, outcomes, strict=True):
-            if isinstance(outcome, int):
-                self._settle(number, outcome)
-            elif isinstance(outcome, Pulled):
+            if isinstance(outcome, Pulled):
                 self._settle(number, outcome.length)
             elif isinstance(outcome, PullFailed) and outcome.keep:
                 self._hot.add(number)

@@ -11,7 +11,6 @@ import numpy as np
 from p2pstore.client.answers import raise_for, tier_name
 from p2pstore.client.holder_reads import HolderReads
 from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.presence_calls import PrefixChains
 from p2pstore.client.read_plan import (
     AFTER_HERE,
     AFTER_ONLY_HOLDER,
@@ -46,7 +45,7 @@ from p2pstore.objects import CHUNK_BYTES, namespace_digest
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.reading.arriving import Destination, ResumableDestination, resumable, watch_of
 from p2pstore.transfer.reading.segment_reader import Copied
-from p2pstore.transfer.reading.shm import RoomsFor, copy_into, copy_many, read_mapped
+from p2pstore.transfer.reading.shm_transport import RoomsFor, copy_into, copy_many, read_mapped
 from p2pstore.transfer.transport import BufferDestination, Pulled, PullReport
 from p2pstore.wire import Code, Empty
 
@@ -66,12 +65,9 @@ FETCH_SECONDS: Final = 60.0
 class Fetcher:
     """Reads objects for one client. Delivers only bytes that were verified."""
 
-    def __init__(
-        self, link: PeerLink, namespace: str, chains: PrefixChains, *, in_threads: bool
-    ) -> None:
+    def __init__(self, link: PeerLink, namespace: str, *, in_threads: bool) -> None:
         """`in_threads`: see `HolderReads`."""
         self._link = link
-        self._chains = chains
         self._namespace = namespace_digest(namespace)
         self.holders = HolderReads(link, in_threads=in_threads)
         self._known = self.holders.known
@@ -353,8 +349,6 @@ class Fetcher:
             left_to_others = CapacityExceeded, LeaseLimitExceeded, NoSuchKey, Unavailable
         elif plan.has_other_ways:
             left_to_others = CapacityExceeded, LeaseLimitExceeded, Unavailable
-        if item is not None and item.on_ssd:
-            await self.read_ahead(digest)
         try:
             return await self._copy_fetched(key, digest, destination, item)
         except left_to_others:
@@ -405,10 +399,6 @@ class Fetcher:
             if copied is not None:
                 return copied
         return None
-
-    async def read_ahead(self, digest: bytes) -> None:
-        """An object is read from the local peer's SSD: have it bring what is likely to be read next, too."""
-        await self.prefetch(self._chains.after(digest))
 
     async def prefetch(self, digests: bytes) -> None:
         """Have the local peer bring objects (packed digests) to its memory; does not wait for them."""

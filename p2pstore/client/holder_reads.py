@@ -20,8 +20,8 @@ from p2pstore.runtime.streams import Driver, Event, Work, together
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.failover import PullFailed, is_silence
 from p2pstore.transfer.reading.arriving import Destination, ResumableDestination
-from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.shm import RoomsFor, ShmTransport, copy_into, copy_many
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
+from p2pstore.transfer.reading.shm_transport import RoomsFor, ShmTransport, copy_into, copy_many
 from p2pstore.transfer.reading.small_reads import Part
 from p2pstore.transfer.reading.span_reads import BatchItem, ItemOutcome
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
@@ -51,7 +51,7 @@ Came = tuple[int, PullFailed | None]
 PullSmall = Callable[
     [RemoteCopy, Sequence[bytes], Sequence[memoryview]], Awaitable[tuple[list[int], PullFailed | None]]
 ]
-"""See `DataPool.pull_small`."""
+"""See `ConnectionPool.pull_small`."""
 
 
 class HolderReads:
@@ -63,7 +63,7 @@ class HolderReads:
         self._link = link
         self._shm = ShmTransport(link.driver, link.timeout_seconds)
         link.mapped.append(self._shm)
-        self._pool = DataPool(link.driver, progress_seconds=link.timeout_seconds)
+        self._pool = ConnectionPool(link.driver, progress_seconds=link.timeout_seconds)
         self._transports: list[Transport] = [self._shm, TcpTransport(self._pool)]
         self._together = None if in_threads else ReadingTogether(link.driver, self._pool.pull_small)
         self.known = KnownHolders(link.elsewhere, Random())
@@ -220,11 +220,7 @@ class HolderReads:
         well, or none."""
         with self._share_of_time() as seconds:
             outcomes = await self._pool.pull_many(_with_alternatives(copy, others), items)
-            lengths = [
-                each if isinstance(each, int) else each.length
-                for each in outcomes
-                if isinstance(each, (int, Pulled))
-            ]
+            lengths = [each.length for each in outcomes if isinstance(each, Pulled)]
             failures = sum(isinstance(each, PullFailed) for each in outcomes)
             self._batch_ended(copy, lengths, len(items), failures, seconds())
         return outcomes

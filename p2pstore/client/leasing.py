@@ -18,7 +18,7 @@ from p2pstore.local.local_messages import Holder, LeaseGrant
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MAX_ITEMS
 from p2pstore.objects import Announced, Version
-from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.shm_transport import ShmTransport
 from p2pstore.transfer.transport import HOLDER_ANSWER_SECONDS
 from p2pstore.wire import Code
 
@@ -51,10 +51,7 @@ class Leaser:
             return shared
         batch = _Batch(self, [key], {0: digest}, wait_seconds)
         await batch.lease(here=here)
-        view = batch.only_view()
-        if batch.is_from_ssd:
-            await self.fetcher.read_ahead(digest)
-        return view
+        return batch.only_view()
 
     async def take_many(
         self, keys: Sequence[str], digests_of: Callable[[Sequence[str]], list[bytes]], *, here: bool
@@ -202,8 +199,6 @@ class _Batch:
         self, leaser: Leaser, keys: Sequence[str], wanted: dict[int, bytes], wait_seconds: float = 0.0
     ) -> None:
         """`wanted`: the digest of each item that is not settled; `prepare` makes it of the keys."""
-        self.is_from_ssd = False
-        """Whether the local peer had to read some object from its SSD."""
         self._link = leaser.link
         self._fetcher = leaser.fetcher
         self._neighbours = leaser.neighbours
@@ -345,7 +340,6 @@ class _Batch:
                 if code == Code.LEASE_LIMIT_EXCEEDED and not again:
                     refused.append((number, grant))
                 elif not code:
-                    self.is_from_ssd |= grant.transport == "ssd"
                     self._settle(number, view_under(link, self._wanted[number], grant))
                 elif code == Code.CAPACITY_EXCEEDED and len(numbers) > 1:
                     continue

@@ -57,7 +57,7 @@ class _Parts:
     ) -> None:
         self.link = link
         chains = PrefixChains()
-        self.fetcher = Fetcher(link, namespace, chains, in_threads=in_threads)
+        self.fetcher = Fetcher(link, namespace, in_threads=in_threads)
         self.writer = Writer(link, namespace, chains)
         self.neighbours = Neighbours(link, namespace)
         self.leaser = Leaser(link, self.fetcher, self.neighbours)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from p2pstore.client.known_holders import KnownElsewhere
-from p2pstore.client.leases import LeaseBook
+from p2pstore.client.lease_book import LeaseBook
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.client.read_ledger import ReadLedger
 from p2pstore.errors import ProtocolMismatch
@@ -25,7 +25,7 @@ from p2pstore.wire import ONE_WAY, Message, encode_frame
 
 if TYPE_CHECKING:
     from p2pstore.client.host_neighbours import Neighbours
-    from p2pstore.transfer.reading.shm import ShmTransport
+    from p2pstore.transfer.reading.shm_transport import ShmTransport
 
 M = TypeVar("M", bound=Message)
 

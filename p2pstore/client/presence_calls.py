@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -14,33 +13,15 @@ from p2pstore.arguments import possible_keys
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import ProtocolError
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_connection import RequestAhead
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import Cuts
-from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import DIGEST_BYTES, put_newest
 
 FEW_KEYS: Final = 16
 """Up to this number, keys are looked up one by one: numpy takes 60 us for any, 80 with cold caches."""
 
-MAX_CHAINS: Final = 64
 MAX_MISSING: Final = 16_384
-"""Blocks that did not match, of all chains together: they are likely to be put soon."""
-AHEAD: Final = 8
-"""Blocks that are brought to memory ahead of the one that is read: of 5 MiB some 40 MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A question under way: the answer's bytes are about these of all keys."""
-
-    request: RequestAhead[local.ContainsReply]
-    numbers: NDArray[np.intp]
-
-    async def note(self, present: NDArray[np.bool_]) -> None:
-        """Wait for the answer, and enter it."""
-        reply = await self.request.receive()
-        _check_count(reply, len(self.numbers))
-        present[self.numbers] = np.frombuffer(reply.present, dtype=np.uint8) == 1
+"""Of all chains together."""
 
 
 class Presence:
@@ -56,11 +37,7 @@ class Presence:
     async def contains(self, digest: bytes) -> bool:
         """Whether some live peer is known to hold the object."""
         known = self._look_up_one(digest)
-        if known is not None:
-            return known
-        reply = await self._link.request(LocalKind.CONTAINS, local.Contains(digest), local.ContainsReply)
-        _check_count(reply, 1)
-        return reply.present == b"\1"
+        return bool((await self._ask(digest))[0]) if known is None else known
 
     def _look_up_one(self, digest: bytes) -> bool | None:
         """The answer without a request; None: the peer must be asked."""
@@ -72,27 +49,15 @@ class Presence:
         return self._link.seems_here(digest) if known is False else known
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:
-        """`contains` for many keys, in at most one request per 4,096: the peer looks some up while the next
-        are hashed here."""
+        """`contains` for many keys, in at most one request per 4,096."""
         present = np.zeros(len(keys), dtype=np.bool_)
-        asked: deque[_Asked] = deque()
-        try:
-            for some in Cuts(LocalKind.CONTAINS, len(keys)):
-                digests, places = possible_keys(keys[some.start : some.stop], self._digests_of)
-                packed, numbers = b"".join(digests), np.arange(some.start, some.stop)
-                if places is not None:
-                    numbers = numbers[places]
-                known, unclear = self._look_up(packed)
-                present[numbers] = known
-                if unclear.any():
-                    asked.append(await self._ask_ahead(packed, unclear, numbers))
-                while len(asked) > 1:
-                    await asked.popleft().note(present)
-            while asked:
-                await asked.popleft().note(present)
-        finally:
-            for question in asked:
-                question.request.abandon()
+        for some in Cuts(LocalKind.CONTAINS, len(keys)):
+            digests, places = possible_keys(keys[some.start : some.stop], self._digests_of)
+            packed, numbers = b"".join(digests), np.arange(some.start, some.stop)
+            known, unclear = self._look_up(packed)
+            if unclear.any():
+                known[unclear] = await self._ask(_pick(packed, np.flatnonzero(unclear)))
+            present[numbers if places is None else numbers[places]] = known
         answers: list[bool] = present.tolist()
         return answers
 
@@ -166,15 +131,13 @@ class Presence:
             here |= reader.contains_many(packed)
         return here
 
-    async def _ask_ahead(
-        self, packed: bytes, unclear: NDArray[np.bool_], numbers: NDArray[np.intp]
-    ) -> _Asked:
-        """Ask the peer about the unclear ones of these digests, which are those of the keys of these numbers."""
-        some = np.flatnonzero(unclear)
-        request = await self._link.ask_ahead(
-            LocalKind.CONTAINS, local.Contains(_pick(packed, some)), local.ContainsReply
-        )
-        return _Asked(request, numbers[some])
+    async def _ask(self, packed: bytes) -> NDArray[np.bool_]:
+        """Ask the peer about these digests."""
+        reply = await self._link.request(LocalKind.CONTAINS, local.Contains(packed), local.ContainsReply)
+        if len(reply.present) * DIGEST_BYTES != len(packed):
+            raise ProtocolError(f"{len(reply.present)} answers about {len(packed) // DIGEST_BYTES} keys")
+        present: NDArray[np.bool_] = np.frombuffer(reply.present, dtype=np.uint8) == 1
+        return present
 
 
 def _pick(packed: bytes, numbers: NDArray[np.intp]) -> bytes:
@@ -184,62 +147,21 @@ def _pick(packed: bytes, numbers: NDArray[np.intp]) -> bytes:
     return np.frombuffer(packed, dtype=f"V{DIGEST_BYTES}")[numbers].tobytes()
 
 
-def _check_count(reply: local.ContainsReply, count: int) -> None:
-    if len(reply.present) != count:
-        raise ProtocolError(f"{len(reply.present)} answers about {count} keys")
-
-
 class PrefixChains:
-    """The chains of the last calls of `match_prefix`, as far as they matched."""
+    """Blocks that were missing in the last calls of `match_prefix`: they are likely to be put soon."""
 
     def __init__(self) -> None:
-        self._chains: OrderedDict[bytes, bytes] = OrderedDict()
-        """By the first block's digest: all digests, packed."""
         self._before: OrderedDict[bytes, bytes] = OrderedDict()
-        """Blocks that were missing, and the one before each."""
+        """By digest, that of the block before."""
 
     def matched(self, packed: bytes, length: int) -> None:
         """The first `length` blocks of this chain (packed digests) are held somewhere."""
-        self._note_missing(packed, length)
-        if length < 2:
-            return
-        head = packed[:DIGEST_BYTES]
-        self._chains.pop(head, None)
-        self._chains[head] = packed[: length * DIGEST_BYTES]
-        if len(self._chains) > MAX_CHAINS:
-            self._chains.popitem(last=False)
-
-    def before(self, digest: bytes) -> bytes:
-        """The digest of the block that this one follows in a chain, in which it was missing; empty for none known."""
-        return self._before.get(digest, b"")
-
-    def _note_missing(self, packed: bytes, length: int) -> None:
         blocks = min(len(packed) // DIGEST_BYTES, length + MAX_MISSING)
         for number in range(max(1, length), blocks):
             place = number * DIGEST_BYTES
             digest = packed[place : place + DIGEST_BYTES]
-            self._before[digest] = packed[place - DIGEST_BYTES : place]
-            self._before.move_to_end(digest)
-        while len(self._before) > MAX_MISSING:
-            self._before.popitem(last=False)
+            put_newest(self._before, digest, packed[place - DIGEST_BYTES : place], MAX_MISSING)
 
-    def after(self, digest: bytes) -> bytes:
-        """The packed digests of the blocks to be brought when this one is read: those behind the head of a chain, or
-        one more behind a later block, as those before it are on their way."""
-        chain = self._chains.get(digest)
-        if chain is not None:
-            return chain[DIGEST_BYTES : (1 + AHEAD) * DIGEST_BYTES]
-        for chain in self._chains.values():
-            place = _place_of(digest, chain)
-            if place >= 0:
-                start = place + AHEAD * DIGEST_BYTES
-                return chain[start : start + DIGEST_BYTES]
-        return b""
-
-
-def _place_of(digest: bytes, chain: bytes) -> int:
-    """Where it begins, or -1."""
-    place = chain.find(digest)
-    while place > 0 and place % DIGEST_BYTES:
-        place = chain.find(digest, place + 1)
-    return place
+    def before(self, digest: bytes) -> bytes:
+        """The digest of the block that this one follows in a chain, in which it was missing; empty for none known."""
+        return self._before.get(digest, b"")

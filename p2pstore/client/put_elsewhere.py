@@ -30,7 +30,7 @@ from p2pstore.runtime.side_by_side import PIECE_BYTES
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.data_messages import Store, Stored, Ticket
 from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty
@@ -56,7 +56,7 @@ class ElsewhereWriter:
     def __init__(self, link: PeerLink, namespace: str) -> None:
         self._link = link
         self._namespace = namespace
-        self._pool = DataPool(link.driver, progress_seconds=link.timeout_seconds)
+        self._pool = ConnectionPool(link.driver, progress_seconds=link.timeout_seconds)
 
     def close(self) -> None:
         """Close the connections to other peers."""

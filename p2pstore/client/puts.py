@@ -167,58 +167,64 @@ def windows(
 
 
 class GrantedAhead:
-    """Reservations that came with earlier commits, for puts of the same size to come.
+    """Reservations that came with earlier commits, for puts of the same size to come: one for a put, those of the first
+    window for a batch.
 
-    One is asked for only when two puts in a row had that size; all are given back when the size
-    changes or no put came for a while. To make them, the peer may have to evict: so they stay below
-    `max_bytes` each.
+    They are asked for only when two puts, or two batches, in a row had that size; all are given back when the size
+    changes or no put came for a while. To make them, the peer may have to evict: so they take at most `max_bytes`, or
+    a room each for a few puts.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._ready: list[tuple[RoomSize, Room]] = []
-        self._last: RoomSize | None = None
+        self._rooms: list[Room] = []
+        self._size = self._last = (-1, -1)
+        """Length and trailer length: of these rooms, and of the last put."""
         self._used = False
 
-    def take(self, item: RoomSize) -> Room | None:
-        """A reservation for this put, if there is one. Otherwise `drop_others` is due."""
+    def take(self, item: RoomSize) -> tuple[list[Room], list[int]]:
+        """Rooms for as many of these values as there are, in order; and the numbers to give back, because
+        they are of another size."""
+        *size, count = item
         with self._lock:
             self._used = True
-            for position, (size, room) in enumerate(self._ready):
-                if size == item:
-                    del self._ready[position]
-                    return room
-            return None
+            if self._size != tuple(size):
+                return [], self._drop()
+            taken, self._rooms = self._rooms[:count], self._rooms[count:]
+            return taken, []
 
     def wanted(self, item: RoomSize) -> list[RoomSize]:
-        """The reservations to request along with the commit of this put."""
+        """The reservations to request along with the commit of a put, or of the last values of a batch, which would
+        take `item` if it came again."""
+        length, trailer, count = item
         with self._lock:
-            repeated, self._last = item == self._last, item
-            if repeated and item[0] <= self._max_bytes and len(self._ready) < MAX_AHEAD:
-                return [item]
-            return []
+            is_repeated, self._last = self._last == (length, trailer), (length, trailer)
+            if not is_repeated or length > self._max_bytes:
+                return []
+            count = min(count, MAX_AHEAD * self._max_bytes // max(1, length))
+            count = min(count, max(count, MAX_AHEAD) - len(self._rooms))
+            return [(length, trailer, count)] if count > 0 else []
 
     def granted(self, item: RoomSize, rooms: Sequence[Room]) -> list[int]:
         """Keep what was granted; returns the numbers to give back, because the size has changed."""
+        size = item[:2]
         with self._lock:
-            if item != self._last:
+            if size != self._last:
                 return [number for number, _ in rooms]
-            self._ready += [(item, room) for room in rooms]
-            return []
-
-    def drop_others(self, item: RoomSize) -> list[int]:
-        """Forget reservations of other sizes; returns the numbers to give back."""
-        with self._lock:
-            others = [number for size, (number, _) in self._ready if size != item]
-            self._ready = [(size, each) for size, each in self._ready if size == item]
-            return others
+            dropped = [] if self._size == size else self._drop()
+            self._size = size
+            self._rooms += rooms
+            return dropped
 
     def drop(self) -> list[int]:
         """Forget all; returns the numbers to give back."""
         with self._lock:
-            dropped, self._ready = self._ready, []
-            return [number for _, (number, _) in dropped]
+            return self._drop()
+
+    def _drop(self) -> list[int]:
+        dropped, self._rooms = self._rooms, []
+        return [number for number, _ in dropped]
 
     def drop_unused(self) -> list[int]:
         """`drop` when no put came since the last call."""
@@ -227,4 +233,4 @@ class GrantedAhead:
 
     @property
     def held(self) -> bool:
-        return bool(self._ready)
+        return bool(self._rooms)

@@ -21,7 +21,7 @@ from p2pstore.local.local_messages import (
 from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.transfer.failover import HolderReport, is_silence
-from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.shm_transport import ShmTransport
 from p2pstore.transfer.transport import PullReport
 
 MAX_HOLDERS: Final = 1024

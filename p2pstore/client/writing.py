@@ -121,8 +121,7 @@ class Writer:
                 on_late_reply=lambda late: link.abort(numbers_in(late.again)),
             )
             _check_count(reply, 1)
-            rooms = rooms_in(reply.again, len(again))
-            link.abort(link.ahead.granted(item, [each for each in rooms if isinstance(each, tuple)]))
+            self.keep_ahead(again, reply)
             return answers.put_results([key], reply.outcomes[0][1], link.connection.hello.name)[0]
         except BaseException:
             link.abort([room[0]])  # harmless when the commit got through
@@ -131,11 +130,8 @@ class Writer:
     async def _room_for(self, key: str, item: RoomSize) -> Room:
         """Room in the local peer's memory. Raises `CapacityExceeded` or `ObjectTooLarge`."""
         link = self._link
-        ahead = link.ahead.take(item)
-        if ahead is not None:
-            return ahead
-        if link.ahead.held:
-            link.abort(link.ahead.drop_others(item))
+        if taken := self.take_ahead(item):
+            return taken[0]
         [room] = await self.reserve([item], 1)
         if isinstance(room, local.ItemError):
             if room.code == Code.CAPACITY_EXCEEDED and link.give_back_idle():
@@ -143,6 +139,19 @@ class Writer:
             if isinstance(room, local.ItemError):
                 raise answers.error_in(key, room)
         return room
+
+    def take_ahead(self, item: RoomSize) -> list[Room]:
+        """Rooms that were granted ahead, for as many of these values as there are."""
+        taken, others = self._link.ahead.take(item)
+        if others:
+            self._link.abort(others)
+        return taken
+
+    def keep_ahead(self, again: Sequence[RoomSize], reply: local.Committed) -> None:
+        """Keep the rooms that came with a commit for the next put."""
+        for item in again:
+            rooms = [each for each in rooms_in(reply.again, item[2]) if isinstance(each, tuple)]
+            self._link.abort(self._link.ahead.granted(item, rooms))
 
     async def put_many(
         self, items: Sequence[tuple[str, Buffer]], options: PutOptions
@@ -194,6 +203,15 @@ class Writer:
         )
         return rooms_in(reply.spans, count)
 
+    async def reserve_ahead(self, rooms: list[RoomSize]) -> RequestAhead[local.Reserved]:
+        """`reserve`, but the answer is received later."""
+        return await self._link.ask_ahead(
+            LocalKind.RESERVE,
+            local.Reserve(rooms, self.namespace),
+            local.Reserved,
+            on_late_reply=lambda late: self._link.abort(numbers_in(late.spans)),
+        )
+
     def target(self, room: Room, length: int) -> memoryview:
         """Where the value goes."""
         return self._link.connection.segment(0)[room[1] : room[1] + length]
@@ -210,10 +228,12 @@ class Writer:
 
 
 class _Sent(NamedTuple):
-    """Rows of a window that the peer is publishing, and those for which it reserves room."""
+    """Rows of a window that the peer is publishing, and those for which it reserves room: `again`, for the next batch
+    where there are no such rows."""
 
     rows: Sequence[int]
     next_rows: range
+    again: list[RoomSize]
     request: RequestAhead[local.Committed]
 
 
@@ -240,6 +260,8 @@ class PutBatch:
         """Room that was granted, until the peer has said what became of it."""
         self._alone: list[int] = []
         """Values that found no room: reservations of this batch may have been in their way."""
+        self._reserving: tuple[range, RequestAhead[local.Reserved]] | None = None
+        """Rows that wait for room, while the ones before them are written."""
         self._sent: deque[_Sent] = deque()
 
     async def put(self) -> None:
@@ -250,6 +272,8 @@ class PutBatch:
         try:
             await self._put_windows()
         except BaseException:
+            if self._reserving is not None:
+                self._reserving[1].abandon()
             for sent in self._sent:
                 sent.request.abandon()
             self._link.abort(room[0] for room in self._rooms if room is not None)
@@ -258,21 +282,39 @@ class PutBatch:
             await self._put_alone(row)
 
     async def _put_windows(self) -> None:
-        """Some windows are being published while another one is written."""
-        await self._reserve(range(self._windows[: self._ahead][-1].stop))
+        """Some windows are being published while another one is written. The first one takes the room that was granted
+        with the batch before, and is written while the peer makes room for the others."""
+        first = self._sizes(self._windows[0])
+        taken = self._writer.take_ahead(first[0]) if len(first) == 1 else []
+        self._grant(range(len(taken)), taken)
+        rest = range(len(taken), self._windows[: self._ahead][-1].stop)
+        if len(taken) < len(self._windows[0]):
+            await self._reserve(rest)
+        elif rest:
+            self._reserving = rest, await self._writer.reserve_ahead(self._sizes(rest))
         for number, window in enumerate(self._windows):
-            while any(sent.next_rows is window for sent in self._sent):
-                await self._take_answer()
+            await self._await_room(window)
             rows, sums = await self._fill(window)
             after = self._windows[number + self._ahead :]
             next_rows = after[0] if after else range(0)
             if not rows:
                 await self._reserve(next_rows)
-            else:
-                commit = self._commit(rows, sums, next_rows)
-                request = await self._writer.commit_ahead(commit)
-                self._sent.append(_Sent(rows, next_rows, request))
+                continue
+            again = self._sizes(next_rows)
+            if window is self._windows[-1] and len(first) == 1:
+                again = self._link.ahead.wanted(first[0])
+            request = await self._writer.commit_ahead(self._commit(rows, sums, again, bool(next_rows)))
+            self._sent.append(_Sent(rows, next_rows, again, request))
         while self._sent:
+            await self._take_answer()
+
+    async def _await_room(self, window: range) -> None:
+        """Until it is known which of the rows have room."""
+        if self._reserving is not None and window.stop > self._reserving[0].start:
+            rows, request = self._reserving
+            self._grant(rows, rooms_in((await request.receive()).spans, len(rows)))
+            self._reserving = None
+        while any(sent.next_rows is window for sent in self._sent):
             await self._take_answer()
 
     def _sizes(self, rows: range) -> list[RoomSize]:
@@ -292,7 +334,9 @@ class PutBatch:
             else:
                 self._failed(row, answers.error_in(self._keys[row], room))
 
-    def _commit(self, rows: Sequence[int], sums: list[bytes], again: range) -> local.Commit:
+    def _commit(
+        self, rows: Sequence[int], sums: list[bytes], again: list[RoomSize], at_hand: bool
+    ) -> local.Commit:
         before = rows[0] - 1
         return local.Commit(
             self._writer.namespace,
@@ -302,8 +346,8 @@ class PutBatch:
             b"".join(sums),
             [self._options],
             self._follows if before < 0 else self._writer.digest(self._keys[before]),
-            self._sizes(again),
-            at_hand=True,
+            again,
+            at_hand=at_hand,
         )
 
     async def _fill(self, window: range) -> tuple[list[int], list[bytes]]:
@@ -327,7 +371,10 @@ class PutBatch:
         reply = await sent.request.receive()
         self._sent.popleft()
         _check_count(reply, len(sent.rows))
-        self._grant(sent.next_rows, rooms_in(reply.again, len(sent.next_rows)))
+        if sent.next_rows:
+            self._grant(sent.next_rows, rooms_in(reply.again, len(sent.next_rows)))
+        else:
+            self._writer.keep_ahead(sent.again, reply)
         name = self._link.connection.hello.name
         left = iter(sent.rows)
         for count, outcome in reply.outcomes:

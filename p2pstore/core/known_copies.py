@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -11,8 +11,8 @@ from p2pstore.core.copies.proofs import ProveOperation
 from p2pstore.core.gets.lookup import check_holding_record
 from p2pstore.core.operation import AskPeer, KnownCopy, Reply
 from p2pstore.core.own_objects import location_of, location_on_ssd
-from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.known_locations import Word
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import (
     LocationRecord,
     Member,
@@ -65,18 +65,9 @@ class KnownCopies:
                 KnownCopy(self._core.member, self._core.peer_id, mine, reachable=True, local=True)
             )
             vouched.add(mine.version)
-        for holding in self._gossip.holders(digest, now, hearsay=hearsay):
+        for holding, state in self.believed(digest, now, namespace, hearsay=hearsay):
             version, member = holding.record.version, holding.member
-            if self._gossip.cluster_records.floors.forbids(digest, namespace, version):
-                continue
-            if self._gossip.doubts(member, version, now):
-                continue
-            if not self._core.is_in_time(version.clock, now):
-                continue
-            state = self._gossip.membership.resolve(member)
-            if state is None:
-                continue
-            reachable = state.status in (Status.ALIVE, Status.SUSPECT) and not holding.hidden
+            reachable = state.alive and not holding.hidden
             proved = not holding.hearsay or self._core.proofs.knows(digest, version)
             copy = KnownCopy(
                 member, state.peer_id, holding.record, reachable, proved=proved, hearsay=holding.hearsay
@@ -100,6 +91,22 @@ class KnownCopies:
             )
         )
         return copies, doubtful
+
+    def believed(
+        self, digest: bytes, now: float, namespace: bytes | None = None, *, hearsay: bool = False
+    ) -> Iterator[tuple[Location, MemberState]]:
+        """The locations at other members of versions that no floor forbids, whose holder has not missed a floor, and
+        that are not from the future."""
+        gossip = self._gossip
+        for location in gossip.directory.holders(digest, hearsay=hearsay):
+            version, state = location.record.version, gossip.membership.resolve(location.member)
+            if (
+                state is not None
+                and not gossip.floor_set.forbids(digest, namespace, version)
+                and not gossip.doubts(location.member, version, now)
+                and self._core.is_in_time(version.clock, now)
+            ):
+                yield location, state
 
     def _proved_among(
         self, digest: bytes, others: Sequence[KnownCopy], vouched: set[Version], copies: list[KnownCopy]
@@ -125,12 +132,12 @@ class KnownCopies:
             for holding in holdings[:64]:
                 if holding.member != self._core.member and check_holding_record(holding.record, digest):
                     self._gossip.heard_of(holding.record, now)
-                    position = (holding.incarnation, holding.sequence)
-                    word = Word.OWN if holding.member == member_of(home) else Word.HOME
+                    hearsay = holding.member != member_of(home)
                     stamp = decode_location(holding.record).version.clock
-                    if word is Word.OWN or self._core.is_in_time(stamp, now):
-                        self._gossip.locations.heard(
-                            holding.member, position, holding.record, now, word=word
+                    if not hearsay or self._core.is_in_time(stamp, now):
+                        place = holding.incarnation, [holding.sequence]
+                        self._gossip.directory.heard(
+                            holding.member, *place, holding.record, now, hearsay=hearsay
                         )
 
     def versions_heard_of(
@@ -138,7 +145,7 @@ class KnownCopies:
     ) -> list[Version]:
         """Versions that members say to hold, believed or not, and `others`, that no floor forbids."""
         forbids = self._gossip.cluster_records.floors.forbids
-        versions = [each.record.version for each in self._gossip.holders(digest, now, hearsay=True)]
+        versions = [each.record.version for each in self._gossip.directory.holders(digest, hearsay=True)]
         return [
             version
             for version in (*versions, *others)
@@ -169,7 +176,7 @@ class KnownCopies:
                 here[digest] = entry.version
         if not here:
             return list(digests)
-        same = here.keys() - self._gossip.locations.of_other_versions(here)
+        same = here.keys() - self._gossip.directory.of_other_versions(here)
         return [digest for digest in digests if digest not in same]
 
     def prove_newer(
@@ -234,7 +241,7 @@ class Holders:
         self._core.counters["holders_too_slow"] += failure.code == Code.DEADLINE_EXCEEDED
         state = self._gossip.membership.resolve(failure.member)
         if failure.code == Code.NO_SUCH_KEY:
-            self._gossip.locations.mark_stale(
+            self._gossip.directory.mark_stale(
                 failure.member, digest, failure.incarnation, failure.sequence
             )
         elif failure.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED) and state is not None:

@@ -268,6 +268,34 @@ class Notes:
         return notes
 
 
+class LateBooks:
+    """Bookkeeping that a client's answer does not need, kept in order right after the answer was sent. No other request
+    and no other part of the peer acts before that."""
+
+    def __init__(self) -> None:
+        self.late = False
+        """Whether an answer is to be sent first."""
+        self._due: deque[Callable[[], None]] = deque()
+
+    def keep(self, books: Callable[[], None]) -> None:
+        """Call it now, or at the next `settle` while an answer is to be sent first."""
+        if self.late:
+            self._due.append(books)
+        else:
+            books()
+
+    def settle(self) -> None:
+        """Keep all books that are due. Those behind one that fails stay due."""
+        if not self._due:
+            return
+        late, self.late = self.late, False
+        try:
+            while self._due:
+                self._due.popleft()()
+        finally:
+            self.late = late
+
+
 Reply = Message | Failure | None
 """An answer, a refusal, or nothing at all within the time."""
 

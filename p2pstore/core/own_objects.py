@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.copies.own_copies import are_kept_elsewhere
@@ -50,6 +51,7 @@ class OwnObjects:
         alike: int = 1,
     ) -> Steps[Reservation]:
         """`Segment.reserve_in_steps`, which announces with each step what went for it."""
+        self._core.books.settle()
         steps = self._segment.reserve_in_steps(
             length,
             trailer_length,
@@ -101,7 +103,9 @@ class OwnObjects:
 
     def announce_withdrawn(self, now: float) -> None:
         """Say where that is now which the segment evicted, expired or replaced."""
-        self._core.cold.left_memory(self._segment.objects.take_withdrawn(), now)
+        withdrawn = self._segment.objects.take_withdrawn()
+        if withdrawn:
+            self._core.books.keep(partial(self._core.cold.left_memory, withdrawn, now))
         self._core.write_back.memory_taken(now)
 
     def announce(self, entry: ObjectEntry, now: float) -> None:

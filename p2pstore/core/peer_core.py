@@ -15,17 +15,28 @@ from typing import Any, Final
 
 from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
-from p2pstore.core.copies.coldest import Offers, WriteBack
 from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.copies.earlier_life import EarlierLife
+from p2pstore.core.copies.hand_over import Offers
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
+from p2pstore.core.copies.write_back import WriteBack
 from p2pstore.core.floors import FloorBudget, Floors
 from p2pstore.core.gets.fetch_operation import FetchOperation, Prefetching
-from p2pstore.core.gets.reads import UNSEEN_TRANSPORTS, HotObjects, ReadReports
+from p2pstore.core.gets.hot_objects import UNSEEN_TRANSPORTS, HotObjects, ReadReports
 from p2pstore.core.known_copies import Holders, KnownCopies
-from p2pstore.core.operation import AskPeer, Effect, Notes, Operation, PullOutcome, Reply, Then, Timed
+from p2pstore.core.operation import (
+    AskPeer,
+    Effect,
+    LateBooks,
+    Notes,
+    Operation,
+    PullOutcome,
+    Reply,
+    Then,
+    Timed,
+)
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
 from p2pstore.core.puts.comparing import Comparisons
@@ -84,6 +95,7 @@ class PeerCore:
         self.unix_offset_seconds = unix_offset_seconds
         self.counters: Counter[str] = Counter()
         self.notes = Notes()
+        self.books = LateBooks()
         self.closing = False
         self._effects: list[Effect | GossipEffect] = []
         self.operations = Operations(self)
@@ -114,7 +126,7 @@ class PeerCore:
         self.participations = Participations(self)
         self.checkpoints = Checkpoints(self)
         self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
-        gossip.locations.watch(segment.digests(), self.operations.awaited.keys())
+        gossip.directory.watched.watch(segment.digests(), self.operations.awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
 

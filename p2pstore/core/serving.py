@@ -172,14 +172,9 @@ class LookupHereOperation(Operation):
         partitions = self.core.gossip.partitions
         begin = len(self._items)
         for digest in self._digests[begin : begin + LOOKED_UP_PER_STEP]:
-            holdings = _holdings(self.core, digest, now)
-            if (
-                holdings
-            ):  # hot keys are those that are wanted, whether their holders can be reached or not
-                partitions.hot.used(digest, now)
             if not partitions.vouches(digest, now):
                 self._unsure.append(len(self._items))
-            self._items.append(holdings)
+            self._items.append(_holdings(self.core, digest, now))
         if len(self._items) == len(self._digests):
             self.finish(Locations(self._items, self._unsure), now)
         else:
@@ -194,7 +189,7 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
     mine = core.copies.own_location(digest, now)
     if mine is not None:
         alive.append(Holding(core.member, core.incarnation, core.gossip.log.sequence, mine.encode()))
-    for known in core.gossip.holders(digest, now):
+    for known in core.gossip.directory.holders(digest):
         version = known.record.version
         if known.hearsay:  # of others: let each speak for itself
             continue
@@ -448,7 +443,7 @@ def holding_of(location: Location) -> Holding:
 
 
 def pushed_reply(behind: list[int], rivals: Iterable[Location]) -> Pushed:
-    """A home's reply, from the results of `Gossip.take_push`."""
+    """A home's reply, from the results of a `PushIntake`."""
     return Pushed(behind, [holding_of(rival) for rival in rivals])
 
 

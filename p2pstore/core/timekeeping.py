@@ -94,7 +94,7 @@ class Timekeeping:
         limit = newest_accepted_clock(core.unix(now))
         if core.gossip.future_stamps.has_floor_of(digest, namespace, limit) or any(
             holding.record.version.clock > limit and not (holding.hidden or holding.hearsay)
-            for holding in core.gossip.holders(digest, now)
+            for holding in core.gossip.directory.holders(digest)
         ):
             raise Unavailable(self._unsure("it has a version, or was removed,", now))
 

@@ -179,7 +179,7 @@ class Exchange(Message, frozen=True):
     peer that was heard of knew the same ones, `positions` stand in place of `digest`. `cluster_cells` are hashes of the
     cells of some buckets that differ: `u8 bucket | 64 u64` each.
 
-    `hot` tells peers in partitioned mode, now and then, where keys are that many look for (`known_locations`).
+    `hot` is of v0.1.0, which passed on locations of keys that many looked for; no peer reads it any more.
 
     `unix_ms` is the sender's wall clock; 0 comes from an older sender.
     """

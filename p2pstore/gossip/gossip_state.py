@@ -10,10 +10,10 @@ from typing import Final
 import msgspec
 
 from p2pstore.gossip.exchange.anti_entropy import FreshNews, Knowledge, OperationRate
-from p2pstore.gossip.exchange.asking import Questions
 from p2pstore.gossip.exchange.delta_checks import DeltaChecks, FutureRecords
 from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.exchange.exchanges import Exchanges
+from p2pstore.gossip.exchange.open_requests import OpenRequests
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
@@ -119,15 +119,13 @@ class GossipState:
         config = self.config
         self.contacts = Contacts(rng)
         self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
-        self.questions = Questions(config)
+        self.questions = OpenRequests(config)
         self.view = ActiveView(self.membership, rng, config.active_view, config.view_rotation_seconds)
         self.partitions = PartitionedDirectory(config, self.membership, self.directory, self.log, rng)
-        self.locations = self.partitions.known
         rate = OperationRate(config.eager_operations_per_second)
         self.exchanges = Exchanges(
             config, self.knowledge, self.floors, self.questions, self.view, rng, rate
         )
-        self.exchanges.hot_for = self.partitions.hot.tell
         self.exchanges.unix_ms = self.time.unix_ms
         self.eager_news = FreshNews(config, self.knowledge, self.view, self.questions, rate)
         self.probing = Probing(self.membership, self.questions, rng)
@@ -189,14 +187,6 @@ class GossipState:
         self.own_record.changed()
         self.exchanges.hurry()
 
-    def take_push(self, sender: Member, update: Push, now: float) -> tuple[list[int], list[Location]]:
-        """Take in what an owner pushes; what to answer: see `PartitionedDirectory.pushed`. Raises `ProtocolError`, and
-        changes nothing, for nonsense. A large one takes tenths of a second: see `intake`."""
-        intake = self.intake(sender, update)
-        while not intake.step(now):
-            pass
-        return intake.behind, intake.rivals
-
     def intake(self, sender: Member, update: Push) -> PushIntake:
         """Take in an owner's push, in steps of a few milliseconds. Raises `ProtocolError`, as its first steps do."""
         return PushIntake(sender, update, self._take_pushed)
@@ -228,11 +218,6 @@ class GossipState:
         state = self.membership.resolve(member)
         shown = None if state is None or state.signed is None else state.floors_horizon
         return self.floors.doubts.up_to(member, shown, now)
-
-    def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
-        """The known holders of the key: owners believed alive first, among them the newest version first. With
-        `hearsay` also those that may hold it."""
-        return self.locations.holders(digest, now, hearsay=hearsay)
 
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, best first; this one may be among them."""
@@ -352,9 +337,10 @@ class OwnRecord:
         one sees that a live peer signs with its key, by so little above its own that it is a defence,
         and goes. The older one defends itself against each newcomer.
         """
-        past = (
-            record.leaving
-        )  # of a life that ended, while this machine's clock was ahead of what it is now
+        if record.incarnation < self._log.incarnation:
+            return False  # another member told of it as well, before the log that was begun for it was announced
+        # Of a life that ended, while this machine's clock was ahead of what it is now.
+        past = record.leaving
         if not past and record.incarnation < self._log.incarnation + self._config.defence_margin:
             self.duplicate = record
             return False

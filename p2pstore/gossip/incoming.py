@@ -6,9 +6,9 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.anti_entropy import News
-from p2pstore.gossip.exchange.asking import Asked
 from p2pstore.gossip.exchange.delta_checks import check_claims
 from p2pstore.gossip.exchange.exchanges import read_reply, read_request
+from p2pstore.gossip.exchange.open_requests import OpenRequest
 from p2pstore.gossip.gossip_messages import (
     Ack,
     Ask,
@@ -25,7 +25,6 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.gossip_state import GossipState
-from p2pstore.gossip.homes.known_locations import unpack_hot
 from p2pstore.gossip.members.member_table import MAX_INCARNATION
 from p2pstore.gossip.records import ClusterRecord, PeerId, SignedRecord
 from p2pstore.wire import Code, Empty, Failure, Message
@@ -92,7 +91,7 @@ class Incoming:
                 return Failure(int(Code.UNAVAILABLE), f"readers are not answered kind {kind}")
 
     def probe_answered(
-        self, token: int, asked: Asked, reply: Message | None, now: float
+        self, token: int, asked: OpenRequest, reply: Message | None, now: float
     ) -> list[Effect]:
         if isinstance(reply, Ack):
             pinged = asked.about or asked.peer_id
@@ -116,12 +115,10 @@ class Incoming:
         answers = self._state.probing.answered(token, asked, reply)
         return list(answers)
 
-    def exchanged(self, asked: Asked, reply: ExchangeReply, now: float) -> list[Ask]:
+    def exchanged(self, asked: OpenRequest, reply: ExchangeReply, now: float) -> list[Ask]:
         theirs = read_reply(reply, self._state.knowledge.table)
-        hot = unpack_hot(reply.hot)
         self._state.time.clocks.answered(asked.peer_id, reply.unix_ms, asked.sent_at, now)
         news = self._take_delta(asked.peer_id, reply.delta, now)
-        self._state.partitions.hot.learn(hot, now)
         self._state.exchanges.learn(asked, reply, theirs, now, new_records=len(news.cluster_records))
         self._state.record(now)
         return self._state.exchanges.follow_up(asked.peer_id, theirs, now, news=news.anything)
@@ -155,12 +152,10 @@ class Incoming:
 
     def _serve_exchange(self, sender: PeerId, request: Exchange, now: float) -> Message:
         theirs = read_request(request, self._state.knowledge.table)
-        hot = unpack_hot(request.hot)
         check_claims(request.claims)
         self._state.time.clocks.asked(sender, request.unix_ms, now)
         self._heard(sender, now)
         self._membership.observe_claims(request.claims, now, sender)
-        self._state.partitions.hot.learn(hot, now)
         self._state.record(now)
         answer = self._state.exchanges.answer(sender, request, theirs, now)
         self.defer_homes_if_slow(now)

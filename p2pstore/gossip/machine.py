@@ -303,7 +303,7 @@ class Housekeeping:
             if record is not None:
                 # Without this a peer that was cut off for long would stay alone for good.
                 self._state.contacts.add(record.control, state.peer_id, bootstrap=False, in_book=True)
-        self._state.directory.expire_early(now)
+        self._state.directory.expire_words(now)
         if self._state.partitions.housekeep(now, agreed=self._state.exchanges.agreed):
             self._state.own_record.changed()
         self._state.knowledge.table.follows_logs = self._state.partitions.mode.follows_logs

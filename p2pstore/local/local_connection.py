@@ -350,7 +350,7 @@ class LocalConnection:
                 self._limit_receiving(
                     min(deadline - time.monotonic(), self.silence.patience_seconds / 2)
                 )
-                count = await self._stream.receive_into(self._receive_buffer)
+                count = await self._stream.receive_soon(self._receive_buffer)
                 self._dispatch(self._receive_buffer[:count], waiter)
         except DeadlineExceeded as error:
             if is_from_signal_handler(error):

@@ -191,9 +191,14 @@ class LocalBackend(Protocol):
         client is gone). None for kinds without an answer."""
         ...
 
+    def make_ready(self) -> None:
+        """Answers are on their way as far as the socket takes them, and the client may ask again within microseconds:
+        the time to prepare for that."""
+        ...
+
     def handled(self) -> None:
-        """All requests that had come were handled, and their answers are on their way as far as the socket takes them:
-        the time for what must not keep them waiting. In the same step, so nothing else happens in between."""
+        """The time for what must not keep answers waiting: before anything but requests of the same client is handled,
+        and at most half a millisecond after `make_ready`."""
         ...
 
     def client_gone(self, client: LocalClient) -> None:

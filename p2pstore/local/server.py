@@ -15,6 +15,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Awaitable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -41,6 +42,7 @@ from p2pstore.local.local_protocol import (
 )
 from p2pstore.objects import encode_namespace
 from p2pstore.runtime.linux import connected_user, is_shortage, shortage
+from p2pstore.runtime.polling import LOCAL_SHORT_SECONDS, Polling
 from p2pstore.runtime.streams import ANCILLARY_BYTES, check_descriptors
 from p2pstore.runtime.trio_streams import TrioStream
 from p2pstore.wire import (
@@ -72,7 +74,8 @@ SEND_SECONDS: Final = 30.0
 """A client that takes none of its answers in this time is cut off."""
 RECEIVE_BYTES: Final = 64 * 1024
 TURN_SECONDS: Final = 0.0005
-"""Time in which a connection goes on answering without giving up its turn of the event loop."""
+"""Time in which a connection goes on answering without giving up its turn of the event loop, and may wait for more to
+answer."""
 MAX_PASSED: Final = 1
 MAX_OUTGOING_BYTES: Final = 16 * 1024 * 1024
 
@@ -115,6 +118,7 @@ class _Connection:
         self._outgoing_bytes = 0
         self._sending = False
         self._turn_began = 0.0
+        self._polling = Polling(shares_thread=True, short_seconds=LOCAL_SHORT_SECONDS)
         self._observed: list[tuple[LocalKind, Message, Message | Exception | None, float]] = []
         """Requests that were answered at once, which the observer is still to be told of."""
         self._one_way: deque[Awaitable[None]] = deque()
@@ -133,6 +137,7 @@ class _Connection:
         except* Exception:
             logger.exception("dropped %s after an error of this peer", self._who())
         finally:
+            self._settle()
             while self._one_way:
                 await _call_off(self._one_way.popleft())
             self._stream.close()
@@ -162,22 +167,33 @@ class _Connection:
                     await self._send(unsent)
                 while self._one_way:
                     await self._one_way.popleft()
-                received = self._receive_now()
-                data = await self._receive() if received is None else received
+                data = await self._receive_next()
                 if not data:
                     break
             nursery.cancel_scope.cancel()  # the client has gone: answers are of no use
 
-    def _receive_now(self) -> bytes | None:
-        """Bytes that have come already: where a lone caller runs on the same core, its next request often has, and a
-        turn of the event loop would cost more than answering it. None when nothing has, or others must have
-        their turn."""
-        if time.monotonic() - self._turn_began > TURN_SECONDS:
-            return None
+    async def _receive_next(self) -> bytes:
+        """The next requests; none when the client has closed. A lone caller's have often come, or are about to: a turn
+        of the event loop costs more than many an answer, and being woken more than most."""
+        now = time.monotonic()
+        if now - self._turn_began > TURN_SECONDS:
+            self._settle()
+            await trio.lowlevel.checkpoint()
+            self._turn_began = now = time.monotonic()
         try:
             return self._sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
-            return None
+            pass
+        polls = self._polling.is_due(now) and not self._in_flight
+        if polls:
+            data = self._polling.poll(partial(self._sock.recv, RECEIVE_BYTES), now)
+            if data is not None:
+                return data
+        self._settle()
+        data = await self._receive()
+        if not polls:
+            self._polling.slept(self._turn_began - now)
+        return data
 
     async def _receive(self) -> bytes:
         """Wait for bytes. None at all when the client has closed."""
@@ -265,16 +281,26 @@ class _Connection:
 
     def _answer_now(self, client: LocalClient, data: bytes, nursery: trio.Nursery) -> list[bytes]:
         """Act on what has arrived; the answers, or what is left of them, that the socket does not take at once."""
+        unsent: list[bytes] = []
         try:
-            answered = self._handle_all(client, data, nursery)
-            if not answered or self._sending or self._outgoing:
-                return answered
-            joined = answered[0] if len(answered) == 1 else b"".join(answered)
-            sent = self._send_now(joined)
-            return [] if sent == len(joined) else [joined[sent:]]
+            unsent = self._handle_all(client, data, nursery)
+            if unsent and not (self._sending or self._outgoing):
+                joined = unsent[0] if len(unsent) == 1 else b"".join(unsent)
+                sent = self._send_now(joined)
+                unsent = [joined[sent:]] if sent < len(joined) else []
+            return unsent
         finally:
-            self._tell_observer(client)
-            self._backend.handled()
+            self._backend.make_ready()
+            if unsent or self._in_flight:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Do what must not keep the client waiting: before others have their turn."""
+        observed, self._observed = self._observed, []
+        if self._observer is not None and self._client is not None:
+            for kind, message, answer, seconds in observed:
+                self._observer.answered(self._client, kind, message, answer, seconds, None)
+        self._backend.handled()
 
     def _handle_all(self, client: LocalClient, data: bytes, nursery: trio.Nursery) -> list[bytes]:
         """Act on every request that has arrived whole; the answers that there are at once."""
@@ -368,13 +394,6 @@ class _Connection:
                 seconds = time.monotonic() - begin
                 self._observer.answered(client, kind, message, answer, seconds, began)
         await self._send(_answer(header, answer))
-
-    def _tell_observer(self, client: LocalClient) -> None:
-        """Of requests answered at once: only after their answers, which do not wait for it."""
-        observed, self._observed = self._observed, []
-        if self._observer is not None:
-            for kind, message, answer, seconds in observed:
-                self._observer.answered(client, kind, message, answer, seconds, None)
 
     async def _send(self, frames: list[bytes]) -> None:
         """Send, or leave the frames to the task that is sending now."""

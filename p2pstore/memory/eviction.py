@@ -10,7 +10,7 @@ from typing import Final
 
 from p2pstore.memory.entries import ObjectEntry, unlink
 from p2pstore.memory.policies.interface import EvictionPolicy
-from p2pstore.memory.segment_layout import Pin, SlotState
+from p2pstore.memory.segment_layout import GRANULE_BYTES, Pin, SlotState
 from p2pstore.objects import MIB
 
 CANDIDATES_PER_RANK: Final = 8
@@ -73,6 +73,7 @@ class EvictionOrder:
         """Of these, those of the lowest rank."""
         self._groups = [tuple(policy.new_queue() for _ in range(3)) for _ in range(group_count)]
         self._at: dict[int, ObjectEntry] = {}
+        """By the number of the granule, as `ExtentAllocator` has it."""
         self._held: set[int] = set()
         self.aside: dict[ObjectEntry, None] = {}
         """Entries that are to go for one large value, and are no candidates for others."""
@@ -112,7 +113,7 @@ class EvictionOrder:
             if rank is None:
                 continue
             group = entry.group
-            self._at[entry.offset] = entry
+            self._at[entry.offset // GRANULE_BYTES] = entry
             self._evictable_bytes[group] += entry.extent_bytes
             if rank == _CHEAP:
                 self._cheap_bytes[group] += entry.extent_bytes
@@ -150,7 +151,7 @@ class EvictionOrder:
                 if entry.rank == _CHEAP:
                     self._cheap_bytes[group] -= entry.extent_bytes
             entry.rank = None
-            del self._at[offset]
+            del self._at[offset // GRANULE_BYTES]
         unlink(*queued)
         self.policy.queued -= len(queued)
 
@@ -161,7 +162,7 @@ class EvictionOrder:
 
     def set_aside(self, offset: int) -> ObjectEntry:
         """Take the evictable entry there out of the order, for one large value, until it is `gone` or `end_aside`."""
-        entry = self._at[offset]
+        entry = self._at[offset // GRANULE_BYTES]
         self.discard(entry)
         self.aside[entry] = None
         return entry
@@ -245,11 +246,12 @@ class EvictionOrder:
     def at(self, *offsets: int) -> list[ObjectEntry]:
         """The evictable entries that begin there, without those that may not go any more."""
         at, held = self._at, self._held
-        return [at[offset] for offset in offsets if offset in at and offset not in held]
+        found = [at.get(offset // GRANULE_BYTES) for offset in offsets]
+        return [entry for entry in found if entry is not None and entry.offset not in held]
 
     def cost_at(self, offset: int, now: float, groups: Container[int] = FIRST_GROUP) -> float | None:
         """The cost of evicting the entry at `offset`; None when no evictable entry of these groups begins there."""
-        entry = self._at.get(offset)
+        entry = self._at.get(offset // GRANULE_BYTES)
         if entry is None or entry.group not in groups or offset in self._held:
             return None
         assert entry.rank is not None
@@ -267,7 +269,7 @@ class EvictionOrder:
 
     def may_go(self, offset: int, groups: Container[int]) -> bool:
         """Whether an evictable entry of one of these groups begins at `offset`."""
-        entry = self._at.get(offset)
+        entry = self._at.get(offset // GRANULE_BYTES)
         return entry is not None and entry.group in groups and offset not in self._held
 
     def candidates(

@@ -59,8 +59,9 @@ class ExtentAllocator:
         self.begin = begin
         self.granule = granule
         self.used_bytes = 0
-        self._used: dict[int, int] = {}  # start -> end
-        self._used_ending: dict[int, int] = {}  # end -> start
+        self._used: dict[int, int] = {}  # granule of the start -> end
+        self._used_ending: dict[int, int] = {}  # granule of the end -> start
+        # Numbers of granules: a dictionary finds multiples of a power of two only after many collisions.
         self._free: dict[int, int] = {}
         self._free_ending: dict[int, int] = {}
         self._sizes: list[int] = []  # the sizes of which there are free extents, ascending
@@ -87,19 +88,19 @@ class ExtentAllocator:
 
     def size_of(self, offset: int) -> int:
         """Bytes of the extent that begins at `offset`. Raises `KeyError` when none does."""
-        return self._used[offset] - offset
+        return self._used[offset // self.granule] - offset
 
     def is_taken(self, offset: int) -> bool:
         """Whether a taken extent begins there."""
-        return offset in self._used
+        return offset // self.granule in self._used
 
     def end_of(self, offset: int) -> int | None:
         """Where the extent ends, taken or free, that begins there; None when none does."""
-        return self._used.get(offset) or self._free.get(offset)
+        return self._used.get(offset // self.granule) or self._free.get(offset)
 
     def begin_of(self, end: int) -> int | None:
         """Where the extent begins, taken or free, that ends there; None when none does."""
-        begin = self._used_ending.get(end)
+        begin = self._used_ending.get(end // self.granule)
         return self._free_ending.get(end) if begin is None else begin
 
     def hole_before(self, offset: int) -> int:
@@ -108,7 +109,8 @@ class ExtentAllocator:
 
     def extents(self) -> list[tuple[int, int]]:
         """(offset, size) of all taken extents in address order; for checks."""
-        return [(start, end - start) for start, end in sorted(self._used.items())]
+        granule = self.granule
+        return [(start * granule, end - start * granule) for start, end in sorted(self._used.items())]
 
     def free_extents(self) -> list[tuple[int, int]]:
         """(offset, size) of all free extents in address order; for checks."""
@@ -125,7 +127,8 @@ class ExtentAllocator:
     def allocate_many(self, size_bytes: int, count: int) -> list[int]:
         """`allocate` up to `count` times: the offsets of as many extents as there is room for. Extents that are cut
         from one free extent lie one after the other."""
-        _check_whole(size_bytes, self.granule)
+        granule = self.granule
+        _check_whole(size_bytes, granule)
         made: list[int] = []
         while len(made) < count:
             position = bisect_left(self._sizes, size_bytes)
@@ -137,12 +140,11 @@ class ExtentAllocator:
             end = start + min(count - len(made), found // size_bytes) * size_bytes
             if end < start + found:
                 self._add_free(end, start + found)
-            starts, ends = (
-                range(start, end, size_bytes),
-                range(start + size_bytes, end + 1, size_bytes),
-            )
-            self._used.update(zip(starts, ends, strict=True))
-            self._used_ending.update(zip(ends, starts, strict=True))
+            starts = range(start, end, size_bytes)
+            ends = range(start + size_bytes, end + 1, size_bytes)
+            first, last, step = start // granule, end // granule, size_bytes // granule
+            self._used.update(zip(range(first, last, step), ends, strict=True))
+            self._used_ending.update(zip(range(first + step, last + 1, step), starts, strict=True))
             self.used_bytes += end - start
             made += starts
             if self.on_opened is not None:
@@ -160,19 +162,19 @@ class ExtentAllocator:
 
     def grow(self, offset: int) -> int:
         """Have a taken extent take the free one behind it, if there is one; how many bytes came with it."""
-        end = self._used[offset]
+        end = self._used[offset // self.granule]
         new_end = self._free.get(end)
         if new_end is None:
             return 0
         self._drop_free(end, new_end - end)
-        del self._used_ending[end]
+        del self._used_ending[end // self.granule]
         self.used_bytes -= end - offset
         self._take(offset, new_end)
         return new_end - end
 
     def _take(self, start: int, end: int) -> None:
-        self._used[start] = end
-        self._used_ending[end] = start
+        self._used[start // self.granule] = end
+        self._used_ending[end // self.granule] = start
         self.used_bytes += end - start
         self._tell_taken(start, end)
 
@@ -196,23 +198,23 @@ class ExtentAllocator:
             if position < start:
                 self._add_free(position, start)
             position = start + size
-            self._used[start] = position
-            self._used_ending[position] = start
+            self._used[start // self.granule] = position
+            self._used_ending[position // self.granule] = start
             self.used_bytes += size
         if position < end:
             self._add_free(position, end)
 
     def free(self, *offsets: int) -> int:
         """Give extents back; the bytes of them. Raises `KeyError` where none begins."""
-        freed = 0
+        granule, freed = self.granule, 0
         start = end = -1
         for offset in sorted(offsets):
             if offset != end:
                 if start >= 0:
                     self._merge_free(start, end)
                 start = offset
-            end = self._used.pop(offset)
-            del self._used_ending[end]
+            end = self._used.pop(offset // granule)
+            del self._used_ending[end // granule]
             freed += end - offset
         if start >= 0:
             self._merge_free(start, end)
@@ -221,15 +223,16 @@ class ExtentAllocator:
 
     def shrink(self, offset: int, size_bytes: int) -> None:
         """Give back the tail of an extent, of which `size_bytes` remain."""
-        _check_whole(size_bytes, self.granule)
-        end = self._used[offset]
+        granule = self.granule
+        _check_whole(size_bytes, granule)
+        end = self._used[offset // granule]
         kept = offset + size_bytes
         if kept > end:
             raise ValueError(f"an extent of {end - offset:,} bytes cannot grow to {size_bytes:,}")
         if kept < end:
-            self._used[offset] = kept
-            del self._used_ending[end]
-            self._used_ending[kept] = offset
+            self._used[offset // granule] = kept
+            del self._used_ending[end // granule]
+            self._used_ending[kept // granule] = offset
             self.used_bytes -= end - kept
             self._merge_free(kept, end)
 
@@ -251,9 +254,9 @@ class ExtentAllocator:
         found: list[Window] = []
         limit = inf
         grown_extents = 0
-        used = self._used
+        used, granule = self._used, self.granule
         for candidate in candidates:
-            if used.get(candidate, 0) - candidate >= needed_bytes:
+            if used.get(candidate // granule, 0) - candidate >= needed_bytes:
                 total = cost(candidate)
                 grown = None if total is None or total >= limit else (total, [candidate])
             else:
@@ -273,7 +276,8 @@ class ExtentAllocator:
         total = cost(candidate)
         if total is None:
             return None
-        left, right = candidate, self._used[candidate]
+        granule = self.granule
+        left, right = candidate, self._used[candidate // granule]
         victims = [candidate]
         left_cost = right_cost = None
         look_left = look_right = True
@@ -285,20 +289,20 @@ class ExtentAllocator:
             if right - left >= needed:
                 return total, victims
             if look_left:
-                neighbour = self._used_ending.get(left)
+                neighbour = self._used_ending.get(left // granule)
                 left_cost = None if neighbour is None else cost(neighbour)
             if look_right:
-                right_cost = cost(right) if right in self._used else None
+                right_cost = cost(right) if right // granule in self._used else None
             look_left = left_cost is not None and (right_cost is None or left_cost <= right_cost)
             look_right = not look_left and right_cost is not None
             if look_left and left_cost is not None:
                 total += left_cost
-                left = self._used_ending[left]
+                left = self._used_ending[left // granule]
                 victims.append(left)
             elif look_right and right_cost is not None:
                 total += right_cost
                 victims.append(right)
-                right = self._used[right]
+                right = self._used[right // granule]
             else:
                 return None
             if len(victims) % GROWN_PER_STEP == 0:

@@ -1,23 +1,27 @@
 """Keys in order, for listings. Pure.
 
-Adding and removing cost a dictionary operation: sorting waits for the first listing. Then keys are sorted in runs of a
-thousand or two, one a step (`prepare`), and a page merges the runs. What went stays in its run, and is passed over,
-until it is an eighth of all.
+What is added waits for the first listing. Then keys are sorted in runs of a thousand or two, one a step (`prepare`),
+and a page merges the runs. What went stays in its run, and is passed over, until it is an eighth of all.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from typing import Final
 
 from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.segment_layout import SlotState
 
 RUN_KEYS: Final = 2_048
 """A run has at most that many keys, and all but the last about half or more. Sorting a thousand takes 0.5 ms."""
 GONE_BESIDE: Final = 1_000
 GONE_SHARE: Final = 8
+_LIVE: Final = SlotState.LIVE
+LOOKED_AT: Final = 4
+"""Waiting entries that are looked at for each one that comes or goes: at most a third of them are gone ones."""
 
 
 class _Namespace:
@@ -74,9 +78,7 @@ class _Namespace:
             self._runs.insert(place, run)
 
     def keys_from(self, prefix: str, after: str) -> Iterator[str]:
-        """All keys from `prefix` on that are above `after`, in order."""
-        while not self.prepare():
-            pass
+        """All keys from `prefix` on that are above `after`, in order. They were prepared."""
         for key in merge(*(_from(run, prefix, after) for run in self._runs)):
             if key not in self._gone:
                 yield key
@@ -89,13 +91,41 @@ def _from(run: list[str], prefix: str, after: str) -> Iterator[str]:
 
 
 class KeyListing:
-    """All keys of a segment, by namespace."""
+    """All keys of a segment, by namespace. What is added waits in windows until a listing is asked for; not with
+    `at_once`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._at_once = at_once
         self._namespaces: dict[str, _Namespace] = {}
+        self._added: deque[Sequence[ObjectEntry]] = deque()
+        self._waiting = self._count = 0
+        """Entries in `_added`, gone ones too; and entries that are not gone."""
 
     def add(self, *entries: ObjectEntry) -> None:
         """List the entries under their keys."""
+        self._count += len(entries)
+        if self._at_once:
+            self._list(entries)
+            return
+        self._added.append(entries)
+        self._waiting += len(entries)
+        self._forget_gone(LOOKED_AT * len(entries))
+
+    def _forget_gone(self, looks: int) -> None:
+        """Where many entries that wait are gone, look for some: usually among those that were added first."""
+        while looks > 0 and self._waiting > self._count + RUN_KEYS:
+            looks -= len(self._added[0])
+            if left := self._take():
+                self._added.append(left)
+                self._waiting += len(left)
+
+    def _take(self) -> Sequence[ObjectEntry]:
+        """The first window that waits, without what went meanwhile."""
+        window = self._added.popleft()
+        self._waiting -= len(window)
+        return [entry for entry in window if entry.state is _LIVE]
+
+    def _list(self, entries: Iterable[ObjectEntry]) -> None:
         for entry in entries:
             namespace = self._namespaces.get(entry.namespace)
             if namespace is None:
@@ -108,7 +138,11 @@ class KeyListing:
         return () if listed is None else listed.entries.values()
 
     def remove(self, *entries: ObjectEntry) -> None:
-        """Take the entries' keys out, but for those under which another entry is listed."""
+        """Take the keys of entries that are about to go out, but for those under which another entry is listed."""
+        self._count -= len(entries)
+        self._forget_gone(LOOKED_AT * len(entries))
+        if not self._namespaces:
+            return
         for entry in entries:
             namespace = self._namespaces.get(entry.namespace)
             if namespace is None or namespace.entries.get(entry.key) is not entry:
@@ -119,6 +153,13 @@ class KeyListing:
 
     def prepare(self, namespace: str) -> bool:
         """A step towards `page`, of a millisecond. Whether that takes no more than it gives by now."""
+        listed = 0
+        while self._added and listed < RUN_KEYS:
+            some = self._take()
+            self._list(some)
+            listed += len(some)
+        if self._added:
+            return False
         keys = self._namespaces.get(namespace)
         return keys is None or keys.prepare()
 
@@ -127,6 +168,8 @@ class KeyListing:
     ) -> tuple[list[ObjectEntry], bool]:
         """Up to `limit` entries whose keys begin with `prefix`, in key order, above `after`; and
         whether there are more."""
+        while not self.prepare(namespace):
+            pass
         keys = self._namespaces.get(namespace)
         if keys is None:
             return [], False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from itertools import islice
 from typing import Final
 
@@ -91,7 +91,7 @@ class ObjectTable:
         else:
             memory[geometry.slots_offset : slots_end].fill(0)
         memory[slots_end : geometry.data_offset].fill(0)
-        self._index = KeyIndex(buffer[geometry.index_offset :], geometry.index_entries)
+        self._index = KeyIndex(buffer[geometry.index_offset :], geometry.index_entries, geometry.slots)
         slots = memory[geometry.slots_offset : slots_end]
         self._slots: NDArray[np.uint8] = slots.reshape(-1, SLOT_BYTES)
         header = SegmentHeader(segment_id, incarnation, geometry, SegmentState.OPEN)
@@ -128,15 +128,17 @@ class ObjectTable:
             buffer[start : start + SLOT_BYTES] = FREE_SLOT
         self._free_slots += numbers
 
-    def publish(self, entries: Collection[ObjectEntry], trailers: Iterable[bytes] = ()) -> None:
-        """Make filled extents objects that readers find, in place of those of the same digests. Without `trailers`,
-        those of an earlier life are there already."""
+    def publish(
+        self, entries: Sequence[ObjectEntry], trailers: Iterable[bytes] = (), *, new: bool = False
+    ) -> None:
+        """Make filled extents objects that readers find, in place of those of the same digests; `new`: there are none.
+        Without `trailers`, those of an earlier life are there already."""
         buffer = self._buffer
         for entry, trailer in zip(entries, trailers, strict=False):
             start = entry.offset + (entry.length + 7 & ~7)  # `trailer_offset`, without its call
             buffer[start : start + len(trailer)] = trailer
         self.write_slots(*entries)
-        self._index.set_all(entries)
+        self._index.set_all(entries, new=new)
 
     def write_reservation(self, reservation: Reservation) -> None:
         """Mark the slot as one whose bytes may be written."""
@@ -153,7 +155,7 @@ class ObjectTable:
 
     def withdraw(self, entries: Iterable[ObjectEntry]) -> None:
         """Readers no longer find the object; its slot stays as it is."""
-        self._index.remove(*[entry.digest for entry in entries])
+        self._index.remove(entries)
 
     def write_slots(self, *entries: ObjectEntry) -> None:
         """Bring slots up to date with the entries."""
@@ -282,50 +284,57 @@ _UNUSED: Final = bytes(INDEX_ENTRY_BYTES)
 
 
 class KeyIndex:
-    """Writes the published key index into `section`, which begins zeroed. `entries` is a power of two.
+    """Writes the published key index into `section`, which begins zeroed. `entries` is a power of two, `slots` is less.
 
     Open addressing with linear probing. The owner keeps its own copy and never reads the shared one back, so nothing
     that another process scribbles there confuses it. Readers may miss a key for the moment in which it is moved.
     """
 
-    def __init__(self, section: memoryview, entries: int) -> None:
+    def __init__(self, section: memoryview, entries: int, slots: int) -> None:
         self._section = section
         self._entries = entries
         self._mask = entries - 1
-        self._digests: list[bytes | None] = [None] * entries
-        self._slots = array("I", bytes(4 * entries))
+        self._none = slots
+        """In place of a slot's number, of an unused entry."""
+        self._slots = array("I", [slots]) * entries
+        self._homes = array("I", bytes(4 * entries))
+        """Where the search for what is in an entry begins."""
+        self._digests: list[bytes] = [b""] * slots
+        """By slot: looked at seldom, as each is another place in memory."""
 
-    def set_all(self, entries: Collection[ObjectEntry]) -> None:
-        """Publish in which slot each object is, in place of an earlier slot of the same digest."""
-        known, slots, section, mask = self._digests, self._slots, self._section, self._mask
-        for entry, position in zip(entries, self._homes([each.digest for each in entries]), strict=True):
-            digest = entry.digest
-            while (there := known[position]) is not None and there != digest:
+    def set_all(self, entries: Iterable[ObjectEntry], *, new: bool) -> None:
+        """Publish in which slot each object is, in place of an earlier one of the same digest; `new`: there is none."""
+        digests, slots, homes, section = self._digests, self._slots, self._homes, self._section
+        mask, none = self._mask, self._none
+        for entry in entries:
+            digest, slot = entry.digest, entry.slot
+            home = position = _first_word(digest)[0] & mask
+            while (there := slots[position]) != none and (new or digests[there] != digest):
                 position = (position + 1) & mask
-            known[position] = digest
-            slots[position] = slot = entry.slot
+            digests[slot] = digest
+            slots[position], homes[position] = slot, home
             pack_index_entry_into(section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)
 
-    def _homes(self, digests: Sequence[bytes]) -> list[int]:
-        """`index_home` of each."""
-        mask = self._mask
-        return [_first_word(digest)[0] & mask for digest in digests]
-
-    def remove(self, *gone: bytes) -> None:
-        """Take digests out and move later entries of their runs back: no tombstones remain."""
-        digests, slots, mask = self._digests, self._slots, self._mask
-        for digest, hole in zip(gone, self._homes(gone), strict=True):
-            while (there := digests[hole]) != digest:
-                if there is None:
-                    raise KeyError(digest)
+    def remove(self, entries: Iterable[ObjectEntry]) -> None:
+        """Take objects out and move later entries of their runs back: no tombstones remain."""
+        slots, homes, mask, none = self._slots, self._homes, self._mask, self._none
+        for entry in entries:
+            slot, hole = entry.slot, _first_word(entry.digest)[0] & mask
+            while (there := slots[hole]) != slot:
+                if there == none:
+                    raise KeyError(entry.digest)
                 hole = (hole + 1) & mask
             position = hole
-            while (moving := digests[position := (position + 1) & mask]) is not None:
-                home = int.from_bytes(moving[:8], "little")
+            while (moving := slots[position := (position + 1) & mask]) != none:
+                home = homes[position]
                 if (position - home) & mask >= (position - hole) & mask:
-                    self._write(hole, moving, slots[position])
+                    slots[hole], homes[hole] = moving, home
+                    start = hole * INDEX_ENTRY_BYTES
+                    pack_index_entry_into(
+                        self._section, start, self._digests[moving], moving, INDEX_USED
+                    )
                     hole = position
-            digests[hole] = None
+            slots[hole] = none
             start = hole * INDEX_ENTRY_BYTES
             self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
 
@@ -333,9 +342,10 @@ class KeyIndex:
         """Write entries anew that another process changed; how many there were."""
         restored = 0
         for position in range(first, min(first + count, self._entries)):
-            digest = self._digests[position]
+            slot = self._slots[position]
             start = position * INDEX_ENTRY_BYTES
-            expected = _UNUSED if digest is None else encode_index_entry(digest, self._slots[position])
+            used = slot != self._none
+            expected = encode_index_entry(self._digests[slot], slot) if used else _UNUSED
             if self._section[start : start + INDEX_ENTRY_BYTES] != expected:
                 self._section[start : start + INDEX_ENTRY_BYTES] = expected
                 restored += 1
@@ -344,8 +354,3 @@ class KeyIndex:
     def detach(self) -> None:
         """Let go of the memory."""
         self._section = memoryview(b"")
-
-    def _write(self, position: int, digest: bytes, slot: int) -> None:
-        self._digests[position] = digest
-        self._slots[position] = slot
-        pack_index_entry_into(self._section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)

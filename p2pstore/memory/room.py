@@ -70,10 +70,12 @@ class RoomMaker:
         size = extent_bytes(length, max(1, trailer_length))
         return self._has_room(size, self._areas.searches(namespace)[-1])
 
-    def can_spare(self, length: int, trailer_length: int, *, namespace: str = "") -> bool:
-        """Whether room for such a value may be reserved ahead of demand: some is free, or 16 times as much is
+    def can_spare(
+        self, length: int, trailer_length: int, count: int = 1, *, namespace: str = ""
+    ) -> bool:
+        """Whether room for `count` values may be reserved ahead of demand: it is free, or 16 times as much is
         evictable."""
-        size = extent_bytes(length, max(1, trailer_length))
+        size = count * extent_bytes(length, max(1, trailer_length))
         places = self._areas.searches(namespace)[-1]
         if self._has_room(size, places):
             return True
@@ -82,9 +84,11 @@ class RoomMaker:
             return True
         return self._order.evictable_bytes(_groups_of(places)) >= AHEAD_LEFT * size
 
-    def make_ahead(self, length: int, trailer_length: int, *, now: float, namespace: str = "") -> None:
-        """Evict the victims of the next such value, if it does not fit and `can_spare`. The next reservation may take
-        the room, whatever it is for."""
+    def make_ahead(
+        self, length: int, trailer_length: int, count: int = 1, *, now: float, namespace: str = ""
+    ) -> None:
+        """Evict the victims of the next such value, and of `count` where that is easy, if it does not fit and
+        `can_spare`. The next reservation may take the room, whatever it is for."""
         size = extent_bytes(length, max(1, trailer_length))
         places = self._areas.searches(namespace)[-1]
         if self._has_room(size, places):
@@ -93,7 +97,7 @@ class RoomMaker:
             size, places
         ):
             return
-        steps = self.take(size, namespace, now, 1)
+        steps = self.take(size, namespace, now, count)
         with suppress(CapacityExceeded), closing(steps):
             try:
                 for _ in range(MAX_STEPS_AHEAD):

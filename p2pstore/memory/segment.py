@@ -43,7 +43,7 @@ from p2pstore.memory.segment_layout import (
 )
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, SegmentObjects
 from p2pstore.objects import MAX_OBJECT_BYTES, are_sums_of
-from p2pstore.runtime.stepping import Steps, run_through
+from p2pstore.runtime.stepping import Steps, call_now, run_through
 
 _NO_PIN: Final = Pin.NONE
 _SOFT_PIN: Final = Pin.SOFT
@@ -254,10 +254,17 @@ class Segment:
         return entry
 
     def commit_new(
-        self, written: Sequence[Written], *, session: Hashable, now: float, soft: bool = False
+        self,
+        written: Sequence[Written],
+        *,
+        session: Hashable,
+        now: float,
+        soft: bool = False,
+        keep: Callable[[Callable[[], None]], None] = call_now,
     ) -> list[ObjectEntry | None]:
         """`commit` of many objects whose sums give their roots, each newer than what is here of its key. None in place
-        of one that does not fit its reservation, which stays (`commit` says why), or whose key came before."""
+        of one that does not fit its reservation, which stays (`commit` says why), or whose key came before. `keep` may
+        put listing and order of eviction off, until anything else than `reserve_free` is called."""
         self.objects.check_open()
         reservations = self.reservations.of(session)
         ended: dict[int, Reservation] = {}
@@ -309,7 +316,7 @@ class Segment:
             fitting.append(packed)
             ended[number] = reservation
         self.reservations.end(session, *ended.values())
-        self.objects.publish(new, fitting, follows, now)
+        self.objects.publish(new, fitting, follows, now, keep)
         return entries
 
     def abort(self, number: int, *, session: Hashable) -> None:

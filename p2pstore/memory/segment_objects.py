@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from heapq import nlargest
 from itertools import islice
 from typing import Final
@@ -47,7 +48,7 @@ class SegmentObjects:
         self.references = references
         self.live: dict[bytes, ObjectEntry] = {}
         self.returned: dict[bytes, ObjectEntry] = {}
-        self.listing = KeyListing()
+        self.listing = KeyListing(at_once=bool(areas.uses))
         self.timers = ExpiryTimers()
         self.most_read = MostRead()
         """Of all readers whose reads the owner hears of."""
@@ -69,14 +70,15 @@ class SegmentObjects:
         trailers: Iterable[bytes],
         follows: Mapping[bytes, bytes],
         now: float,
+        keep: Callable[[Callable[[], None]], None],
     ) -> None:
         """Make filled extents the objects of their digests, in place of older ones. `trailers` are packed, in order.
-        `follows`: the digest of the block before it, of those that follow one."""
+        `follows`: the digest of the block before it, of those that follow one. `keep`: see `Segment.commit_new`."""
         if not new:
             return
         live, areas, held, entries = self.live, self.areas, self.held, list(new.values())
         replaced = [] if live.keys().isdisjoint(new) else [live[each] for each in new if each in live]
-        self.table.publish(entries, trailers)
+        self.table.publish(entries, trailers, new=not replaced)
         if areas.uses:
             for entry in entries:
                 entry.group = areas.at(entry.offset - self._data_offset).group_of(entry.namespace)
@@ -88,10 +90,15 @@ class SegmentObjects:
                 self.timers.set(entry)
         if replaced:
             self._replaced(replaced)
-        self.listing.add(*entries)
+        keep(partial(self._admit, new, follows, now))
+
+    def _admit(
+        self, new: Mapping[bytes, ObjectEntry], follows: Mapping[bytes, bytes], now: float
+    ) -> None:
+        self.listing.add(*new.values())
         for digest, before in follows.items():
-            self.order.follow(new[digest], live.get(before))
-        self.order.admit(entries, now)
+            self.order.follow(new[digest], self.live.get(before))
+        self.order.admit([*new.values()], now)
 
     def return_object(self, entry: ObjectEntry, now: float) -> None:
         """Take in an object of an earlier life, which readers do not find until `publish_returned`."""

@@ -21,7 +21,7 @@ from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
-from p2pstore.core.copies.coldest import coldest_use
+from p2pstore.core.copies.hand_over import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
@@ -69,17 +69,17 @@ from p2pstore.peer.segment_memory import (
 )
 from p2pstore.peer.ssd_opening import open_ssd
 from p2pstore.runtime import linux
+from p2pstore.runtime.linux import host_identity
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.state.folder import ephemeral, load_token_file
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.topology.sysfs import host_identity
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION, over_tls
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
 from p2pstore.transfer.rdma.rdma_serving import PeerRdma, open_rdma
-from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
+from p2pstore.transfer.reading.shm_transport import ShmTransport
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.ticket_issuer import TicketIssuer
@@ -304,7 +304,7 @@ class Assembly:
 
     async def _open_transports(self, node: Node, issuer: TicketIssuer) -> None:
         driver = TrioDriver()
-        node.pool = DataPool(driver, issuer.for_peers)
+        node.pool = ConnectionPool(driver, issuer.for_peers)
         self.stack.callback(node.pool.close)
         transports: list[Transport] = []
         if self.config.transport in ("auto", "shm"):

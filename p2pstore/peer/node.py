@@ -37,8 +37,9 @@ from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.members.membership import STALL_SECONDS
 from p2pstore.gossip.records import Member, PeerId, format_peer_id
-from p2pstore.peer.for_peers.control_traffic import ControlTraffic, Routes, duplicate_identity
+from p2pstore.peer.for_peers.control_traffic import ControlTraffic, duplicate_identity
 from p2pstore.peer.for_peers.data_requests import DataRequests
+from p2pstore.peer.for_peers.routes import Routes
 from p2pstore.peer.lifetime.credentials import Credentials
 from p2pstore.peer.lifetime.leaving import Leaving, StateSaver
 from p2pstore.peer.segment_memory import CopyChecks, MemoryGuard
@@ -49,8 +50,8 @@ from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.status.measures import LoadMeter
 from p2pstore.status.operation_watch import PeerWatch
-from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
+from p2pstore.transfer.reading.shm_transport import ShmTransport
 from p2pstore.transfer.serving.read_answers import Traffic
 from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
 
@@ -85,7 +86,6 @@ class Node:
         self.core = core
         gossip = core.gossip
         gossip.directory.share(threading.Lock())  # see `Peer.locate_nowait`
-        gossip.locations.share(threading.Lock())
         self.rng = rng
         self.routes = Routes(core, config, host_id, rng)
         self.saver = StateSaver(core, state) if state is not None else None
@@ -102,7 +102,7 @@ class Node:
         self.failure: P2PStoreError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.host: ControlHost
-        self.pool: DataPool
+        self.pool: ConnectionPool
         self.credentials: Credentials
         self.ssd: PeerSsd | None = None
         self.rdma: PeerRdma | None = None

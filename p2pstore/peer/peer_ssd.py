@@ -317,7 +317,7 @@ class PeerSsd:
 
     def is_last_copy(self, digest: bytes) -> bool:
         """Whether no other live peer announces the object."""
-        known = self._core.gossip.holders(digest, self._node.now)
+        known = self._core.gossip.directory.holders(digest)
         return all(holding.hidden or holding.hearsay for holding in known)
 
     async def _store(self, entry: ObjectEntry, *, durable: bool = False) -> bool:

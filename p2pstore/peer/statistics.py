@@ -181,7 +181,7 @@ class Statistics:
         floors = gossip.floor_set
         states = Counter(member.status for member in membership.states())
         return {
-            "known_locations": gossip.locations.record_count,
+            "known_locations": gossip.directory.record_count,
             "directory": gossip.partitions.document(),
             "members_refused": membership.refused_count,
             "floors": floors.count,

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import math
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
@@ -26,11 +25,9 @@ from p2pstore.runtime.streams import (
     HelperTask,
     NonblockingStream,
     StartHelper,
-    advance,
     connect_first,
     connect_nonblocking,
     flatten_parts,
-    gather,
     stalled,
     tune_tcp,
 )
@@ -45,10 +42,6 @@ class AsyncioStream(NonblockingStream):
         super().__init__(sock, progress_seconds)
         self._waits: set[_Wait] = set()
 
-    async def _wait_readable(self) -> None:
-        limit = self.receive_seconds
-        await self._wait(self.progress_seconds if limit is None else limit)
-
     async def _wait(self, limit_seconds: float, *, writable: bool = False) -> None:
         wait = _Wait(self._sock.fileno(), writable=writable)
         self._waits.add(wait)
@@ -60,17 +53,10 @@ class AsyncioStream(NonblockingStream):
             raise stalled(limit_seconds)
         self._unyielded_bytes = 0
 
-    async def _let_others_run(self) -> None:
-        """Once in 2 MiB; before a system call, because a task may be cancelled here."""
+    async def _take_turn(self) -> None:
         if self._unyielded_bytes >= SEND_PIECE_BYTES:
             self._unyielded_bytes = 0
             await asyncio.sleep(0)
-
-    async def send(self, *parts: BytesLike) -> None:
-        views = flatten_parts(parts)
-        flow, first = Flow(self.progress_seconds), 0
-        while first < len(views):
-            first = await self._send_some(views, first, flow)
 
     async def send_whole(self, *parts: BytesLike) -> None:
         views = flatten_parts(parts)
@@ -87,36 +73,6 @@ class AsyncioStream(NonblockingStream):
             raise
         if cancelled is not None:
             raise cancelled
-
-    async def _send_some(self, views: list[memoryview], first: int, flow: Flow) -> int:
-        """The index of the first view that is not wholly sent. Cancelled, it has sent nothing."""
-        await self._let_others_run()
-        waited_seconds = 0.0
-        while True:
-            try:
-                sent = self._sock.sendmsg(gather(views, first))
-            except BlockingIOError:
-                began = time.monotonic()
-                await self._wait(self.progress_seconds, writable=True)
-                waited_seconds += time.monotonic() - began
-                continue
-            if not flow.moved(sent, waited_seconds):
-                raise flow.too_slow()
-            self._unyielded_bytes += sent
-            return advance(views, first, sent)
-
-    async def receive_into(self, view: memoryview) -> int:
-        await self._let_others_run()
-        while True:
-            try:
-                count = self._sock.recv_into(view)
-            except BlockingIOError:
-                await self._wait_readable()
-                continue
-            self._unyielded_bytes += count
-            return count
-
-    receive_soon = receive_into
 
     def close(self) -> None:
         for wait in list(self._waits):

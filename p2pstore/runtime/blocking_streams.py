@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec
 
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.runtime.polling import Polling
+from p2pstore.runtime.polling import LOCAL_SHORT_SECONDS, Polling
 from p2pstore.runtime.streams import (
     ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,
@@ -47,11 +47,17 @@ from p2pstore.runtime.streams import (
 class BlockingStream:
     """A `ByteStream` on a blocking socket with a timeout."""
 
-    def __init__(self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
+        *,
+        polling: Polling | None = None,
+    ) -> None:
         self._sock = sock
         # Have the kernel keep the time: Python's own timeout polls before every call.
         sock.settimeout(None)
-        self._polling = Polling()
+        self._polling = polling or Polling()
         self._receive_seconds: float | None = None
         self._progress_seconds = self._send_limit = self._receive_limit = 0.0
         self.progress_seconds = progress_seconds
@@ -314,7 +320,7 @@ class BlockingDriver:
         except BaseException:
             sock.close()
             raise
-        return BlockingStream(sock)
+        return BlockingStream(sock, polling=Polling(short_seconds=LOCAL_SHORT_SECONDS))
 
     async def run_in_thread(self, function: Callable[[], T]) -> T:
         return function()

@@ -1,4 +1,4 @@
-"""Small questions to Linux: limits of cgroups, owners of files and devices, terminals, shortages, readiness. Shell."""
+"""Small questions to Linux: identity of the host, limits of cgroups, owners of files and devices, shortages. Shell."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import platform
 import pwd
@@ -16,6 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import IO, Final
@@ -264,3 +266,10 @@ def memory_barrier() -> None:
     if _call(_GLOBAL_EXPEDITED) and _call(_GLOBAL):
         error = ctypes.get_errno()
         raise OSError(error, f"membarrier: {os.strerror(error)}")
+
+
+@cache
+def host_identity() -> bytes:
+    """16 bytes that processes of one running machine share: a hash of the kernel's boot id."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.blake2b(boot_id.encode(), digest_size=16, person=b"p2pstore.host.1").digest()

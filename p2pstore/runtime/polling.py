@@ -11,7 +11,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 POLL_SECONDS: Final = 150e-6
 """Upper bound of one busy-poll, beyond the time in which the other side works on what it was sent."""
@@ -25,25 +29,30 @@ SHORT_SECONDS: Final = 2e-3
 """A wait with sleep that polling may have made shorter: the other side slept as well. Much more than two wake-ups:
 where cores are slow, a read of 1 MiB took 560 to 620 us by two who slept on and on, and takes 294 to 320 by two who
 poll."""
+LOCAL_SHORT_SECONDS: Final = 300e-6
+"""The same on the local socket, where a call takes microseconds or as long as other peers and SSDs."""
 ALONE_SECONDS: Final = 2e-3
 """A thread polls only if no other thread of its process received for this time: of several, some would wait for each
 other's core, or for the interpreter."""
-MAX_SLEEPS: Final = 1024
+MAX_SLEEPS: Final = 128
 """Upper bound of waits without polling after one with polling in vain; one after the first, then twice as many. With
 64, where it always is in vain, more than one small read in 100 was kept waiting by it."""
 
 
 class _Receiving:
-    """The thread of this process that waited last, and since when no other one has."""
+    """The thread (of an event loop: the connection) that waited last, and since when no other one has."""
 
-    thread = 0
+    last = 0
     since = 0.0
 
 
 class Polling:
-    """The waits on one connection, for the one thread that receives there."""
+    """The waits on one connection, for the one thread that receives there, or of connections that `share_thread`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_thread: bool = False, short_seconds: float = SHORT_SECONDS) -> None:
+        self._shares_thread = shares_thread
+        self._short_seconds = short_seconds
+        self._cheap_seconds = 0.0 if shares_thread else CHEAP_SECONDS
         self._sleeps_left = self._sleeps = 1
         self._busy_seconds = 0.0
 
@@ -55,34 +64,44 @@ class Polling:
     def receive_into(self, sock: socket.socket, view: memoryview) -> int:
         """`sock.recv_into(view)`, for a blocking socket."""
         began = time.monotonic()
-        thread = threading.get_ident()
-        if _Receiving.thread != thread:
-            _Receiving.thread, _Receiving.since = thread, began
-        if self._sleeps_left or began - _Receiving.since < ALONE_SECONDS:
-            return self._sleep(sock, view, began)
+        if self.is_due(began):
+            count = self.poll(partial(sock.recv_into, view, 0, socket.MSG_DONTWAIT), began)
+            return sock.recv_into(view) if count is None else count
+        count = sock.recv_into(view)
+        self.slept(time.monotonic() - began)
+        return count
+
+    def is_due(self, now: float) -> bool:
+        """Whether the wait that begins now should begin by polling: `poll` follows; else `slept`."""
+        receiver = id(self) if self._shares_thread else threading.get_ident()
+        if _Receiving.last != receiver:
+            _Receiving.last, _Receiving.since = receiver, now
+        return not self._sleeps_left and now - _Receiving.since >= ALONE_SECONDS
+
+    def poll(self, receive: Callable[[], T], began: float) -> T | None:
+        """The result of `receive` once it raises no `BlockingIOError`; None when that takes too long."""
         until = began + POLL_SECONDS + self._busy_seconds
         while True:
             try:
-                count = sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+                received = receive()
             except BlockingIOError:
                 if time.monotonic() >= until:
                     self._was_in_vain()
-                    return sock.recv_into(view)
+                    return None
             else:
                 if time.monotonic() < until:
                     self._sleeps = 1
                 else:  # others had the core
                     self._was_in_vain()
-                return count
+                return received
+
+    def slept(self, seconds: float) -> None:
+        """A wait that did not poll took so long."""
+        if not self._cheap_seconds < seconds < self._short_seconds:
+            self._sleeps_left = max(1, self._sleeps_left)
+        elif self._sleeps_left:
+            self._sleeps_left -= 1
 
     def _was_in_vain(self) -> None:
         self._sleeps_left = self._sleeps
         self._sleeps = min(2 * self._sleeps, MAX_SLEEPS)
-
-    def _sleep(self, sock: socket.socket, view: memoryview, began: float) -> int:
-        count = sock.recv_into(view)
-        if not CHEAP_SECONDS < time.monotonic() - began < SHORT_SECONDS:
-            self._sleeps_left = max(1, self._sleeps_left)
-        elif self._sleeps_left:
-            self._sleeps_left -= 1
-        return count

@@ -6,7 +6,7 @@ microseconds. It is the same work whether it runs in one go (`run_through`) or g
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
 
 Result = TypeVar("Result")
@@ -22,3 +22,8 @@ def run_through(steps: Steps[Result]) -> Result:
         except StopIteration as end:
             result: Result = end.value
             return result
+
+
+def call_now(work: Callable[[], None]) -> None:
+    """Put nothing off."""
+    work()

@@ -176,10 +176,67 @@ class NonblockingStream:
         self.receive_seconds: float | None = None
         self._unyielded_bytes = 0
 
-    async def _wait_readable(self) -> None:
+    async def _take_turn(self) -> None:
+        """Let other tasks run once in 2 MiB; before a system call, because a task may be cancelled here."""
         raise NotImplementedError
 
+    async def _wait(self, limit_seconds: float, *, writable: bool = False) -> None:
+        """Wait until the socket is readable, or `writable`. Raises `DeadlineExceeded` after that time."""
+        raise NotImplementedError
+
+    async def _wait_readable(self) -> None:
+        limit = self.receive_seconds
+        await self._wait(self.progress_seconds if limit is None else limit)
+
+    async def send(self, *parts: BytesLike) -> None:
+        sent = 0
+        if len(parts) <= MAX_GATHER and (size := total_bytes(parts)) <= SEND_PIECE_BYTES:
+            await self._take_turn()
+            try:  # noqa: SIM105  # in 0.2 us less; a small message goes out whole nearly always
+                sent = self._sock.sendmsg(parts)
+            except BlockingIOError:
+                pass
+            self._unyielded_bytes += sent
+            if sent == size:
+                return
+        views = flatten_parts(parts)
+        flow, first = Flow(self.progress_seconds), advance(views, 0, sent)
+        while first < len(views):
+            first = await self._send_some(views, first, flow)
+
+    async def _send_some(self, views: list[memoryview], first: int, flow: Flow) -> int:
+        """The index of the first view that is not wholly sent. Cancelled, it has sent nothing."""
+        await self._take_turn()
+        waited_seconds = 0.0
+        while True:
+            try:
+                sent = self._sock.sendmsg(gather(views, first))
+            except BlockingIOError:
+                began = time.monotonic()
+                await self._wait(self.progress_seconds, writable=True)
+                waited_seconds += time.monotonic() - began
+                continue
+            if not flow.moved(sent, waited_seconds):
+                raise flow.too_slow()
+            self._unyielded_bytes += sent
+            return advance(views, first, sent)
+
+    async def receive_into(self, view: memoryview) -> int:
+        await self._take_turn()
+        while True:
+            try:
+                count = self._sock.recv_into(view)
+            except BlockingIOError:
+                await self._wait_readable()
+                continue
+            # No cancellation from here on: bytes taken off the socket would be lost.
+            self._unyielded_bytes += count
+            return count
+
+    receive_soon = receive_into
+
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
+        await self._take_turn()
         while True:
             try:
                 count, ancillary, flags, _ = self._sock.recvmsg_into(

@@ -13,32 +13,26 @@ import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, TypeVar
 
 import trio
 
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.linux import is_ready, is_shortage, shortage
 from p2pstore.runtime.streams import (
     DEFAULT_PROGRESS_SECONDS,
-    MAX_GATHER,
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
     HelperTask,
     NonblockingStream,
     StartHelper,
-    advance,
     connect_first,
     connect_nonblocking,
-    flatten_parts,
-    gather,
     shut_down,
     stalled,
-    total_bytes,
     tune_tcp,
 )
 from p2pstore.runtime.trio_tasks import sole_cause
@@ -54,16 +48,15 @@ class TrioStream(NonblockingStream):
         self._in_thread = False
         """Whether a thread has the socket."""
 
-    async def _wait_writable(self) -> None:
-        await self._wait(trio.lowlevel.wait_writable, self.progress_seconds)
+    async def _take_turn(self) -> None:
+        if self._unyielded_bytes >= SEND_PIECE_BYTES:
+            self._unyielded_bytes = 0
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
 
-    async def _wait_readable(self) -> None:
-        limit = self.receive_seconds
-        await self._wait(trio.lowlevel.wait_readable, self.progress_seconds if limit is None else limit)
-
-    async def _wait(
-        self, ready: Callable[[socket.socket], Awaitable[None]], limit_seconds: float
-    ) -> None:
+    async def _wait(self, limit_seconds: float, *, writable: bool = False) -> None:
+        ready = trio.lowlevel.wait_writable if writable else trio.lowlevel.wait_readable
         try:
             if limit_seconds == math.inf:  # a scope would cost as much as the rest
                 await ready(self._sock)
@@ -76,42 +69,6 @@ class TrioStream(NonblockingStream):
             raise ConnectionAbortedError("the connection was closed by this side") from None
         self._unyielded_bytes = 0
 
-    async def _yield_after(self, count: int) -> None:
-        """A cancellation point always; lets other tasks run once in 2 MiB."""
-        self._unyielded_bytes += count
-        if self._unyielded_bytes >= SEND_PIECE_BYTES:
-            self._unyielded_bytes = 0
-            await trio.lowlevel.checkpoint()
-        else:
-            await trio.lowlevel.checkpoint_if_cancelled()
-
-    async def send(self, *parts: BytesLike) -> None:
-        sent = 0
-        if len(parts) <= MAX_GATHER and (size := total_bytes(parts)) <= SEND_PIECE_BYTES:
-            try:  # a small message goes out whole nearly always
-                sent = self._sock.sendmsg(parts)
-            except BlockingIOError:
-                await self._wait_writable()
-            await self._yield_after(sent)
-            if sent == size:
-                return
-        views = flatten_parts(parts)
-        first = advance(views, 0, sent)
-        flow, waited_seconds = Flow(self.progress_seconds), 0.0
-        while first < len(views):
-            try:
-                sent = self._sock.sendmsg(gather(views, first))
-            except BlockingIOError:
-                began = time.monotonic()
-                await self._wait_writable()
-                waited_seconds += time.monotonic() - began
-                continue
-            if not flow.moved(sent, waited_seconds):
-                raise flow.too_slow()
-            waited_seconds = 0.0
-            first = advance(views, first, sent)
-            await self._yield_after(sent)
-
     async def send_whole(self, *parts: BytesLike) -> None:
         try:
             with trio.CancelScope(shield=True):
@@ -120,32 +77,8 @@ class TrioStream(NonblockingStream):
             self.close()
             raise
 
-    async def receive_into(self, view: memoryview) -> int:
-        await trio.lowlevel.checkpoint_if_cancelled()
-        while True:
-            try:
-                count = self._sock.recv_into(view)
-            except BlockingIOError:
-                await self._wait_readable()
-                continue
-            # No cancellation from here on: bytes taken off the socket would be lost.
-            self._unyielded_bytes += count
-            if self._unyielded_bytes >= SEND_PIECE_BYTES:
-                self._unyielded_bytes = 0
-                await trio.lowlevel.cancel_shielded_checkpoint()
-            return count
-
-    receive_soon = receive_into
-
-    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
-        await trio.lowlevel.checkpoint_if_cancelled()
-        return await super().receive_descriptors(view)
-
     async def wait_readable_forever(self) -> None:
-        try:
-            await trio.lowlevel.wait_readable(self._sock)
-        except (trio.ClosedResourceError, ValueError):  # ValueError: it was closed before
-            raise ConnectionAbortedError("the connection was closed by this side") from None
+        await self._wait(math.inf)
 
     @property
     def can_lend(self) -> bool:
@@ -248,7 +181,7 @@ class TrioDriver:
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> TrioStream:
         with trio.move_on_after(timeout_seconds):
             addresses = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            sock = await connect_first(addresses, _connect)
+            sock = await connect_first(addresses, connect_socket)
             tune_tcp(sock)
             return TrioStream(sock)
         raise DeadlineExceeded(f"{host}:{port} did not answer within {timeout_seconds:g} s")
@@ -257,7 +190,7 @@ class TrioDriver:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with trio.move_on_after(timeout_seconds):
-                await _connect(sock, path)
+                await connect_socket(sock, path)
                 return TrioStream(sock)
             raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s")
         except BaseException:
@@ -306,7 +239,8 @@ class TrioDriver:
         return error
 
 
-async def _connect(sock: socket.socket, address: Any) -> None:
+async def connect_socket(sock: socket.socket, address: Any) -> None:
+    """Connect a fresh socket. Raises `OSError`."""
     await connect_nonblocking(sock, address, trio.sleep, trio.lowlevel.wait_writable)
     await trio.lowlevel.checkpoint_if_cancelled()
 

@@ -7,10 +7,10 @@ import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from math import log2
 from typing import Any, Final
 
 from p2pstore.errors import P2PStoreError
+from p2pstore.runtime.histograms import Histogram, milliseconds
 from p2pstore.ssd_tier.disk_protocol import Waits
 
 MAX_FAILED_SEGMENTS: Final = 3
@@ -169,50 +169,7 @@ class Waiting:
             self.overdue(f"the SSD did not answer within {self.patience_seconds:g} s")
 
 
-_SHORTEST_SECONDS: Final = 1e-6
-_STEPS_PER_OCTAVE: Final = 4
-_BUCKETS: Final = 32 * _STEPS_PER_OCTAVE
-"""Up to an hour."""
 BANDWIDTH_SECONDS: Final = 10
-
-
-class LatencyHistogram:
-    """Durations in buckets of a quarter of an octave: percentiles are right to within 19 %."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total_seconds = 0.0
-        self._buckets = [0] * _BUCKETS
-
-    def add(self, seconds: float) -> None:
-        """Count one duration."""
-        octaves = log2(max(seconds, _SHORTEST_SECONDS) / _SHORTEST_SECONDS)
-        self._buckets[min(_BUCKETS - 1, int(octaves * _STEPS_PER_OCTAVE))] += 1
-        self.count += 1
-        self.total_seconds += seconds
-
-    def percentile(self, share: float) -> float:
-        """Seconds that this share of all did not exceed (the upper end of the bucket); 0 when there was none."""
-        left = self.count * share
-        for bucket, count in enumerate(self._buckets):
-            left -= count
-            if count and left <= 0:
-                return float(_SHORTEST_SECONDS * 2 ** ((bucket + 1) / _STEPS_PER_OCTAVE))
-        return 0.0
-
-    def octaves(self) -> dict[str, Any]:
-        """For JSON: how many took at most 1 us, at most 2, 4, 8 and so on, each without those before; and all together,
-        in microseconds."""
-        steps = _STEPS_PER_OCTAVE
-        counts = [sum(self._buckets[start : start + steps]) for start in range(0, _BUCKETS, steps)]
-        while counts and not counts[-1]:
-            counts.pop()
-        return {"counts": [0, *counts], "total": round(self.total_seconds * 1e6)}
-
-    def document(self) -> dict[str, float]:
-        """For JSON, in milliseconds."""
-        shares = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
-        return {name: round(self.percentile(share) * 1000, 3) for name, share in shares.items()}
 
 
 class Bandwidth:
@@ -259,8 +216,8 @@ class Measures:
     kept_records: int = 0
     evicted_objects: int = 0
     reclaimed_segments: int = 0
-    read_latency: LatencyHistogram = field(default_factory=LatencyHistogram)
-    write_latency: LatencyHistogram = field(default_factory=LatencyHistogram)
+    read_latency: Histogram = field(default_factory=Histogram)
+    write_latency: Histogram = field(default_factory=Histogram)
     read: Bandwidth = field(default_factory=Bandwidth)
     written: Bandwidth = field(default_factory=Bandwidth)
     """All that went to the disk: records, those that were kept, footers, dead marks."""
@@ -287,10 +244,10 @@ class Measures:
             "bytes_read": self.read.total_bytes,
             "bytes_written": self.written.total_bytes,
             "write_amplification": round(self.write_amplification, 4),
-            "read_latency": self.read_latency.document(),
-            "write_latency": self.write_latency.document(),
-            "read_durations": self.read_latency.octaves(),
-            "write_durations": self.write_latency.octaves(),
+            "read_latency": milliseconds(self.read_latency),
+            "write_latency": milliseconds(self.write_latency),
+            "read_durations": self.read_latency.document(),
+            "write_durations": self.write_latency.document(),
             "read_bytes_per_second": round(self.read.bytes_per_second(now)),
             "written_bytes_per_second": round(self.written.bytes_per_second(now)),
         }

@@ -197,7 +197,7 @@ class Reader:
                 if now is None or now.version != entry.version or now.places == entry.places:
                     raise self._lost(entry, error) from error
                 entry = now  # reclaim has kept a copy elsewhere meanwhile
-        log.measures.read_latency.add(trio.current_time() - started)
+        log.measures.read_latency.add_seconds(trio.current_time() - started)
         return facts
 
     def _lost(self, entry: ColdEntry, error: DamagedRecord | OSError) -> ColdMiss:

@@ -131,7 +131,7 @@ class Writer:
             with log.under_way(facts.digest, facts.version) as job:
                 stored = await self._write_parts(job, facts, payload)
                 self._publish(job, facts, stored)
-            log.measures.write_latency.add(trio.current_time() - started)
+            log.measures.write_latency.add_seconds(trio.current_time() - started)
             log.measures.stored_objects += 1
             log.measures.stored_bytes += facts.length
         else:

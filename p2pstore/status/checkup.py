@@ -26,16 +26,8 @@ from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Participation, PeerId, TakesPart, format_peer_id
 from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.status.doctor.finding import Finding, shown
-from p2pstore.status.doctor.network_rules import ssd_reading
 from p2pstore.status.operation_watch import PeerWatch
-from p2pstore.status.problems import (
-    MAX_PROBLEMS,
-    Facts,
-    FailedCheckpoint,
-    TakenPlaces,
-    problem_document,
-    problems,
-)
+from p2pstore.status.problems import MAX_PROBLEMS, Facts, FailedCheckpoint, problem_document, problems
 
 MAX_NAMES_LOOKED_AT: Final = 1000
 """Living members compared by name with the dead ones, which they may replace."""
@@ -51,12 +43,6 @@ _ADDED_UP: Final = (
     *("stalls", "looks", "refused_by_members", "slow"),
     *("control_refused", "data_refused", "hoarders_ended"),
 )
-_SAME_IN_BOTH: Final = (
-    *("joined", "load_permille", "clock_ahead_seconds", "clock_problem", "stamps_ahead_seconds"),
-    *("wrong_clocks", "members_refused", "floors_permille", "floors_wait_for"),
-    *("floors_disbelieved", "state_problem", "state_damage"),
-)
-"""Fields of the statistics document that `Facts` has under the same name."""
 INTERVAL_SECONDS: Final = 10.0
 INTERVALS: Final = 120
 """Twenty minutes of them."""
@@ -164,7 +150,18 @@ class Checkup:
         dead = _without_replaced(members, membership.live())
         checkpoints = self._look_at_checkpoints()
         seconds, lately = self.recent.since(self._peer.totals(), time.monotonic())
-        facts = _facts(peer, members, dead, checkpoints, (seconds, lately))
+        facts = Facts(
+            peer,
+            seconds,
+            lately,
+            live=members.live,
+            dead=[name_of(member) for member in dead],
+            dead_count=members.counts["dead"] - len(members.by_state["dead"]) + len(dead),
+            suspect=[name_of(member) for member in members.by_state["suspect"]],
+            suspect_count=members.counts["suspect"],
+            versions=versions_of([member for _, member in members.shown if member.alive]),
+            failed_checkpoints=failures(checkpoints, name_of),
+        )
         return Look(members, checkpoints, seconds, lately, problems(facts))
 
     def _look_at_checkpoints(self) -> list[Progress]:
@@ -175,50 +172,6 @@ class Checkup:
         return self._checkpoints
 
 
-def _facts(
-    peer: Mapping[str, Any],
-    members: Survey,
-    dead: Sequence[MemberState],
-    checkpoints: Sequence[Progress],
-    lately: tuple[float, Mapping[str, int]],
-) -> Facts:
-    replaced = len(members.by_state["dead"]) - len(dead)
-    (seconds, grown), counters = lately, peer["counters"]
-    suspect = members.by_state["suspect"]
-    told = peer["joined"] or peer["bootstrap_silent"]
-    return Facts(
-        **{name: peer[name] for name in _SAME_IN_BOTH},
-        seconds=seconds,
-        lately=grown,
-        leaving=peer["state"] == "leaving",
-        bootstrap_count=peer["bootstrap_addresses"] if told else 0,
-        bootstrap=peer.get("bootstrap", ()),
-        unreached=peer.get("unreached", ()),
-        live=members.live,
-        dead=[name_of(member) for member in dead],
-        dead_count=members.counts["dead"] - replaced,
-        suspect=[name_of(member) for member in suspect],
-        suspect_count=members.counts["suspect"],
-        versions=versions_of([member for _, member in members.shown if member.alive]),
-        local_health=peer["gossip"]["local_health"],
-        memory_share=_share(peer["memory_used_bytes"], peer["memory_capacity_bytes"]),
-        leased_share=_share(peer["leased_bytes"], peer["memory_capacity_bytes"]),
-        lost_rdma_devices=peer.get("rdma", {}).get("lost_devices", 0),
-        lacking=peer["repair"]["lacking"],
-        distrusted=counters.get("horizons_missed", 0),
-        kept_damaged=counters.get("kept_objects_damaged", 0),
-        spoilt=counters.get("objects_spoilt", 0),
-        memory_restored=counters.get("memory_restored", 0),
-        puts=grown.get("client_puts", 0),
-        ssd=ssd_reading(peer["ssd"]) if "ssd" in peer else None,
-        failed_checkpoints=failures(checkpoints, name_of),
-        places=[
-            _taken_places(what, peer["places"][what], grown.get(f"{what}_refused", 0))
-            for what in ("control", "data")
-        ],
-    )
-
-
 def _without_replaced(members: Survey, live: Sequence[MemberState]) -> list[MemberState]:
     """The dead whose name no other member has by now: without a state directory a peer comes back as a new identity."""
     dead = members.by_state["dead"]
@@ -226,24 +179,6 @@ def _without_replaced(members: Survey, live: Sequence[MemberState]) -> list[Memb
         return []
     names = {name_of(member) for member in islice(live, MAX_NAMES_LOOKED_AT)}
     return [member for member in dead if name_of(member) not in names]
-
-
-def _taken_places(what: str, document: Mapping[str, Any], refused: int) -> TakenPlaces:
-    largest = document["largest"]
-    return TakenPlaces(
-        what,
-        document["taken"],
-        document["limit"],
-        refused,
-        shown(largest["name"]),
-        largest["places"],
-        largest.get("host", ""),
-        host_places=largest["host_places"],
-    )
-
-
-def _share(used: int, capacity: int) -> float:
-    return used / capacity if capacity else 0.0
 
 
 MAX_SHOWN: Final = 100

@@ -7,7 +7,7 @@ other peers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
@@ -32,34 +32,30 @@ MICROSECONDS: Final = 1e-6
 
 PREFIX: Final = "p2pstore_"
 
+Document = Mapping[str, Any]
 Labelled = Iterable[tuple[Sequence[str], float]]
 """Values of labels, and the value that they have."""
 
 
-def gauge(name: str, text: str, value: float) -> Metric:
-    """One value."""
-    return GaugeMetricFamily(PREFIX + name, text, value)
+def family(kind: str, name: str, text: str, values: Labelled, *labels: str) -> Metric:
+    """A metric with a value for each combination of labels; a `counter` only grows, a `gauge` need not."""
+    made = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(
+        PREFIX + name, text, labels=labels
+    )
+    for each, value in values:
+        made.add_metric(list(each), value)
+    return made
 
 
-def counter(name: str, text: str, value: float) -> Metric:
-    """One value that only grows."""
-    return CounterMetricFamily(PREFIX + name, text, value)
-
-
-def gauges(name: str, text: str, labels: Sequence[str], values: Labelled) -> Metric:
-    """A value for each combination of labels."""
-    return _filled(GaugeMetricFamily(PREFIX + name, text, labels=labels), values)
-
-
-def counters(name: str, text: str, labels: Sequence[str], values: Labelled) -> Metric:
-    """As `gauges`, of values that only grow."""
-    return _filled(CounterMetricFamily(PREFIX + name, text, labels=labels), values)
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Labelled) -> Metric:
-    for labels, value in values:
-        family.add_metric(list(labels), value)
-    return family
+def values_at(document: Document, path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values at a path of names joined by dots, each with its labels: of a step * or of names joined by |, the one
+    that was taken. A missing value is 0."""
+    step, _, rest = path.partition(".")
+    for name in list(document) if step == "*" else step.split("|"):
+        label = () if name == step else (name,)
+        value = document.get(name, {} if rest else 0)
+        for labels, found in values_at(value, rest) if rest else [((), value)]:
+            yield (*label, *labels), found
 
 
 def histograms(
@@ -67,98 +63,143 @@ def histograms(
 ) -> Metric:
     """A histogram for each value of a label; without a label, the one of "". `buckets` are exponents of two. Values
     told in seconds are counted in microseconds."""
-    family = HistogramMetricFamily(PREFIX + name, text, labels=[label] if label else [])
+    made = HistogramMetricFamily(PREFIX + name, text, labels=[label] if label else [])
     unit = MICROSECONDS if name.endswith("_seconds") else 1
     ends = [str(round((1 << exponent) * unit, 6)) for exponent in buckets]
     for value, histogram in sorted(values.items()):
         sums = map(float, histogram.cumulative(buckets))
         counted = list(zip([*ends, "+Inf"], sums, strict=True))
-        family.add_metric([value] if label else [], counted, round(histogram.total * unit, 6))
-    return family
+        made.add_metric([value] if label else [], counted, round(histogram.total * unit, 6))
+    return made
 
 
-Document = Mapping[str, Any]
-_SINGLE: Final = {
-    "uptime_seconds": "Since the peer started.",
-    "memory_capacity_bytes": "Memory for objects.",
-    "memory_used_bytes": "Occupied by objects and reservations.",
-    "leased_bytes": "Under leases, or being sent.",
-    "objects": "Objects in this peer's memory.",
-    "operations": "Operations under way.",
-    "known_locations": "Copies of others that this peer knows of.",
-    "floors": "Removals that are remembered.",
-    "floors_permille": "Of what there is room for: removals are slowed from 800 on.",
-    "floors_refused": "Removals by others that had to wait, as there was no room.",
-    "local_clients": "Clients on this machine that are connected.",
-    "cluster_keys": "Keys that this peer accepts: more than one while a key is being replaced.",
-    "bootstrap_addresses": "Addresses at which this peer is to find others.",
-    "members_refused": "Members that there was no room for.",
-    "joined": "1 once another peer has answered.",
-    "lacking_objects": "Objects here with fewer copies than wanted and than peers offer memory.",
-    "repaired_copies": "Copies made again after a loss.",
-    "repaired_bytes": "Their bytes.",
-    "gossip_local_health": "How little this peer trusts its own probes: 0 is best, 8 worst.",
-    "gossip_neighbours": "Members that gossip talks to now.",
-    "control_connections": "Open control connections.",
-    "held_for_others_bytes": "Incomplete or unanswered requests, and unread answers.",
-    "hoarders_ended": "Connections cut for the memory held for them.",
-    "stamps_ahead_seconds": "How far this peer's next stamp is ahead of its own wall clock.",
-}
-"""Metrics with one value. It stands in the statistics document under the same name, or:"""
-_ELSEWHERE: Final = {
-    "lacking_objects": "repair.lacking",
-    "repaired_copies": "repair.copies",
-    "repaired_bytes": "repair.bytes",
-    "gossip_local_health": "gossip.local_health",
-    "gossip_neighbours": "connections.neighbours",
-    "control_connections": "connections.open",
-    "held_for_others_bytes": "places.held_bytes",
-    "hoarders_ended": "places.hoarders_ended",
-}
-_ONLY_GROW: Final = ("repaired_copies", "repaired_bytes", "hoarders_ended")
-_PLACES: Final = (
-    (gauges, "connection_places_taken", "Taken places for other members' connections.", "taken"),
-    (gauges, "connection_places", "Places for other members' connections.", "limit"),
-    (gauges, "connection_places_largest", "Of the member that has most.", "largest.places"),
-    (
-        *(counters, "connections_yielded"),
-        *("Connections closed for a wanted one when all places were taken.", "yielded"),
-    ),
-    (
-        *(counters, "connections_refused"),
-        *("Members' connections refused because all places were in use.", "refused"),
-    ),
-)
-"""By kind: the path of each value below `places`, of control and of data connections."""
-_CLIENTS: Final = (
-    ("client_puts", "Puts of this machine's clients."),
-    ("client_put_bytes", "Bytes that they put."),
-    ("client_puts_failed", "Puts that failed."),
-    ("client_puts_kept_existing", "Puts that left another value as it was."),
-    ("client_puts_short_of_copies", "Puts that made fewer copies than were asked for."),
-    ("client_reads", "Gets that read in place, in this peer's memory."),
-    ("client_read_bytes", "Bytes that they got."),
-    ("client_leases", "Gets that were given a view of this peer's memory."),
-    ("client_misses", "Gets that found nothing, or no reachable holder."),
-    ("transport_fallbacks", "Reads for which a transport gave way to another one."),
-    ("last_copies_dropped", "Objects given up without another known copy."),
-    ("copies_offered", "Last copies offered to other peers before they would be evicted."),
-    ("offers_taken", "Of these, taken."),
-    ("offers_refused", "Of these, refused or failed."),
-    ("offered_bytes", "Bytes of those that were taken."),
-    ("holder_failures", "Reads at a holder that did not deliver."),
-    ("holders_too_slow", "Of these, silent or slow holders."),
-    ("version_signatures", "Signatures under what this peer wrote, for copies elsewhere."),
-    ("contradicting_copies", "Copies announced with other bytes than their writers'."),
-    ("objects_spoilt", "Objects in this peer's memory whose bytes were found spoilt."),
-    ("memory_restored", "Repairs of what clients wrote into memory of the peer alone."),
-)
+FAMILIES: Final = """\
+gauge uptime_seconds: Since the peer started.
+gauge memory_capacity_bytes: Memory for objects.
+gauge memory_used_bytes: Occupied by objects and reservations.
+gauge leased_bytes: Under leases, or being sent.
+gauge objects: Objects in this peer's memory.
+gauge operations: Operations under way.
+gauge known_locations: Copies of others that this peer knows of.
+gauge floors: Removals that are remembered.
+gauge floors_permille: Of the room for them: removals are slowed from 800 on.
+gauge floors_refused: Removals by others that had to wait, as there was no room.
+gauge local_clients: Clients on this machine that are connected.
+gauge cluster_keys: Keys that this peer accepts: more than one while a key is being replaced.
+gauge bootstrap_addresses: Addresses at which this peer is to find others.
+gauge members_refused: Members that there was no room for.
+gauge joined: 1 once another peer has answered.
+gauge lacking_objects = repair.lacking: Objects here with fewer copies than wanted and than peers offer memory.
+counter repaired_copies = repair.copies: Copies made again after a loss.
+counter repaired_bytes = repair.bytes: Their bytes.
+gauge gossip_local_health = gossip.local_health: Distrust of this peer's own probes: 0 is best, 8 worst.
+gauge gossip_neighbours = connections.neighbours: Members that gossip talks to now.
+gauge control_connections = connections.open: Open control connections.
+gauge held_for_others_bytes = places.held_bytes: Incomplete or unanswered requests, and unread answers.
+counter hoarders_ended = places.hoarders_ended: Connections cut for the memory held for them.
+gauge stamps_ahead_seconds: Lead of this peer's next stamp over its own wall clock.
+gauge kept_objects_unchecked = objects_returning: Objects of kept memory that were not looked at yet.
+gauge members{status} = gossip.members.*: Members by state, this peer included. Dead ones are remembered for a day.
+gauge connection_places_taken{kind} = places.control|data.taken: Taken places for other members' connections.
+gauge connection_places{kind} = places.control|data.limit: Places for other members' connections.
+gauge connection_places_largest{kind} = places.control|data.largest.places: Of the member that has most.
+counter connections_yielded{kind} = places.control|data.yielded: Connections closed for a wanted one.
+counter connections_refused{kind} = places.control|data.refused: Connections refused as all places were taken.
+counter client_puts: Puts of this machine's clients.
+counter client_put_bytes: Bytes that they put.
+counter client_puts_failed: Puts that failed.
+counter client_puts_kept_existing: Puts that left another value as it was.
+counter client_puts_short_of_copies: Puts that made fewer copies than were asked for.
+counter client_reads: Gets that read in place, in this peer's memory.
+counter client_read_bytes: Bytes that they got.
+counter client_leases: Gets that were given a view of this peer's memory.
+counter client_misses: Gets that found nothing, or no reachable holder.
+counter transport_fallbacks: Reads for which a transport gave way to another one.
+counter last_copies_dropped: Objects given up without another known copy.
+counter copies_offered: Last copies offered to other peers before they would be evicted.
+counter offers_taken: Of these, taken.
+counter offers_refused: Of these, refused or failed.
+counter offered_bytes: Bytes of those that were taken.
+counter holder_failures: Reads at a holder that did not deliver.
+counter holders_too_slow: Of these, silent or slow holders.
+counter version_signatures: Signatures under what this peer wrote, for copies elsewhere.
+counter contradicting_copies: Copies announced with other bytes than their writers'.
+counter objects_spoilt: Objects in this peer's memory whose bytes were found spoilt.
+counter memory_restored: Repairs of what clients wrote into memory of the peer alone.
+counter served_objects{transport} = served.*.objects: Objects sent to other peers and their clients.
+counter served_bytes{transport} = served.*.bytes: Bytes sent to other peers and their clients.
+counter served_busy{transport} = served.*.busy: Reads of others that were told to try another holder first.
+counter received_objects{transport} = received.*.objects: Objects from other peers, for this one and its clients.
+counter received_bytes{transport} = received.*.bytes: Bytes from other peers, for this one and its clients.
+counter received_failures{transport} = received.*.failures: Reads from other peers that failed.
+gauge namespace_quota_bytes{namespace} = quotas.*.quota_bytes: Memory kept for the namespace.
+gauge namespace_used_bytes{namespace} = quotas.*.used_bytes: Memory that it has, within its quota and above.
+gauge namespace_kept_bytes{namespace} = quotas.*.kept_bytes: Of that, what is evicted for no other namespace.
+gauge namespace_ssd_bytes{namespace} = quotas.*.ssd_bytes: Its bytes on the SSD.
+gauge namespace_cap_bytes{namespace} = quotas.*.cap_bytes: Limit of its memory and SSD together, if any.
+gauge rdma_devices = rdma.devices: RDMA devices that know this peer's memory.
+gauge rdma_lost_devices = rdma.lost_devices: Of these, failed since the start.
+gauge rdma_readers = rdma.readers: Queue pairs by which others read this peer.
+gauge ssd_capacity_bytes = ssd.capacity_bytes: Capacity of its segments.
+gauge ssd_live_bytes = ssd.live_bytes: Occupied by objects that can be read.
+gauge ssd_objects = ssd.objects: Objects on the SSD.
+gauge ssd_queued_bytes = ssd.queued_bytes: On their way to the SSD.
+gauge ssd_retired_segments = ssd.retired_segments: Given up after an error.
+gauge ssd_write_amplification = ssd.write_amplification: Bytes written for each byte stored.
+counter ssd_hits = ssd.hits: Objects read.
+counter ssd_misses = ssd.misses: Objects asked for that were not there, or not readable.
+counter ssd_damaged = ssd.damaged: Objects found damaged.
+counter ssd_expired = ssd.expired: Objects whose time to live was over when they were asked for.
+counter ssd_unanswered = ssd.unanswered: Reads abandoned because the disk did not answer.
+counter ssd_stored_objects = ssd.stored_objects: Objects written.
+counter ssd_stored_bytes = ssd.stored_bytes: Their bytes.
+counter ssd_compressed_parts = ssd.compressed_parts: Parts that were compressed.
+counter ssd_kept_records = ssd.kept_records: Records written again when their segment was reclaimed.
+counter ssd_evicted_objects = ssd.evicted_objects: Objects given up for others.
+counter ssd_reclaimed_segments = ssd.reclaimed_segments: Segments reclaimed.
+counter ssd_read_bytes = ssd.bytes_read: Bytes read from the device.
+counter ssd_written_bytes = ssd.bytes_written: Bytes written to the device.
+counter ssd_syncs = ssd.syncs: Syncs of the device.
+gauge ssd_segments{state} = ssd.segments.*: Segments by state.
+"""
+"""Kind, name, label and text of metrics, with the path in the statistics document where that is not the name. Counters
+of the document's `counters` stand in it like any others, and those of the SSD only where there is one."""
+
+HISTOGRAMS: Final = """\
+histogram client_request_seconds{request} = requests: Duration of requests of clients here; reads in place send none.
+histogram read_seconds{transport} = reads: Time to bring an object, not in a batch, by the peer or a client itself.
+histogram read_size_bytes{transport} = read_bytes: Length of objects that were read; those of a batch count as its mean.
+histogram put_size_bytes = put_bytes: Length of objects that were put.
+histogram peer_request_seconds{request} = asked: Time until other peers answered requests that are no reads.
+histogram event_loop_lag_seconds = loop_lag: Delay of the event loop in waking a task, looked at 20 times a second.
+histogram gossip_ping_seconds = pings: Duration of pings of other members.
+"""
+"""The same, with fields of `Measures`."""
+
+
+class _Row(NamedTuple):
+    kind: str
+    name: str
+    label: str
+    path: str
+    text: str
+
+    @staticmethod
+    def parse(line: str) -> _Row:
+        head, _, text = line.partition(": ")
+        kind, _, called = head.partition(" ")
+        called, _, path = called.partition(" = ")
+        name, _, label = called.rstrip("}").partition("{")
+        return _Row(kind, name, label, path or name, text)
+
+    def family(self, document: Document) -> Metric:
+        values = [each for each in values_at(document, self.path) if each[1] is not None]
+        return family(self.kind, self.name, self.text, values, *filter(None, [self.label]))
+
+
+_ROWS: Final = [_Row.parse(line) for line in FAMILIES.splitlines()]
+_HISTOGRAMS: Final = [_Row.parse(line) for line in HISTOGRAMS.splitlines()]
 _GONE: Final = "gone_"
-_RDMA: Final = (
-    ("devices", "RDMA devices that know this peer's memory."),
-    ("lost_devices", "Of these, failed since the start."),
-    ("readers", "Queue pairs by which others read this peer."),
-)
 ANSWERS: Final = {
     "memory": ("client_reads", "client_leases"),
     "ssd": ("client_reads_from_ssd",),
@@ -188,112 +229,53 @@ class _One(Collector):
 
 
 def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metric]:
-    labels = (peer["name"], cluster, peer["software"])
-    yield gauges("build_info", "This peer.", ["name", "cluster", "software"], [(labels, 1)])
-    for name, text in _SINGLE.items():
-        kind = counter if name in _ONLY_GROW else gauge
-        yield kind(name, text, _at(peer, _ELSEWHERE.get(name, name)))
-    yield from _clients(peer["counters"])
+    about = (peer["name"], cluster, peer["software"])
+    yield family("gauge", "build_info", "This peer.", [(about, 1)], "name", "cluster", "software")
+    document = {**peer["counters"], **peer}
+    for row in _ROWS:
+        if "ssd" in peer or not row.path.startswith("ssd."):
+            yield row.family(document)
+    yield from _counters(peer["counters"])
     yield from _latencies(measures)
     yield from _namespaces(measures)
-    yield from _kept(peer)
-    yield from _quotas(peer["quotas"])
-    yield from _transfers(peer)
     yield from _gossip(peer, measures)
     yield from _checkpoints(peer["checkpoints"])
     yield from _follows(peer["follows"])
-    for field, text in _RDMA:
-        yield gauge(f"rdma_{field}", text, peer.get("rdma", {}).get(field, 0))
     if "ssd" in peer:
-        yield from ssd_families(peer["ssd"])
+        yield from _ssd(peer["ssd"])
 
 
-def _at(document: Document, path: str) -> Any:
-    value: Any = document
-    for name in path.split("."):
-        value = value[name]
-    return value
-
-
-def _labelled(peer: Document) -> Iterator[Metric]:
-    yield gauges(
-        "members",
-        "Members of the cluster by state, this peer included. Dead ones are remembered for a day.",
-        ["status"],
-        [((status,), count) for status, count in peer["gossip"]["members"].items()],
-    )
-    bytes_of = [((way,), peer["gossip"][f"{way}_bytes"]) for way in ("sent", "received")]
-    yield counters("gossip_bytes", "Bytes on control connections.", ["direction"], bytes_of)
-    for kind, name, text, path in _PLACES:
-        values = [((each,), _at(peer["places"][each], path)) for each in ("control", "data")]
-        yield kind(name, text, ["kind"], values)
-
-
-def _clients(counted: Document) -> Iterator[Metric]:
-    for field, text in _CLIENTS:
-        yield counter(field, text, counted.get(field, 0))
+def _counters(counted: Document) -> Iterator[Metric]:
     text = "Gets of this machine's clients, by where the value was."
     gets = [
         ((answer,), sum(counted.get(each, 0) for each in fields)) for answer, fields in ANSWERS.items()
     ]
-    yield counters("client_gets", text, ["answer"], gets)
+    yield family("counter", "client_gets", text, gets, "answer")
     text = "Objects that this peer gave up, by why, and what that costs."
     gone = [((why.value,), counted.get(_GONE + why, 0)) for why in Gone]
-    yield counters("objects_gone", text, ["reason"], gone)
-    known = {field for field, _ in _CLIENTS}.union(*ANSWERS.values())
-    known |= {f"kept_{unit}_{fate}" for unit in ("objects", "bytes") for fate in FATES}
-    others = [((name,), count) for name, count in counted.items() if name not in known]
-    others = [each for each in others if not each[0][0].startswith(_GONE)]
-    yield counters("events", "Other counters, by name.", ["event"], others)
-
-
-def _kept(peer: Document) -> Iterator[Metric]:
-    counted = peer["counters"]
-    yield gauge("kept_objects_unchecked", "Not looked at yet.", peer["objects_returning"])
-    for unit, text in (("objects", "Objects"), ("bytes", "Bytes")):
-        yield counters(
-            f"kept_{unit}",
-            f"{text} of an earlier life in kept memory: shown again, damaged, or perhaps removed meanwhile.",
-            ["fate"],
-            [((fate,), counted.get(f"kept_{unit}_{fate}", 0)) for fate in FATES],
-        )
-
-
-_HISTOGRAMS: Final[Sequence[tuple[str, str, str, Sequence[int], str]]] = (
-    (
-        *("client_request_seconds", "request", "requests", COARSE_SECONDS),
-        "How long requests of this machine's clients took the peer. Reads in place send no request.",
-    ),
-    (
-        *("read_seconds", "transport", "reads", FINE_SECONDS),
-        "How long it took to bring an object, by what brought it: by the peer or by a client itself, not in a batch.",
-    ),
-    (
-        *("read_size_bytes", "transport", "read_bytes", SIZES),
-        "How long the objects were that were read; those of a batch count as its mean.",
-    ),
-    ("put_size_bytes", "", "put_bytes", SIZES, "How long the objects were that were put."),
-    (
-        *("peer_request_seconds", "request", "asked", COARSE_SECONDS),
-        "How long other peers took to answer requests that are no reads.",
-    ),
-    (
-        *("event_loop_lag_seconds", "", "loop_lag", FINE_SECONDS),
-        "How much too late the event loop woke up a task, looked at 20 times a second.",
-    ),
-    ("gossip_ping_seconds", "", "pings", FINE_SECONDS, "Duration of pings of other members."),
-)
-"""Name, label if any, field of `Measures`, buckets and text."""
+    yield family("counter", "objects_gone", text, gone, "reason")
+    kept = {unit: {f"kept_{unit}_{fate}": fate for fate in FATES} for unit in ("objects", "bytes")}
+    for unit, fates in kept.items():
+        values = [((fate,), counted.get(name, 0)) for name, fate in fates.items()]
+        text = "of an earlier life in kept memory: shown again, damaged, or perhaps removed meanwhile."
+        yield family("counter", f"kept_{unit}", f"{unit.capitalize()} {text}", values, "fate")
+    known = {row.path for row in _ROWS}.union(*ANSWERS.values(), *kept.values())
+    others = [each for each in counted.items() if each[0] not in known and not each[0].startswith(_GONE)]
+    yield family(
+        "counter", "events", "Other counters, by name.", [((n,), x) for n, x in others], "event"
+    )
 
 
 def _latencies(measures: Measures) -> Iterator[Metric]:
-    for name, label, field, buckets, text in _HISTOGRAMS:
-        value = getattr(measures, field)
-        yield histograms(name, text, label, value if label else {"": value}, buckets)
+    for row in _HISTOGRAMS:
+        value = getattr(measures, row.path)
+        coarse = COARSE_SECONDS if row.label == "request" else FINE_SECONDS
+        buckets = SIZES if row.name.endswith("_bytes") else coarse
+        yield histograms(row.name, row.text, row.label, value if row.label else {"": value}, buckets)
     text = "Requests to other peers that were refused, or not answered in time."
     what = sorted({*measures.asked, *measures.asked_in_vain})
     failures = [((each,), measures.asked_in_vain[each]) for each in what]
-    yield counters("peer_request_failures", text, ["request"], failures)
+    yield family("counter", "peer_request_failures", text, failures, "request")
 
 
 def _namespaces(measures: Measures) -> Iterator[Metric]:
@@ -308,69 +290,44 @@ def _namespaces(measures: Measures) -> Iterator[Metric]:
         ("misses", "Gets that found nothing"),
     ):
         values = [((name,), getattr(use, field)) for name, use in uses.items()]
-        yield counters(f"namespace_{field}", text + which, ["namespace"], values)
-
-
-def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
-    """Only of namespaces that have one: what all others use is the rest of `memory_used_bytes`."""
-    for field, text in (
-        ("quota_bytes", "Memory kept for the namespace."),
-        ("used_bytes", "Memory that it has, within its quota and above."),
-        ("kept_bytes", "Of that, what is evicted for no other namespace."),
-        ("ssd_bytes", "What it has on the SSD."),
-        ("cap_bytes", "The most that it may have in memory and on the SSD, where there is a cap."),
-    ):
-        values = [((name,), use[field]) for name, use in quotas.items() if use[field] is not None]
-        yield gauges(f"namespace_{field}", text, ["namespace"], values)
-
-
-def _transfers(peer: Document) -> Iterator[Metric]:
-    for way, text, last in (
-        ("served", "sent to other peers and their clients", "busy"),
-        ("received", "that came from other peers, for this one and its clients", "failures"),
-    ):
-        for each in ("objects", "bytes", last):
-            values = [((transport,), use[each]) for transport, use in peer[way].items()]
-            yield counters(f"{way}_{each}", f"{each.capitalize()} {text}.", ["transport"], values)
+        yield family("counter", f"namespace_{field}", text + which, values, "namespace")
 
 
 def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
-    yield from _labelled(peer)
+    bytes_of = [((way,), peer["gossip"][f"{way}_bytes"]) for way in ("sent", "received")]
+    yield family("counter", "gossip_bytes", "Bytes on control connections.", bytes_of, "direction")
     changes = [((each,), measures.member_changes[each]) for each in peer["gossip"]["members"]]
     text = "How often a member was found to be in this state."
-    yield counters("member_changes", text, ["status"], changes)
+    yield family("counter", "member_changes", text, changes, "status")
     text = "Requests of gossip, sent and received; each has an answer."
     messages = sorted(measures.messages.items())
-    yield counters("gossip_messages", text, ["kind", "direction"], messages)
+    yield family("counter", "gossip_messages", text, messages, "kind", "direction")
     text = "Requests of gossip that were not answered in time, or refused."
     sent = sorted({kind for kind, _ in measures.messages})
     failures = [((kind,), measures.message_failures[kind]) for kind in sent]
-    yield counters("gossip_message_failures", text, ["kind"], failures)
+    yield family("counter", "gossip_message_failures", text, failures, "kind")
     for name, text in (
         ("strangers_refused", "Control connections dropped for wrong keys, or garbage."),
         ("refused_by_members", "Answers of members that do not admit this one."),
     ):
-        yield counter(name, text, getattr(measures, name))
+        yield family("counter", name, text, [((), getattr(measures, name))])
     if peer["clock_ahead_seconds"] is not None:
-        yield gauge(
-            "clock_ahead_seconds",
-            "How far this machine's clock is ahead of the other members', by their median.",
-            peer["clock_ahead_seconds"],
-        )
-    wrong = int(bool(peer["clock_problem"]))
-    yield gauge("clock_is_wrong", "1 where others would refuse this peer's writes.", wrong)
+        text = "How far this machine's clock is ahead of the other members', by their median."
+        yield family("gauge", "clock_ahead_seconds", text, [((), peer["clock_ahead_seconds"])])
+    text = "1 where others would refuse this peer's writes."
+    yield family("gauge", "clock_is_wrong", text, [((), bool(peer["clock_problem"]))])
 
 
 def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
-    labels = ["namespace", "checkpoint", "version", "state"]
+    labels = ("namespace", "checkpoint", "version", "state")
     found = {
         (each["namespace"], each["name"], each["version"], each["state"]): each for each in checkpoints
     }
     text = "How much of a version of a checkpoint this peer has, of 1; at most 16 versions."
     done = [(key, each["done"]) for key, each in found.items()]
-    yield gauges("checkpoint_done_ratio", text, labels, done)
+    yield family("gauge", "checkpoint_done_ratio", text, done, *labels)
     sizes = [(key, each["total_bytes"]) for key, each in found.items()]
-    yield gauges("checkpoint_size_bytes", "How large it is.", labels, sizes)
+    yield family("gauge", "checkpoint_size_bytes", "How large it is.", sizes, *labels)
 
 
 def _follows(follows: list[Document]) -> Iterator[Metric]:
@@ -380,52 +337,19 @@ def _follows(follows: list[Document]) -> Iterator[Metric]:
         ("behind_seconds", "For how long they have been to use another version than it does."),
     ):
         values = [((each["namespace"], each["name"]), float(each[field])) for each in follows]
-        yield gauges(f"checkpoint_follower_{field}", text, ["namespace", "checkpoint"], values)
+        yield family("gauge", f"checkpoint_follower_{field}", text, values, "namespace", "checkpoint")
 
 
-_SSD_GAUGES: Final = (
-    ("capacity_bytes", "Capacity of its segments."),
-    ("live_bytes", "Occupied by objects that can be read."),
-    ("objects", "Objects on the SSD."),
-    ("queued_bytes", "On their way to the SSD."),
-    ("retired_segments", "Given up after an error."),
-    ("write_amplification", "Bytes written for each byte stored."),
-)
-_SSD_COUNTERS: Final = (
-    ("hits", "Objects read."),
-    ("misses", "Objects asked for that were not there, or not readable."),
-    ("damaged", "Objects found damaged."),
-    ("expired", "Objects whose time to live was over when they were asked for."),
-    ("unanswered", "Reads abandoned because the disk did not answer."),
-    ("stored_objects", "Objects written."),
-    ("stored_bytes", "Their bytes."),
-    ("compressed_parts", "Parts that were compressed."),
-    ("kept_records", "Records written again when their segment was reclaimed."),
-    ("evicted_objects", "Objects given up for others."),
-    ("reclaimed_segments", "Segments reclaimed."),
-    ("bytes_read", "Bytes read from the device."),
-    ("bytes_written", "Bytes written to the device."),
-    ("syncs", "Syncs of the device."),
-)
 SSD_STATES: Final = ("ok", "read_only", "off")
-_SSD_NAMES: Final = {"bytes_read": "read_bytes", "bytes_written": "written_bytes"}
-"""Where the document has them otherwise than Prometheus' conventions, the unit at the end."""
 
 
-def ssd_families(ssd: Mapping[str, Any]) -> Iterator[Metric]:
-    """All of one SSD."""
+def _ssd(ssd: Document) -> Iterator[Metric]:
     states = [((state,), ssd["state"] == state) for state in SSD_STATES]
-    yield gauges("ssd_state", "1 for the state it is in.", ["state"], states)
-    for field, text in _SSD_GAUGES:
-        yield gauge(f"ssd_{field}", text, ssd[field])
-    for field, text in _SSD_COUNTERS:
-        yield counter(f"ssd_{_SSD_NAMES.get(field, field)}", text, ssd[field])
-    segments = [((state,), count) for state, count in ssd["segments"].items()]
-    yield gauges("ssd_segments", "Segments by state.", ["state"], segments)
+    yield family("gauge", "ssd_state", "1 for the state it is in.", states, "state")
     failed = [((each,), ssd[f"{each}_errors"]) for each in ("read", "write", "sync", "discard")]
-    yield counters("ssd_errors", "Failures of the device.", ["operation"], failed)
+    yield family("counter", "ssd_errors", "Failures of the device.", failed, "operation")
     refused = [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in Refusal]
-    yield counters("ssd_refused", "Objects not written.", ["reason"], refused)
+    yield family("counter", "ssd_refused", "Objects not written.", refused, "reason")
     durations = {each: Histogram(**ssd[f"{each}_durations"]) for each in ("read", "write")}
     text = "How long it took to read and to write objects."
     yield histograms("ssd_operation_seconds", text, "operation", durations, FINE_SECONDS)

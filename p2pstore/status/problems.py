@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS, counted
 from p2pstore.status.doctor.finding import MAX_TEXT_LETTERS, Finding, Status, broken, shown, warning
-from p2pstore.status.doctor.network_rules import SsdReading, judge_ssd
+from p2pstore.status.doctor.network_rules import judge_ssd
 
 MAX_PROBLEMS: Final = 20
 MAX_NAMES: Final = 5
@@ -48,79 +48,30 @@ class FailedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class TakenPlaces:
-    """Places for other members' connections, and their largest owner."""
-
-    what: str
-    """`data` or `control`."""
-    taken: int = 0
-    limit: int = 1
-    refused: int = 0
-    """Lately, as all were in use."""
-    name: str = ""
-    """Of the member that has most."""
-    places: int = 0
-    host: str = ""
-    """Where it is told: the host that has most."""
-    host_places: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts to judge. `lately`: counters over the last `seconds`; `live` counts this peer too. Names may be shown."""
+    """A peer's statistics document, and what is known beside it. `live` counts this peer too; of the dead and suspect
+    members some are named. `lately`: growth of the peer's counters over the last `seconds`."""
 
+    peer: Mapping[str, Any]
     seconds: float = 0.0
-    leaving: bool = False
-    bootstrap_count: int = 0
-    joined: bool = True
+    lately: Mapping[str, int] = field(default_factory=dict)
     live: int = 1
     dead: Sequence[str] = ()
     dead_count: int = 0
     suspect: Sequence[str] = ()
     suspect_count: int = 0
     versions: Sequence[str] = ()
-    load_permille: int = 0
-    local_health: int = 0
-    clock_ahead_seconds: float | None = None
-    clock_problem: str = ""
-    """Why others would refuse what this peer writes now, and what to do."""
-    stamps_ahead_seconds: float = 0.0
-    """Seconds that the stamps of this peer are ahead of its own clock."""
-    wrong_clocks: Sequence[str] = ()
-    """Members whose clock is wrong, and by how much."""
-    members_refused: int = 0
-    memory_share: float = 0.0
-    """Of this peer's memory that is used."""
-    leased_share: float = 0.0
-    lost_rdma_devices: int = 0
-    lacking: int = 0
-    floors_permille: int = 0
-    """How much of the room for removals that are remembered is used."""
-    floors_wait_for: Sequence[str] = ()
-    """Members that have not confirmed them."""
-    floors_disbelieved: Sequence[str] = ()
-    """Members that say that removals are forgotten of which this peer has not heard."""
-    distrusted: int = 0
-    """How often this peer discarded older objects, as others had forgotten what was removed meanwhile."""
-    ssd: SsdReading | None = None
-    lately: Mapping[str, int] = field(default_factory=dict)
     failed_checkpoints: Sequence[FailedCheckpoint] = ()
-    places: Sequence[TakenPlaces] = ()
-    spoilt: int = 0
-    """Objects, since this peer's start."""
-    memory_restored: int = 0
-    """Client writes into memory of the peer alone, since its start."""
-    state_problem: str = ""
-    """Why this peer's state directory cannot be written."""
-    state_damage: Sequence[str] = ()
-    """Damage of the state directory at this peer's start."""
-    kept_damaged: int = 0
-    """Objects of kept memory that this life began with."""
-    puts: int = 0
-    """That succeeded lately."""
-    bootstrap: Sequence[str] = ()
-    unreached: Sequence[str] = ()
-    """Bootstrap addresses, and why they were not reached. Empty on the public page."""
+
+    def total(self, name: str) -> int:
+        """A counter since the peer's start."""
+        count: int = self.peer["counters"].get(name, 0)
+        return count
+
+    def share(self, used: str) -> float:
+        """How much of the peer's memory that is, of 1."""
+        capacity = self.peer["memory_capacity_bytes"]
+        return self.peer[used] / capacity if capacity else 0.0
 
 
 def problems(facts: Facts) -> list[Finding]:
@@ -137,14 +88,16 @@ def problem_document(finding: Finding) -> dict[str, str]:
 
 
 def _this_peer(facts: Facts) -> Iterator[Finding]:
-    if facts.leaving:
+    peer = facts.peer
+    looked_for = peer["bootstrap_addresses"] and (peer["joined"] or peer["bootstrap_silent"])
+    if peer["state"] == "leaving":
         yield warning(
             "leaving",
             "This peer is leaving",
             "it was told to: it takes nothing new, and hands its last copies to others",
             "if it is to stay, start it again when it has ended",
         )
-    elif facts.bootstrap_count and facts.live == 1 and not facts.dead_count + facts.suspect_count:
+    elif looked_for and facts.live == 1 and not facts.dead_count + facts.suspect_count:
         yield _alone(facts)
     if facts.lately.get("refused_by_members", 0):
         yield broken(
@@ -153,18 +106,18 @@ def _this_peer(facts: Facts) -> Iterator[Finding]:
             "it has another cluster key, cluster name or version than they, or is not on their allow list",
             "the log has their words (`refused: ...`); bring it their key file and send it SIGHUP",
         )
-    if facts.state_problem:
+    if peer["state_problem"]:
         yield broken(
             "state directory",
-            f"This peer's state directory cannot be written: {facts.state_problem}",
+            f"This peer's state directory cannot be written: {peer['state_problem']}",
             "until it can, a restart forgets what was removed last and whom this peer knows; it goes on otherwise",
             "free some space there (`--state-dir`), or mend its file system: it is tried again every 10 s",
         )
-    if facts.state_damage:
+    if peer["state_damage"]:
         yield warning(
             "state directory",
             "This peer's state directory was damaged when it started",
-            "; ".join(facts.state_damage),
+            "; ".join(peer["state_damage"]),
             "what was lost comes from the other peers as long as this one is connected to any; check the disk, and who "
             "can write to the directory. The next start says so no more",
         )
@@ -174,15 +127,16 @@ def _this_peer(facts: Facts) -> Iterator[Finding]:
 
 def _alone(facts: Facts) -> Finding:
     """It was to find others. That it never did is worse than that they have gone."""
-    peers = "its bootstrap peer" if facts.bootstrap_count == 1 else "any bootstrap peer"
+    joined, bootstrap = facts.peer["joined"], facts.peer.get("bootstrap", ())
+    peers = "its bootstrap peer" if facts.peer["bootstrap_addresses"] == 1 else "any bootstrap peer"
     cause = f"it has not heard from {peers} since it started, and serves a cluster of its own"
-    if facts.joined:
+    if joined:
         cause = "the others have gone, and no peer answers it any more"
-    if facts.unreached:
-        cause += f": {'; '.join(facts.unreached)}"
-    address = facts.bootstrap[0] if facts.bootstrap else "HOST:PORT"
-    of_them = "" if facts.bootstrap else " with a bootstrap address"
-    return (warning if facts.joined else broken)(
+    if unreached := facts.peer.get("unreached"):  # private, as the addresses are
+        cause += f": {'; '.join(unreached)}"
+    address = bootstrap[0] if bootstrap else "HOST:PORT"
+    of_them = "" if bootstrap else " with a bootstrap address"
+    return (warning if joined else broken)(
         "alone",
         "This peer is alone",
         cause,
@@ -191,29 +145,30 @@ def _alone(facts: Facts) -> Finding:
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:
-    if facts.wrong_clocks:
+    peer = facts.peer
+    if wrong := peer["wrong_clocks"]:
         yield warning(
             "other clocks",
-            f"The clock of {_names(facts.wrong_clocks, len(facts.wrong_clocks))} is wrong",
+            f"The clock of {_names(wrong, len(wrong))} is wrong",
             "it differs from this machine's and most others' by over 10 s; what is stamped too far ahead is refused",
             "set it right on that machine (`timedatectl`, `chronyc tracking`)",
         )
-    if facts.clock_problem:
+    if peer["clock_problem"]:
         yield broken(
             "clock",
             "Nothing can be written through this peer",
-            facts.clock_problem,
+            peer["clock_problem"],
             "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)",
         )
         return
-    if facts.stamps_ahead_seconds > MAX_CLOCK_SKEW_SECONDS:
+    if peer["stamps_ahead_seconds"] > MAX_CLOCK_SKEW_SECONDS:
         yield warning(
             "clock",
-            f"The stamps of this peer are {facts.stamps_ahead_seconds:,.0f} s ahead of its own clock",
+            f"The stamps of this peer are {peer['stamps_ahead_seconds']:,.0f} s ahead of its own clock",
             "its clock was fast before; it is alone, so no peer refuses them yet",
             "nothing is to be done: new stamps are made as soon as another peer has told the time",
         )
-    ahead = facts.clock_ahead_seconds
+    ahead = peer["clock_ahead_seconds"]
     if ahead is None or abs(ahead) < CLOCK_OFF_SECONDS:
         return
     text = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others"
@@ -234,18 +189,18 @@ def _slow_process(facts: Facts) -> Iterator[Finding]:
             "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait",
             "look at the machine's load and the cgroup's CPU limit; else report it with `mooncake-p2p support-bundle`",
         )
-    if facts.local_health > DISTRUST:
+    if facts.peer["gossip"]["local_health"] > DISTRUST:
         yield warning(
             "gossip",
             "This peer does not trust its own view of the others",
             "its probes fail, or others accuse it: it gets too little CPU, or its network loses packets",
             "look at the machine's load, and for dropped packets (`ip -s link`)",
         )
-    if facts.load_permille >= OVERLOADED_PERMILLE:
+    if (load := facts.peer["load_permille"]) >= OVERLOADED_PERMILLE:
         yield warning(
             "load",
             "This peer is busier than it can be",
-            f"it takes {facts.load_permille / 10:.0f} % of a core, or of its upload slots",
+            f"it takes {load / 10:.0f} % of a core, or of its upload slots",
             "let more peers hold what is read most (`put --replicas`); see the hottest objects below",
         )
 
@@ -274,10 +229,10 @@ def _members(facts: Facts) -> Iterator[Finding]:
             "others are asked whether it is dead; that takes some seconds",
             "wait; if it comes again and again, its machine or the network loses packets or stalls",
         )
-    if facts.members_refused:
+    if refused := facts.peer["members_refused"]:
         yield broken(
             "members",
-            f"{facts.members_refused:,} members were left out",
+            f"{refused:,} members were left out",
             "there are more than a cluster may have",
             "make two clusters of it (`--cluster`)",
         )
@@ -292,45 +247,45 @@ def _members(facts: Facts) -> Iterator[Finding]:
 
 def _copies(facts: Facts) -> Iterator[Finding]:
     dropped = facts.lately.get("last_copies_dropped", 0)
-    if dropped > DROPPED_PER_SECOND * facts.seconds and facts.memory_share >= FULL:
+    if dropped > DROPPED_PER_SECOND * facts.seconds and facts.share("memory_used_bytes") >= FULL:
         yield warning(
             "data lost",
             f"{counted(dropped, 'object')} that no other peer held had to go{_lately(facts)}",
             "memory is full of objects in use, and there is no SSD, or too little, for the rest",
             "more `--memory`, an `--ssd`, or more peers; what must stay can be pinned (`mooncake-p2p pin`)",
         )
-    if facts.lacking:
+    if lacking := facts.peer["repair"]["lacking"]:
         yield warning(
             "copies",
-            f"{counted(facts.lacking, 'object here has', 'objects here have')} fewer copies than wanted",
+            f"{counted(lacking, 'object here has', 'objects here have')} fewer copies than wanted",
             "holders were lost, or had no room; others are asked to make copies, one after the other",
             "wait; if the number stays, no other peer has room: more `--memory`, or more peers",
         )
-    if facts.leased_share > LEASED_SHARE:
+    if (leased := facts.share("leased_bytes")) > LEASED_SHARE:
         yield warning(
             "leases",
-            f"{100 * facts.leased_share:.0f} % of this peer's memory are leased",
+            f"{100 * leased:.0f} % of this peer's memory are leased",
             "programs hold views of nearly all of it, so that nothing else has room",
             "let them go of views sooner, or give the peer more `--memory`",
         )
     failed = facts.lately.get("client_puts_failed", 0)
-    if failed > FAILED_PUTS * (failed + facts.puts):
+    if failed > FAILED_PUTS * (failed + facts.lately.get("client_puts", 0)):
         yield warning(
             "puts",
             f"{counted(failed, 'put')} failed{_lately(facts)}",
             "mostly no room for the value here or elsewhere, because leases and hard pins hold what is there",
             "the log and `mooncake-p2p stats --slow` on its machine say more",
         )
-    lately = facts.lately.get("objects_spoilt", 0)
-    if lately or facts.spoilt:
-        spoilt, when = (lately, _lately(facts)) if lately else (facts.spoilt, " since it started")
+    lately, spoilt = facts.lately.get("objects_spoilt", 0), facts.total("objects_spoilt")
+    if lately or spoilt:
+        spoilt, when = (lately, _lately(facts)) if lately else (spoilt, " since it started")
         yield (broken if lately else warning)(
             "memory",
             f"{counted(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{when}",
             "a client wrote where it must not, or the machine's memory is faulty; nothing wrong was delivered",
             "look for memory errors (`dmesg`, EDAC), and for programs that write through stale views",
         )
-    if facts.memory_restored:
+    if facts.total("memory_restored"):
         yield warning(
             "memory",
             "A client wrote into the part of this peer's memory that only the peer may write",
@@ -340,25 +295,25 @@ def _copies(facts: Facts) -> Iterator[Finding]:
 
 
 def _floors(facts: Facts) -> Iterator[Finding]:
-    if facts.floors_permille >= FLOORS_PERMILLE:
-        waits = len(facts.floors_wait_for)
+    used, waited_for = facts.peer["floors_permille"], facts.peer["floors_wait_for"]
+    if used >= FLOORS_PERMILLE:
         cause = "more keys are removed and overwritten than all peers can confirm to have heard of"
         cure = "wait, or remove less; whole namespaces are removed by one `mooncake-p2p flush`"
-        if waits:
-            cause = f"{_names(facts.floors_wait_for, waits)} did not confirm to have heard of them"
+        if waited_for:
+            cause = f"{_names(waited_for, len(waited_for))} did not confirm to have heard of them"
             cure = (
                 "look at their clocks, load and version; living ones are waited for ten minutes, and an hour where "
                 "most members are gone"
             )
         yield warning(
             "removals",
-            f"Removals are slowed down: {facts.floors_permille / 10:.0f} % of the room for those that are remembered "
+            f"Removals are slowed down: {used / 10:.0f} % of the room for those that are remembered "
             "is used",
             cause,
             cure,
         )
-    if facts.floors_disbelieved:
-        names = _names(facts.floors_disbelieved, len(facts.floors_disbelieved))
+    if disbelieved := facts.peer["floors_disbelieved"]:
+        names = _names(disbelieved, len(disbelieved))
         yield warning(
             "removals",
             f"{names} forgot removals of which this peer has not heard",
@@ -367,20 +322,20 @@ def _floors(facts: Facts) -> Iterator[Finding]:
             "look in its log and in this peer's; if it is right, this peer may show what was removed: restart this one "
             "after five minutes",
         )
-    if facts.distrusted:
+    if distrusted := facts.total("horizons_missed"):
         yield warning(
             "removals",
-            f"This peer discarded older objects {counted(facts.distrusted, 'time')} since it started",
+            f"This peer discarded older objects {counted(distrusted, 'time')} since it started",
             "it was out of touch longer than others remember which keys were removed",
             "look in the log for how long its network or process stood still; what others hold is not concerned",
         )
 
 
 def _kept(facts: Facts) -> Iterator[Finding]:
-    if facts.kept_damaged:
+    if damaged := facts.total("kept_objects_damaged"):
         yield warning(
             "kept memory",
-            f"{counted(facts.kept_damaged, 'object')} of the kept memory {_were(facts.kept_damaged)} damaged "
+            f"{counted(damaged, 'object')} of the kept memory {_were(damaged)} damaged "
             "when this peer started",
             "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good",
             "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)",
@@ -404,23 +359,23 @@ def _transports(facts: Facts) -> Iterator[Finding]:
             "a holder is slow or gone, or the way to it loses packets; readers go on at the next one, later",
             "`mooncake-p2p peers --reads` says with whom and by which transport; restart one that fails all",
         )
-    if facts.lost_rdma_devices:
+    if lost := facts.peer.get("rdma", {}).get("lost_devices"):
         yield warning(
             "rdma",
-            f"{counted(facts.lost_rdma_devices, 'RDMA device')} of this peer failed",
+            f"{counted(lost, 'RDMA device')} of this peer failed",
             "reads go by its other devices, or by TCP",
             "`dmesg` and `rdma link` show what became of it; the peer uses it again after a restart",
         )
 
 
 def _ssd(facts: Facts) -> Iterator[Finding]:
-    if facts.ssd is None:
+    if (ssd := facts.peer.get("ssd")) is None:
         return
-    finding = judge_ssd("this peer", facts.ssd)
+    finding = judge_ssd("this peer", ssd)
     if finding.status is not Status.OK:
         what = f"The SSD of this peer {finding.value.partition(':')[0]}"
         if finding.status is Status.WARNING:
-            damaged = facts.ssd.damaged
+            damaged = ssd["damaged"]
             what = f"{counted(damaged, 'object')} on the SSD of this peer {_were(damaged)} damaged"
         yield Finding("ssd", finding.status, what, finding.cause, finding.cure)
 
@@ -440,16 +395,18 @@ def _checkpoints(facts: Facts) -> Iterator[Finding]:
 
 
 def _places(facts: Facts) -> Iterator[Finding]:
-    for places in facts.places:
-        if places.taken < FULL * places.limit and not places.refused:
+    for what in ("control", "data"):
+        places, refused = facts.peer["places"][what], facts.lately.get(f"{what}_refused", 0)
+        if places["taken"] < FULL * places["limit"] and not refused:
             continue
-        host = f" at {places.host}" if places.host else ""
-        yield (broken if places.refused else warning)(
-            f"{places.what} connections",
-            f"{places.taken:,} of {places.limit:,} places for {places.what} connections are taken"
-            + (f"; {places.refused:,} were refused{_lately(facts)}" if places.refused else ""),
-            f"{places.name or 'the largest member'} has {places.places:,} of them; one host{host} has "
-            f"{places.host_places:,}",
+        most = places["largest"]
+        host = f" at {most['host']}" if most.get("host") else ""
+        yield (broken if refused else warning)(
+            f"{what} connections",
+            f"{places['taken']:,} of {places['limit']:,} places for {what} connections are taken"
+            + (f"; {refused:,} were refused{_lately(facts)}" if refused else ""),
+            f"{shown(most['name']) or 'the largest member'} has {most['places']:,} of them; one host{host} has "
+            f"{most['host_places']:,}",
             "restart that member, or take it off the allow list and send SIGHUP; unused ones make room by "
             "themselves",
         )

@@ -17,14 +17,14 @@ from math import inf
 from random import Random
 from typing import Final, Literal
 
-from p2pstore.core.copies.coldest import (
+from p2pstore.core.copies.hand_over import (
     READY_PART,
     ROOMS_SECONDS,
-    WRITTEN_SHARE,
     PeerMemories,
     PeerMemory,
     choose_offers,
 )
+from p2pstore.core.copies.write_back import WRITTEN_SHARE
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.segment_layout import GRANULE_BYTES

@@ -338,14 +338,6 @@ class BufferDestination:
             view = view.cast("B") if view.nbytes else memoryview(bytearray())
         self._view = view
 
-    def take_in(self, value: memoryview) -> bool:
-        """Copy a whole verified value to the beginning. False when it does not fit, or the read is watched."""
-        length = len(value)
-        if self.watch is not None or length > len(self._view):
-            return False
-        self._view[:length] = value
-        return True
-
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
         if slot.length > len(self._view):
             raise too_small(slot.length, self._view)

@@ -94,7 +94,7 @@ def record_of(number: int, writer: int = 1) -> LocationRecord:
 
 def in_index(peer: GossipPeer, digest: bytes) -> bool:
     """Whether this peer's answer about a prefix would count the key."""
-    return any(not each.hidden for each in peer.gossip.holders(digest, peer.now))
+    return any(not each.hidden for each in peer.gossip.directory.holders(digest))
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:

@@ -17,16 +17,12 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.homes.partition_homes import (
-    PARTITION_COUNT,
-    PartitionConfig,
-    partition_of,
-    table_of,
-)
-from p2pstore.gossip.records import LocationRecord, Member
+from p2pstore.gossip.homes.partition_homes import PartitionConfig, table_of
+from p2pstore.gossip.records import PARTITION_COUNT, LocationRecord, Member, partition_of
 from p2pstore.home_messages import PartitionSet, Push
 from p2pstore.objects import Version
 from simulation.gossip_cluster import GossipCluster
+from simulation.gossip_data import take_push
 from simulation.gossip_peer import GossipPeer
 from simulation.measures.figures import Case, Figure, Measured, no_problems, percentile
 from simulation.settled import acquaint_at_once
@@ -152,7 +148,7 @@ class _Work:
                     sets=whole,
                     audit_seconds=seconds,
                 )
-                behind, _ = home.gossip.take_push(peer.member, push, home.now)
+                behind, _ = take_push(home.gossip, peer.member, push, home.now)
                 assert not behind
 
     def begin(self) -> None:
@@ -214,7 +210,7 @@ class _Work:
         asked = [reader.peer_id, *(h for h in reader.gossip.homes(digest) if h != reader.peer_id)]
         for trips, peer_id in enumerate(asked):
             peer = self._cluster.by_peer_id[peer_id]
-            known = peer.gossip.holders(digest, peer.now)
+            known = peer.gossip.directory.holders(digest)
             if owner is not None and (peer is owner or any(at.member == owner.member for at in known)):
                 return trips
             if peer.gossip.partitions.vouches(digest, peer.now):

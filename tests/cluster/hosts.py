@@ -9,15 +9,14 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
 from tests.commands import ran
+from tests.forked import COMMAND
 
-COMMAND = [sys.executable, "-m", "mooncake_p2p"]
 COMMAND_SECONDS = 60.0
 NAMES = Path("/etc/netns")
 """`ip netns exec` puts what is in here over /etc."""
@@ -25,7 +24,7 @@ _CLONE_NEWNET: Final = 0x40000000
 
 
 def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)
 
 
 def why_not() -> str | None:
@@ -112,7 +111,7 @@ class Host:
         for lock in self.folder.glob("mooncake-p2p/*/lock"):
             text = lock.read_text().strip()
             if text and "mooncake_p2p\0join" in _command_line(text):
-                subprocess.run(["kill", "-KILL", text], check=False, timeout=10)
+                subprocess.run(["kill", "-KILL", text], check=False, timeout=60)
 
     def close(self) -> None:
         self.end()

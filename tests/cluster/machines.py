@@ -9,7 +9,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
+from tests.forked import COMMAND, run, start
 
-COMMAND = [sys.executable, "-m", "mooncake_p2p"]
-READY_SECONDS = 30.0
-COMMAND_SECONDS = 30.0
+READY_SECONDS = 90.0
+COMMAND_SECONDS = 120.0
 
 
 class Peer:
@@ -33,7 +32,7 @@ class Peer:
         self.ready: dict[str, Any] = {}
         self._client: BlockingClient | None = None
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = start(
                 [*COMMAND, "join", "--name", name, *options],
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -64,7 +63,7 @@ class Peer:
         """How many live members this peer sees."""
         return sum(member.status == "alive" for member in self.client.peers())
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 10.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> int:
         if self._client is not None:
             self._client.close()
         if self.process.poll() is None:
@@ -106,13 +105,8 @@ class Machine:
     ) -> subprocess.CompletedProcess[bytes]:
         """A command, with `input` on its stdin."""
         extra = {"MOONCAKE_P2P_SOCKET": socket} if socket else {}
-        return subprocess.run(
-            [*COMMAND, *arguments],
-            capture_output=True,
-            timeout=COMMAND_SECONDS,
-            env={**self.environment, **extra},
-            input=input,
-        )
+        environment = {**self.environment, **extra}
+        return run(*arguments, seconds=COMMAND_SECONDS, env=environment, input=input)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from p2pstore import blocking
 from p2pstore.access.keyring import new_cluster_key
 from p2pstore.blocking import BlockingClient
 from tests.cluster.hosts import Host, Network, why_not
+from tests.forked import COMMAND, start
 from tests.ports import free_port
 
 READY_SECONDS: Final = 90.0
@@ -54,17 +55,16 @@ Start = Callable[[Sequence[str], IO[bytes], Mapping[str, str]], Started]
 
 
 def start_command(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> Started:
-    """Start a process that runs a command from the beginning."""
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=environment
-    )
+    """Start a process."""
+    return start(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=environment)
 
 
 class PeerProcess:
     """One `mooncake-p2p join`: its address, identity and sockets are the same each time it is started."""
 
     def __init__(self, cluster: ProcessCluster, number: int, address: str, host: Host | None) -> None:
-        prefix = [] if host is None else ["ip", "netns", "exec", host.name]
+        inside = ("ip", "netns", "exec", "" if host is None else host.name)
+        tied = (*inside, sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()))
         self._host = host
         self.name = f"p{number}"
         self.half = 0
@@ -76,8 +76,8 @@ class PeerProcess:
         self._cluster = cluster
         self.socket = cluster.folder / f"{self.name}.sock"
         self._command = [
-            *(*prefix, sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join"),
-            *("--name", self.name, "--cluster", cluster.folder.name),
+            *(COMMAND if host is None else tied),
+            *("join", "--name", self.name, "--cluster", cluster.folder.name),
             *("--cluster-key-file", str(cluster.key)),
             *("--listen", self.control, "--data-listen", f"{address}:0"),
             *("--memory", cluster.memory, "--socket", str(self.socket)),

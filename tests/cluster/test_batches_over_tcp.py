@@ -15,7 +15,7 @@ from p2pstore.client.destinations import COPIED_BYTES, MAX_COPIED, BytesDestinat
 from p2pstore.errors import BufferTooSmall
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.test_hung_ssd import peer
 from tests.cluster.test_put_elsewhere import client_of
@@ -99,9 +99,9 @@ async def test_holders_are_read_side_by_side(
     tmp_path: Path, kind: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: set[bytes] = set()
-    pull_small_parts = DataPool.pull_small_parts
+    pull_small_parts = ConnectionPool.pull_small_parts
 
-    async def pull(pool: DataPool, copy: RemotePeer, *wanted: Any) -> Any:
+    async def pull(pool: ConnectionPool, copy: RemotePeer, *wanted: Any) -> Any:
         """Begins when all holders are being asked."""
         asked.add(copy.peer_id)
         if kind == "trio":
@@ -113,7 +113,7 @@ async def test_holders_are_read_side_by_side(
     async with three_holders(tmp_path) as (reader, keys, values), client_of(reader, kind) as client:
         if known:
             assert [each.value for each in await client.get_many(keys)] == [values[key] for key in keys]
-        monkeypatch.setattr(DataPool, "pull_small_parts", pull)
+        monkeypatch.setattr(ConnectionPool, "pull_small_parts", pull)
         buffers = [(key, bytearray(21_000)) for key in [*keys, "nowhere"]]
         *results, nowhere, short = await client.get_many_into([*buffers, (keys[0], bytearray(9))])
         assert [

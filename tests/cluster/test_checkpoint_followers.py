@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import pytest
 
 from p2pstore.checkpoint.client.group_calls import has_version
 from p2pstore.errors import FollowersLag
-from tests.cluster.machines import COMMAND, Machine, Peer, done, new_machine
+from tests.cluster.machines import Machine, Peer, done, new_machine
 from tests.contract.swarm_world import make_files
+from tests.forked import COMMAND, start
 from tests.waiting import eventually
 
 SECONDS = 90.0
@@ -28,7 +28,7 @@ class Follower:
         self.said = directory.with_name(f"{directory.name}.said")
         options = ["--exec", f"echo $CHECKPOINT_VERSION >> {self.used}", "--timeout", "2"]
         with self.said.open("wb") as said:
-            self.process = subprocess.Popen(
+            self.process = start(
                 [*COMMAND, "checkpoint", "follow", "model", str(directory), *options],
                 stderr=said,
                 env={**peer.machine.environment, "MOONCAKE_P2P_SOCKET": peer.ready["socket"]},

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from p2pstore.objects import MIB
-from tests.cluster.machines import COMMAND, Peer, done, failed, new_machine
+from tests.cluster.machines import Peer, done, failed, new_machine
 from tests.contract.swarm_world import make_files, same_files
+from tests.forked import COMMAND, start
 from tests.waiting import eventually
 
 SECONDS = 90.0
@@ -21,7 +22,7 @@ FILES = {"model.safetensors": 6 * MIB + 5, "config.json": 300, "deep/tokenizer.j
 def fetching(peer: Peer, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A slow fetch that has brought some pieces, and not all."""
     arguments = ["checkpoint", "fetch", "model", str(directory), "--limit-rate", "1MiB"]
-    process = subprocess.Popen(
+    process = start(
         [*COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from p2pstore.objects import MIB
-from tests.cluster.machines import COMMAND, COMMAND_SECONDS, Machine, Peer, done, failed
+from tests.cluster.machines import COMMAND_SECONDS, Machine, Peer, done, failed
+from tests.forked import COMMAND, start
 from tests.waiting import eventually
 
 
@@ -42,7 +43,7 @@ def test_three_peers_by_hand(machine: Machine) -> None:
 
     done(again.run("leave", "--drain", "5s"))
     assert alpha.alive() == 2  # at once: the command returns when the peer has said goodbye
-    assert again.process.wait(10) == 0
+    assert again.process.wait(60) == 0
     left = json.loads(done(alpha.run("peers", "--all", "--json")).stdout)
     (gamma,) = [member for member in left if member["name"] == "gamma"]
     assert (gamma["status"], gamma["leaving"]) == ("left", False)
@@ -115,7 +116,7 @@ def test_several_peers_must_be_told_apart(pair: tuple[Peer, Peer]) -> None:
 def test_a_reader_that_stops_reading(pair: tuple[Peer, Peer]) -> None:
     first, _ = pair
     first.client.put("long", bytes(4 * MIB))
-    process = subprocess.Popen(
+    process = start(
         [*COMMAND, "get", "long", "--socket", first.ready["socket"]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -125,7 +126,7 @@ def test_a_reader_that_stops_reading(pair: tuple[Peer, Peer]) -> None:
     assert process.stderr is not None
     assert process.stdout.read(1) == b"\0"
     process.stdout.close()
-    assert process.wait(10) == 1
+    assert process.wait(60) == 1
     assert process.stderr.read() == b""
     process.stderr.close()
 

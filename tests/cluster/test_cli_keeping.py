@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from p2pstore.objects import MIB
-from tests.cluster.machines import COMMAND, Peer, done, failed, new_machine
+from tests.cluster.machines import Peer, done, failed, new_machine
+from tests.forked import COMMAND, start
 from tests.waiting import eventually
 
 
@@ -33,7 +34,7 @@ def stopped(peer: Peer) -> Iterator[None]:
 
 def started(peer: Peer, *arguments: str) -> subprocess.Popen[bytes]:
     """A command that runs while the test goes on."""
-    return subprocess.Popen(
+    return start(
         [*COMMAND, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -99,7 +100,7 @@ def test_waiting_for_a_key(pair: tuple[Peer, Peer]) -> None:
         try:
             eventually(lambda: any(each.startswith("socket:") for each in open_files(waiting)))
             first.client.put("late", b"value")
-            assert waiting.communicate(timeout=10)[0] == b"value"
+            assert waiting.communicate(timeout=60)[0] == b"value"
             assert waiting.returncode == 0
         finally:
             waiting.kill()
@@ -125,7 +126,7 @@ def test_a_get_that_is_ended_leaves_no_file(
             eventually(lambda: any(str(tmp_path) in each for each in open_files(waiting)))
             eventually(lambda: any(each.startswith("socket:") for each in open_files(waiting)))
             waiting.send_signal(number)
-            assert waiting.wait(10) == status
+            assert waiting.wait(60) == status
         finally:
             waiting.kill()
     assert list(tmp_path.iterdir()) == []
@@ -208,7 +209,7 @@ def test_bench_that_is_stopped_leaves_nothing(number: int, status: int, pair: tu
         try:
             eventually(lambda: held(first) > before)
             bench.send_signal(number)
-            assert bench.wait(10) == status
+            assert bench.wait(60) == status
         finally:
             bench.kill()
     eventually(lambda: held(first) == before)

@@ -29,7 +29,7 @@ from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.data_messages import Ping as DataPing
 from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.ticket_issuer import TicketIssuer
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.machines import Machine
@@ -147,11 +147,13 @@ def test_a_key_is_replaced_while_the_cluster_works(machine: Machine) -> None:
 
 
 @asynccontextmanager
-async def member(key: bytes) -> AsyncIterator[tuple[ControlHost, DataPool]]:
+async def member(key: bytes) -> AsyncIterator[tuple[ControlHost, ConnectionPool]]:
     """A stranger who holds `key`: a control host and data connections, without a peer behind them."""
     identity, ring = Identity(bytes(range(32))), KeyRing([key])
     issuer = TicketIssuer(identity, ring)
-    pool = DataPool(TrioDriver(), lambda peer: issuer.ticket(peer.peer_id, Scope.READ | Scope.PEER))
+    pool = ConnectionPool(
+        TrioDriver(), lambda peer: issuer.ticket(peer.peer_id, Scope.READ | Scope.PEER)
+    )
     with closing(pool):
         async with stranger_host(ring=ring, identity=identity) as host:
             yield host, pool
@@ -163,7 +165,7 @@ async def ask_control(peer: Peer, host: ControlHost) -> None:
         await host.ask(peer_id, [peer.control], ControlKind.PING, Ping(1, []), SECONDS)
 
 
-async def ask_data(peer: Peer, pool: DataPool) -> None:
+async def ask_data(peer: Peer, pool: ConnectionPool) -> None:
     with trio.fail_after(SECONDS):
         await pool.request(data_of(peer), DataKind.PING, DataPing())
 
@@ -172,7 +174,7 @@ def data_of(peer: Peer) -> RemotePeer:
     return RemotePeer(peer.node.core.peer_id, tuple(peer.data))
 
 
-async def ended(pool: DataPool, seconds: float) -> None:
+async def ended(pool: ConnectionPool, seconds: float) -> None:
     """Wait until the other side has closed the pool's one connection."""
     [[place]] = pool._peers.values()
     assert place.connection is not None

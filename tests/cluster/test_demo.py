@@ -110,7 +110,7 @@ def test_a_demo_that_nobody_watches_any_more_ends(traces: Traces) -> None:
     assert demo.stderr is not None
     assert demo.stderr.read() == b""
     demo.stderr.close()
-    assert demo.wait(10) == 1
+    assert demo.wait(60) == 1
     assert traces.processes() == []
     assert traces.files() == []
 

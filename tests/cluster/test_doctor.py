@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import machines
-from tests.cluster.machines import COMMAND, Machine, Peer, done, failed, new_machine
+from tests.cluster.machines import Machine, Peer, done, failed, new_machine
 from tests.waiting import eventually
 
 QUICK = ("--seconds", "0.3")
@@ -241,7 +241,6 @@ def test_a_lonely_peer_and_a_used_port_are_found(machine: Machine) -> None:
         assert (found["value"], found["status"]) == ("none to talk to", "broken")
 
 
-SECONDS = 120.0
 """A bundle about a peer that hangs waits for it a few times."""
 ENCODED = "a ticket's secret in base64: "
 TICKET = bytes(range(7, 250, 5))
@@ -249,13 +248,7 @@ TICKET = bytes(range(7, 250, 5))
 
 def gathered(peer: Peer, path: Path, *options: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The command's output, and the files in the bundle."""
-    result = subprocess.run(
-        [*COMMAND, "support-bundle", "-o", str(path), "--json", *options],
-        env={**peer.machine.environment, "MOONCAKE_P2P_SOCKET": peer.ready["socket"]},
-        capture_output=True,
-        timeout=SECONDS,
-    )
-    done(result)
+    result = done(peer.run("support-bundle", "-o", str(path), "--json", *options))
     assert path.stat().st_mode & 0o077 == 0
     files = {}
     with tarfile.open(path) as archive:

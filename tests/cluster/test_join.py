@@ -19,9 +19,9 @@ import pytest
 
 from p2pstore import blocking
 from tests.commands import ran
+from tests.forked import COMMAND
 from tests.waiting import eventually
 
-COMMAND = [sys.executable, "-m", "mooncake_p2p"]
 COMMAND_SECONDS = 60.0
 
 
@@ -175,7 +175,7 @@ def test_who_stops_waiting_leaves_no_peer_behind(machine: Machine) -> None:
         eventually(lambda: "listening" in _text(machine.state / "a" / "peer.log"))
         peer = machine.process_id("a")
         process.send_signal(number)
-        assert process.wait(10) == status
+        assert process.wait(60) == status
         assert not exists(peer)
         (machine.state / "a" / "peer.log").unlink()
 

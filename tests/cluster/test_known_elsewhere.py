@@ -30,7 +30,7 @@ from p2pstore.errors import (
 )
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import key_digest
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.peers import config
 from tests.cluster.processes import PeerProcess, new_cluster, until
@@ -207,9 +207,11 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
     assert all(each.ok for each in far_pair[0].client.put_many(list(values.items())))
     asked: list[int] = []
     unsettled: list[bytes] = []
-    pull_small, only = DataPool.pull_small, KnownHolders.only_holder
+    pull_small, only = ConnectionPool.pull_small, KnownHolders.only_holder
 
-    def counted_small(pool: DataPool, copy: RemotePeer, digests: Sequence[bytes], *rest: Any) -> Any:
+    def counted_small(
+        pool: ConnectionPool, copy: RemotePeer, digests: Sequence[bytes], *rest: Any
+    ) -> Any:
         asked.append(len(digests))
         return pull_small(pool, copy, digests, *rest)
 
@@ -221,7 +223,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
     # The first one lets the others ask before it reads, however lately it did so.
     monkeypatch.setattr(holder_reads, "GATHER_SECONDS", 0.0)
     monkeypatch.setattr(KnownHolders, "only_holder", noted_only)
-    monkeypatch.setattr(DataPool, "pull_small", counted_small)
+    monkeypatch.setattr(ConnectionPool, "pull_small", counted_small)
 
     keys, holder = list(values), far_pair[0]
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from p2pstore.core.copies.coldest import READY_PART
+from p2pstore.core.copies.hand_over import READY_PART
 from p2pstore.objects import KIB, MIB
 from tests.cluster.machines import Machine, Peer, done, new_machine
 from tests.waiting import eventually
@@ -78,7 +78,7 @@ def test_leave_hands_over_what_only_that_peer_holds(trio_of_peers: list[Peer]) -
         "handed_over": {"objects": 20, "bytes": total},
         "left_behind": {"objects": 0, "bytes": 0},
     }
-    assert third.process.wait(10) == 0
+    assert third.process.wait(60) == 0
     first.client.put("of the first", b"value")
     said = done(first.run("leave")).stderr.decode()
     assert "the peer left the cluster: " in said

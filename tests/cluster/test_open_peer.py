@@ -2,7 +2,6 @@
 
 import gc
 import os
-import shutil
 import socket
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import trio
 
 import p2pstore
 from p2pstore import errors
-from p2pstore.core import serving
-from p2pstore.core.gets import key_pages as listing
 from p2pstore.gossip.gossip_messages import ControlKind, Ping
 from p2pstore.memory.policies.interface import LeastRecentlyUsed
 from p2pstore.memory.policies.prefix import PrefixAware
@@ -22,9 +19,6 @@ from p2pstore.peer import Peer, open_peer
 from p2pstore.peer.lifetime import leaving
 from p2pstore.routing import Costs, Router
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Locations, Lookup, Replicate
-from simulation.segment_checks import check_segment
 from tests.cluster.peers import cluster, config
 from tests.present import present
 from tests.waiting import until
@@ -76,19 +70,6 @@ async def test_replicas_survive_their_first_holder(tmp_path: Path) -> None:
         assert await b.get("k") == value
 
 
-async def test_a_spoilt_copy_is_dropped_and_read_from_another_holder(tmp_path: Path) -> None:
-    value = os.urandom(3 * MIB)
-    async with cluster(tmp_path, 2) as (a, b):
-        await a.put("k", value, replicas=2)
-        (entry,) = a.node.core.segment.entries()
-        a.node.core.segment._buffer[entry.offset + 2 * MIB] ^= 1
-        assert await a.get("k") == value
-        await until(lambda: not a.node.core.segment.object_count)
-        assert a.node.core.counters["objects_spoilt"] == 1
-        check_segment(a.node.core.segment)
-        await until(lambda: {place.peer for place in b.locate_nowait("k")} == {"p1"})
-
-
 async def test_readers_spread_over_the_holders(tmp_path: Path) -> None:
     async with cluster(tmp_path, 3) as peers:
         result = await peers[0].put("k", b"value", replicas=2)
@@ -104,31 +85,6 @@ async def test_readers_spread_over_the_holders(tmp_path: Path) -> None:
         copies = core.copies.known(digest, reader.node.now)
         firsts = {reader.node.routes.reading_order(copies)[0].member for _ in range(100)}
         assert firsts == {copies[0].member}
-
-
-async def test_removed_stays_removed(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as (a, b, c):
-        await a.put("k", b"value" * 1000, replicas=3)
-        assert await b.remove("k") is True
-        for peer in (a, b, c):
-            with pytest.raises(errors.NoSuchKey):
-                await peer.get("k")
-            assert await peer.contains("k") is False
-        assert await b.remove("k") is False
-        assert (await c.put("k", b"again")).status == "created"
-        assert await a.get("k", wait=5) == b"again"
-
-
-async def test_a_full_memory_says_so(tmp_path: Path) -> None:
-    async with open_peer(config(tmp_path, "a", memory="8MiB", max_leased="100%")) as peer:
-        with pytest.raises(errors.CapacityExceeded, match="no other live peer takes values"):
-            await peer.put("huge", bytes(9 * MIB))
-        await peer.put("a", bytes(4 * MIB - 8192))
-        await peer.put("b", bytes(4 * MIB - 8192))
-        async with peer.lease("a"), peer.lease("b"):
-            with pytest.raises(errors.CapacityExceeded):
-                await peer.put("c", bytes(MIB))
-        await peer.put("c", bytes(MIB))
 
 
 async def test_errors_of_the_block_come_out_as_themselves(tmp_path: Path) -> None:
@@ -243,18 +199,6 @@ async def test_a_dead_bootstrap_address_is_retried_and_the_peer_serves_alone(
             assert await a.get("k", wait=5) == b"alone"
 
 
-async def test_a_copied_identity_is_found_out(tmp_path: Path) -> None:
-    async with open_peer(config(tmp_path, "first", state_dir=str(tmp_path / "one"))) as first:
-        shutil.copytree(tmp_path / "one", tmp_path / "two")
-        async with open_peer(config(tmp_path, "other", first)) as other:
-            await until(lambda: len(other.node.core.live_peers()) == 1)
-            with pytest.raises(errors.DuplicateIdentity):
-                twin = config(tmp_path, "twin", other, state_dir=str(tmp_path / "two"))
-                async with open_peer(twin) as peer:
-                    with trio.fail_after(60):
-                        await peer.node.leave_requested.wait()
-
-
 async def test_places_that_are_taken(tmp_path: Path) -> None:
     state = str(tmp_path / "state")
     async with open_peer(config(tmp_path, "a", state_dir=state)) as a:
@@ -271,21 +215,6 @@ async def test_places_that_are_taken(tmp_path: Path) -> None:
 
 
 # --- strangers and broken clients ------------------------------------------------------------
-
-
-async def test_a_listing_longer_than_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "MAX_LIST_LIMIT", 3)
-    monkeypatch.setattr(listing, "MAX_LIST_LIMIT", 3)
-    keys = [f"key-{number:02}" for number in range(20)]
-    async with cluster(tmp_path, 2) as (a, b):
-        for number, key in enumerate(keys):
-            await (a, b)[number % 2].put(key, b"value")
-        page = await a.list_keys("key-")
-        assert [each.key for each in page.keys] == keys
-        assert not page.more
-        page = await b.list_keys("key-", limit=10, after="key-04")
-        assert [each.key for each in page.keys] == keys[5:15]
-        assert page.more
 
 
 async def test_a_cancelled_peer_says_goodbye(tmp_path: Path) -> None:
@@ -362,15 +291,6 @@ async def test_what_a_peer_says_of_its_load_is_told_to_schedulers(tmp_path: Path
         assert [route.peer_id for route in routes] == [second.peer_id, first.peer_id]
 
 
-async def test_room_for_the_next_of_many_puts_is_made_after_each_answer(tmp_path: Path) -> None:
-    async with open_peer(config(tmp_path, "alone", memory="1MiB")) as peer:
-        segment, value = peer.node.core.segment, bytes(3000)
-        for number in range(300):
-            await peer.put(f"k{number}", value)
-        assert segment.object_count < 260
-        assert segment.free_bytes == 4096
-
-
 async def test_a_peer_evicts_as_it_was_told(tmp_path: Path) -> None:
     for name, kind in (("lru", LeastRecentlyUsed), ("prefix", PrefixAware)):
         async with open_peer(config(tmp_path, name, eviction_policy=name)) as peer:
@@ -422,22 +342,6 @@ async def test_chains_go_from_their_tails(tmp_path: Path) -> None:
             await peer.put(f"other {number}", value)
             number += 1
             left = [key for key in chain if peer.contains_nowait(key)]
-
-
-async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies(tmp_path: Path) -> None:
-    async with cluster(tmp_path, 2) as (first, second):
-        await first.put("k", b"value")
-        entry = present(first.node.core.objects.find(key_digest("k", "default"), first.node.now))
-        second.node.core.closing = True
-        leaving = first.node.routes.remote_peer(second.node.core.peer_id)
-        found = await first.node.pool.request(leaving, DataKind.LOOKUP, Lookup(entry.digest))
-        assert isinstance(found, Locations)
-        with pytest.raises(errors.Unavailable, match="this peer is leaving"):
-            await first.node.pool.request(
-                leaving,
-                DataKind.REPLICATE,
-                Replicate(entry.digest, entry.version.clock, entry.version.writer, 5),
-            )
 
 
 async def test_a_stray_write_of_a_client_harms_nobody_for_long(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.machines import COMMAND, COMMAND_SECONDS, Machine, done, failed
+from tests.cluster.machines import COMMAND_SECONDS, Machine, done, failed
+from tests.forked import COMMAND
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

@@ -30,10 +30,10 @@ def test_a_peer_without_descriptors_says_so_and_recovers(tmp_path: Path) -> None
         clients: list[BlockingClient] = []
         with pytest.raises(errors.P2PStoreError, match="descriptors"):
             while True:
-                clients.append(stack.enter_context(blocking.connect(peer.socket, timeout=10)))
+                clients.append(stack.enter_context(blocking.connect(peer.socket, timeout=60)))
         for _ in range(20):
             with pytest.raises(errors.P2PStoreError, match=r"descriptors.*ulimit -n") as told:
-                blocking.connect(peer.socket, timeout=10)
+                blocking.connect(peer.socket, timeout=60)
             assert not isinstance(told.value, errors.DeadlineExceeded)
             assert "hangs" not in str(told.value)
         log = (tmp_path / "p.log").read_text()
@@ -42,7 +42,7 @@ def test_a_peer_without_descriptors_says_so_and_recovers(tmp_path: Path) -> None
         for client in clients:
             client.put("k", b"value", overwrite=True)
         limit(peer.process, 100)
-        with blocking.connect(peer.socket, timeout=10) as client:
+        with blocking.connect(peer.socket, timeout=60) as client:
             assert client.get("k") == b"value"
 
 

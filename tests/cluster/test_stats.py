@@ -19,7 +19,8 @@ import pytest
 
 from p2pstore import blocking
 from p2pstore.objects import MIB
-from tests.cluster.machines import COMMAND, Machine, Peer, done, failed, new_machine
+from tests.cluster.machines import Machine, Peer, done, failed, new_machine
+from tests.forked import COMMAND, start
 from tests.waiting import eventually
 
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
@@ -55,7 +56,7 @@ def line_of(stream: IO[bytes], seconds: float = 20.0) -> bytes:
 
 
 def watching(peer: Peer, *options: str, **settings: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+    return start(
         [*COMMAND, "stats", "--watch", "--interval", "0.2", *options],
         env={**peer.machine.environment, "MOONCAKE_P2P_SOCKET": peer.ready["socket"]},
         bufsize=0,
@@ -185,7 +186,7 @@ def test_a_slow_read_from_another_peer_is_told_by_the_client(pair: tuple[Peer, P
     first.client.put("slow/get", bytes(48 * MIB // 4), overwrite=True)
     eventually(lambda: second.client.contains("slow/get"))
     first.process.send_signal(signal.SIGSTOP)
-    reader = subprocess.Popen(
+    reader = start(
         [*COMMAND, "get", "slow/get", "-o", str(first.machine.folder / "slow")],
         env={**second.machine.environment, "MOONCAKE_P2P_SOCKET": second.ready["socket"]},
         stderr=subprocess.DEVNULL,
@@ -234,7 +235,7 @@ def test_watch_into_a_pipe_gives_a_line_of_json_per_interval(machine: Machine) -
             puts = total
         assert peer.stop(signal.SIGKILL) == -signal.SIGKILL
         rest = process.stderr.read()
-        assert process.wait(10) == 4
+        assert process.wait(60) == 4
         assert rest.startswith(b"error: ")
 
 
@@ -285,7 +286,7 @@ def test_watch_on_a_terminal_outlives_the_peer_and_leaves_it_clean(machine: Mach
             else b""
         )
         assert SHOW_CURSOR in left
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
         assert process.stderr.read() == b""
     finally:
         process.kill()

@@ -9,7 +9,7 @@ from p2pstore import NoSuchKey, Unavailable
 from p2pstore.gossip.records import Tier
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer
-from p2pstore.transfer.reading.shm import ON_SSD
+from p2pstore.transfer.reading.shm_transport import ON_SSD
 from p2pstore.transfer.transfer_trace import FetchTrace
 from tests.cluster.test_hung_ssd import COLD, cool, hang, in_memory, peer, peer_with_ssd, push_out
 from tests.unit.hanging_disk import Hang

@@ -69,6 +69,7 @@ class SmallBackend:
         self.reports: list[local.Report] = []
         self.requests: list[LocalKind] = []
         self.on_handled: Callable[[], object] = lambda: None
+        self.on_made_ready: Callable[[], object] = lambda: None
         self.on_answered: Callable[[], object] = lambda: None
         self.clients: list[LocalClient] = []
         self.gone: list[int] = []
@@ -98,6 +99,9 @@ class SmallBackend:
     def welcomed(self, client: LocalClient) -> None:
         if client.session in self.pages:
             self.pages[client.session].close_descriptor()
+
+    def make_ready(self) -> None:
+        self.on_made_ready()
 
     def handled(self) -> None:
         self.on_handled()
@@ -326,9 +330,9 @@ class SmallPeer:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="small-peer")
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         if self.failure is not None:
-            self._thread.join(10)
+            self._thread.join(60)
             self.backend.close()
             raise self.failure
 
@@ -373,7 +377,7 @@ class SmallPeer:
             time.sleep(seconds)
 
         self.token.run_sync_soon(stand_still)
-        assert begun.wait(5.0)
+        assert begun.wait(60)
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
@@ -413,7 +417,7 @@ class SmallPeer:
         if self._thread.is_alive():
             with contextlib.suppress(trio.RunFinishedError):
                 self.call(self._scope.cancel)
-            self._thread.join(10)
+            self._thread.join(60)
             assert not self._thread.is_alive()
             self.backend.close()
         if self.failure is not None:

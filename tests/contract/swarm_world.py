@@ -39,7 +39,7 @@ from p2pstore.transfer.data_messages import (
     over_tls,
 )
 from p2pstore.transfer.read_tickets import TicketClaims
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.serving.read_answers import LentObject
 from p2pstore.transfer.ticket_issuer import TicketIssuer
@@ -92,7 +92,7 @@ class MemberHere:
         self.host = host
         self.identity = Identity(bytes([number + 1]) * 32)
         self.own = member_of(self.identity.peer_id)
-        self.pool = DataPool(TrioDriver(), TicketIssuer(self.identity, RING).for_peers)
+        self.pool = ConnectionPool(TrioDriver(), TicketIssuer(self.identity, RING).for_peers)
         self.threads = trio.CapacityLimiter(4)
         self.swarms = RunningSwarms()
         self.address = ""

@@ -48,7 +48,7 @@ async def drain(sock: socket.socket, length: int) -> bytes:
     received = b""
     loop = asyncio.get_running_loop()
     while len(received) < length:
-        data = await asyncio.wait_for(loop.sock_recv(sock, length - len(received)), 5)
+        data = await asyncio.wait_for(loop.sock_recv(sock, length - len(received)), 60)
         assert data, "the connection ended"
         received += data
     return received
@@ -171,7 +171,7 @@ async def test_a_thread_is_waited_for_when_its_caller_is_cancelled() -> None:
     go, ended = threading.Event(), []
 
     def work() -> None:
-        assert go.wait(5)
+        assert go.wait(60)
         ended.append(True)
         raise ValueError("nobody asks for it any more")
 
@@ -229,11 +229,11 @@ async def test_whoever_is_left_waiting_receives_next(peer: SmallPeer) -> None:
             calls.append(asyncio.create_task(call))
             await eventually(peer, lambda wanted=number: locates(peer) == wanted + 1)
         peer.call(gates[0].set)
-        assert await asyncio.wait_for(calls[0], 10) == []
+        assert await asyncio.wait_for(calls[0], 60) == []
         with pytest.raises(asyncio.CancelledError):
             await calls[1]
         peer.call(gates[2].set)
-        assert await asyncio.wait_for(calls[2], 10) == []
+        assert await asyncio.wait_for(calls[2], 60) == []
         peer.call(gates[1].set)
 
 

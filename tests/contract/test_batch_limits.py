@@ -42,6 +42,7 @@ KEYS = [f"{number:06}/".ljust(1024, "k") for number in range(COUNT)]
 MANY = 4200
 """More items than a frame takes."""
 VALUE = b"v"
+PUTTING = (LocalKind.RESERVE, LocalKind.COMMIT)
 
 patient = partial(blocking.connect, timeout=SECONDS)
 """These requests are large, and a busy machine is slow."""
@@ -187,6 +188,10 @@ def values(count: int, name: str = "k") -> list[tuple[str, bytes]]:
     return [(f"{name}{number}", bytes([number % 251]) * SIZES[number % 4]) for number in range(count)]
 
 
+def alike(count: int, name: str) -> list[tuple[str, bytes]]:
+    return [(f"{name}{number:04}", bytes([number % 251]) * 500) for number in range(count)]
+
+
 def reserved_bytes(peer: SmallPeer) -> int:
     """Bytes in rooms that are no objects (yet)."""
     return peer.call(lambda: reserved_now(peer))
@@ -215,8 +220,23 @@ def test_every_value_is_stored_under_its_key(peer: SmallPeer, count: int) -> Non
 def test_a_window_is_reserved_with_the_commit_of_an_earlier_one(peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:
         client.put_many([(f"k{number}", b"v") for number in range(FIRST_ITEMS + 5 * WINDOW_ITEMS)])
-    requests = [each for each in peer.backend.requests if each in (LocalKind.RESERVE, LocalKind.COMMIT)]
+    requests = [each for each in peer.backend.requests if each in PUTTING]
     assert requests == [LocalKind.RESERVE] + [LocalKind.COMMIT] * 6
+
+
+@pytest.mark.parametrize(("count", "windows"), [(16, 1), (FIRST_ITEMS + WINDOW_ITEMS, 2)])
+def test_a_batch_like_those_before_finds_room(peer: SmallPeer, count: int, windows: int) -> None:
+    with blocking.connect(str(peer.path)) as client:
+        for turn in range(4):
+            peer.backend.requests.clear()
+            items = alike(count, f"{turn}-")
+            assert all(each.ok for each in client.put_many(items))
+            requests = [each for each in peer.backend.requests if each in PUTTING]
+            # One to reserve is left where there are more windows, and none waits for its answer.
+            asked = 1 if turn < 2 or windows > 1 else 0
+            assert requests == [LocalKind.RESERVE] * asked + [LocalKind.COMMIT] * windows
+            assert client.get(items[-1][0]) == items[-1][1]
+    peer.wait_until(lambda: reserved_now(peer) == 0)
 
 
 def test_a_batch_larger_than_the_memory_keeps_what_came_last(tmp_path: Path) -> None:
@@ -236,24 +256,31 @@ def test_a_batch_larger_than_the_memory_keeps_what_came_last(tmp_path: Path) -> 
         assert reserved_bytes(peer) == 0
 
 
-async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: SmallPeer) -> None:
-    async with p2pstore.connect(str(peer.path)) as client:
+@pytest.mark.parametrize("before", [0, 2])
+async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(
+    peer: SmallPeer, before: int
+) -> None:
+    """With batches `before` it, room is reserved for it."""
+    made = alike if before else values
+    async with p2pstore.connect(str(peer.path)) as reader:
         for turns in range(40):
-            items = values(FIRST_ITEMS + WINDOW_ITEMS, f"{turns}-")
-            async with trio.open_nursery() as nursery:
+            items = made(FIRST_ITEMS + WINDOW_ITEMS, f"{turns}-")
+            async with p2pstore.connect(str(peer.path)) as client, trio.open_nursery() as nursery:
+                for number in range(before):
+                    await client.put_many(made(FIRST_ITEMS + WINDOW_ITEMS, f"{turns}-{number}-"))
                 nursery.start_soon(client.put_many, items)
                 for _ in range(turns):
                     await trio.lowlevel.checkpoint()
                 nursery.cancel_scope.cancel()
             # Until then the peer may publish a window of it, and evict for the next one.
             await trio.to_thread.run_sync(peer.wait_until, lambda: reserved_now(peer) == 0, 20.0)
-            found = await client.contains_many([key for key, _ in items])
+            found = await reader.contains_many([key for key, _ in items])
             held = dict(zip([key for key, _ in items], found, strict=True))
             for key, value in items:
                 try:
-                    assert not held[key] or await client.get(key) == value
+                    assert not held[key] or await reader.get(key) == value
                 except NoSuchKey:  # evicted for a window that was on its way to the peer
-                    assert not await client.contains(key)
+                    assert not await reader.contains(key)
 
 
 KILLED_AT_EACH_STEP = """
@@ -272,8 +299,9 @@ def put(name, struck, told):
             if (place, steps[place]) == struck:
                 os.kill(os.getpid(), signal.SIGKILL)
     with blocking.connect(sys.argv[1]) as client:
-        sys.setprofile(step)
-        client.put_many([(f"{name}-{number}", b"v" * 5000) for number in range(400)])
+        for turn in ("first", "second", "with room reserved"):
+            sys.setprofile(step if turn != "second" else None)
+            client.put_many([(f"{name}-{turn}-{number:03}", b"v" * 5000) for number in range(100)])
         sys.setprofile(None)
     os.write(told, json.dumps(steps).encode())
 

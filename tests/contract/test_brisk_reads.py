@@ -11,7 +11,7 @@ from p2pstore.objects import MIB, key_digest
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, Ping, Pong, split_data_address
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.serving.read_thread import BRISK_READS
 from p2pstore.transfer.transport import BufferDestination
 from p2pstore.wire import Code
@@ -28,11 +28,11 @@ async def holder(request: pytest.FixtureRequest) -> AsyncIterator[TcpHarness]:
         yield opened
 
 
-async def connect(pool: DataPool, holder: TcpHarness) -> None:
+async def connect(pool: ConnectionPool, holder: TcpHarness) -> None:
     assert await pool.request(holder.copy(), DataKind.PING, Ping()) == Pong(7, 42)
 
 
-async def read_one(pool: DataPool, holder: TcpHarness, digest: bytes, view: memoryview) -> int:
+async def read_one(pool: ConnectionPool, holder: TcpHarness, digest: bytes, view: memoryview) -> int:
     """The length; -1 where `pull` is to say more."""
     (length,), failure = await pool.pull_small(holder.copy(), [digest], [view[:MIB]])
     assert failure is None
@@ -113,7 +113,7 @@ async def tcp() -> AsyncIterator[TcpHarness]:
         yield opened
 
 
-async def brisk(tcp: TcpHarness, pool: DataPool) -> bytes:
+async def brisk(tcp: TcpHarness, pool: ConnectionPool) -> bytes:
     """A connection of this pool is served by a thread now; the values that were read for that."""
     digest = put(tcp.segment, "key", pattern(5000))
     view = memoryview(bytearray(5000))

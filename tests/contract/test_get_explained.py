@@ -16,7 +16,7 @@ from p2pstore import blocking
 from p2pstore.errors import NoSuchKey
 from p2pstore.local import local_messages as local
 from p2pstore.objects import MIB, key_digest
-from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.shm_transport import ShmTransport
 from p2pstore.transfer.transfer_trace import FetchTrace, ReadWatch
 from p2pstore.transfer.transport import BufferDestination, Transport, pull_with_failover
 from p2pstore.wire import Code

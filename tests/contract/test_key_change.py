@@ -100,7 +100,7 @@ async def test_nothing_is_under_way_for_ever(tcp: TcpHarness, monkeypatch: pytes
         RING.replace([NEW_KEY])
         tcp.server.recheck()
         begin = trio.current_time()
-        with pytest.raises(ConnectionError), trio.fail_after(5):
+        with pytest.raises(ConnectionError), trio.fail_after(60):
             while True:
                 await busy.request(DataKind.PING, Ping())
                 await trio.sleep(0.01)

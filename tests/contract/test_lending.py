@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from p2pstore.core.gets.reads import HOT_READS
+from p2pstore.core.gets.hot_objects import HOT_READS
 from p2pstore.objects import MIB, key_digest
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend
 from p2pstore.transfer.data_messages import GetItem, GetSmall, Keeps

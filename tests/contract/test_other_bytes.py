@@ -62,7 +62,7 @@ async def poison(writer: Peer, liar: Peer, keys: Sequence[str] = KEYS) -> None:
 
 
 def holders_known(reader: Peer, key: str) -> int:
-    return len(reader.node.core.gossip.holders(key_digest(key), reader.node.now))
+    return len(reader.node.core.gossip.directory.holders(key_digest(key)))
 
 
 async def put_all(writer: Peer) -> None:

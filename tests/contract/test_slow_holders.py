@@ -21,7 +21,7 @@ from p2pstore.objects import KIB, MIB
 from p2pstore.transfer import transport
 from p2pstore.transfer.data_messages import DataKind, Ping
 from p2pstore.transfer.failover import PullFailed, TooSlow
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.transport import (
     BufferDestination,
@@ -137,7 +137,7 @@ class Holders:
     ways: list[Trickle]
     harness: TcpHarness
 
-    def pool(self, side: Side) -> DataPool:
+    def pool(self, side: Side) -> ConnectionPool:
         return self.harness.pool(side.driver, PROGRESS_SECONDS)
 
 
@@ -273,7 +273,7 @@ async def test_a_queue_for_the_connections_to_a_slow_holder(name: str) -> None:
     side = Side(name, DRIVERS[name]())
     value = pattern(100 * KIB)
     async with holders(value, Trickle(piece=6000, every_seconds=0.05), None) as there:
-        pool = DataPool(side.driver, max_places=1, progress_seconds=20.0)
+        pool = ConnectionPool(side.driver, max_places=1, progress_seconds=20.0)
         there.harness._pools.append(pool)
         slow, good = there.copies
 

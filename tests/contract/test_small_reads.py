@@ -19,7 +19,7 @@ from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, GetSmall, SmallObjects
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.data_requests import Inbox
 from p2pstore.transfer.serving import data_session
 from p2pstore.transfer.serving.read_answers import TAKE_IN_OBJECTS
@@ -158,7 +158,7 @@ async def test_a_holder_that_claims_more_than_an_answer_holds_is_not_believed(si
     slots = object_reply(value, "key 0").slot * 5
     frame = encode_frame(DataKind.GET_SMALL, 1, SmallObjects(slots), flags=REPLY, bulk_length=5 * MIB)
     async with scripted_owner(answer(lambda _: frame)) as bad:
-        pool = DataPool(side.driver)
+        pool = ConnectionPool(side.driver)
         lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
         assert lengths == []
         assert failure is not None
@@ -257,7 +257,7 @@ async def test_a_holder_that_misbehaves_in_columns(side: Side, name: str) -> Non
     digests = [key_digest(f"key {i}") for i in range(3)]
     views = [memoryview(bytearray(100)) for _ in digests]
     async with scripted_owner(answer(frame)) as bad:
-        pool = DataPool(side.driver)
+        pool = ConnectionPool(side.driver)
         lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
         assert lengths == ([-1] * 3 if code is None else [])
         assert (None if failure is None else failure.code) == code
@@ -275,7 +275,7 @@ async def test_a_holder_that_refuses_columns_fails_the_pull_and_nothing_else(
         return encode_frame(DataKind.GET_SMALL, request_id, failure, flags=REPLY | ERROR)
 
     async with scripted_owner(answer(refuse)) as bad:
-        pool = DataPool(side.driver)
+        pool = ConnectionPool(side.driver)
         view = memoryview(bytearray(100))
         for count in (0, 1, 100):
             digests, views = [key_digest("key")] * count, [view] * count
@@ -300,7 +300,7 @@ async def test_what_came_in_columns_before_the_connection_broke_stands(side: Sid
         await stream.send(small_frame(*values[:34])(request_id)[:700_000])
 
     async with scripted_owner(script) as bad:
-        pool = DataPool(side.driver)
+        pool = ConnectionPool(side.driver)
         lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
         pool.close()
     assert lengths == [64 * KIB] * 34
@@ -396,7 +396,7 @@ async def test_values_that_change_all_the_time_are_read_right_or_not_at_all(tls:
             wrong.append(f"{key}, {how}: {len(view):,} bytes")
         read[how] += 1
 
-    def read_for_a_while(pool: DataPool, copy: RemoteCopy, rng: Random) -> None:
+    def read_for_a_while(pool: ConnectionPool, copy: RemoteCopy, rng: Random) -> None:
         views = [memoryview(bytearray(300_000)) for _ in keys]
         deadline = time.monotonic() + 30
         while min(read.values()) < 500 and time.monotonic() < deadline:

@@ -24,7 +24,7 @@ from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer import transport
 from p2pstore.transfer.reading import arriving, tcp_transport
 from p2pstore.transfer.reading.arriving import Destination
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transfer_trace import ReadWatch
@@ -131,7 +131,7 @@ class Cluster:
 
     harnesses: list[TcpHarness]
     relays: list[Relay]
-    pools: list[DataPool] = field(default_factory=list)
+    pools: list[ConnectionPool] = field(default_factory=list)
 
     def copies(self) -> list[RemoteCopy]:
         return [
@@ -158,7 +158,7 @@ class Cluster:
         copies: Sequence[RemoteCopy] | None = None,
         progress_seconds: float = 20.0,
     ) -> PullReport:
-        pool = DataPool(side.driver, progress_seconds=progress_seconds, connect_seconds=20.0)
+        pool = ConnectionPool(side.driver, progress_seconds=progress_seconds, connect_seconds=20.0)
         self.pools.append(pool)
         transports = [TcpTransport(pool)]
         return await side.run(
@@ -474,7 +474,7 @@ async def test_a_reader_cancelled_at_each_call_leaves_nothing() -> None:
             at += 1 if at < 40 else 17
             driver = CancellingDriver()
             driver.at = at
-            pool = DataPool(driver)
+            pool = ConnectionPool(driver)
             buffer = bytearray(len(VALUE))
             with driver.scope:
                 report = await pull_with_failover(
@@ -499,7 +499,7 @@ async def test_a_reader_of_asyncio_that_is_cancelled_leaves_no_task() -> None:
             buffer = bytearray(len(VALUE))
 
             async def main(chunk: int = chunk, buffer: bytearray = buffer) -> None:
-                pool = DataPool(side.driver)
+                pool = ConnectionPool(side.driver)
                 calls = 0
 
                 def progress(done_bytes: int, total_bytes: int) -> None:
@@ -537,7 +537,7 @@ async def test_an_interrupt_in_a_thread_ends_all_readers() -> None:
 
     def read(holders: Cluster) -> None:
         caller.append(threading.get_ident())
-        pool = DataPool(side.driver)
+        pool = ConnectionPool(side.driver)
         destination = BufferDestination(buffer, ReadWatch(time.perf_counter, progress))
         with contextlib.suppress(KeyboardInterrupt):
             run_blocking(pull_with_failover(holders.copies(), [TcpTransport(pool)], DIGEST, destination))
@@ -588,7 +588,7 @@ async def test_many_reads_of_one_pool_at_once() -> None:
     driver = TrioDriver()
     buffers = [bytearray(len(VALUE)) for _ in range(6)]
     async with cluster({}, {}, {}) as holders:
-        pool = DataPool(driver, max_places=2)
+        pool = ConnectionPool(driver, max_places=2)
         holders.pools.append(pool)
 
         async def read(buffer: bytearray) -> None:

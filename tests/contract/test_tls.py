@@ -23,8 +23,8 @@ from p2pstore.transfer.data_messages import (
     split_data_address,
 )
 from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.reading.connection_pool import ConnectionPool, open_connection
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.data_pool import DataPool, open_connection
 from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.tls_streams import MAX_HANDSHAKE_BYTES, dial_tls
 from p2pstore.transfer.transport import BufferDestination, pull_with_failover
@@ -321,7 +321,7 @@ async def test_a_holder_that_hangs_in_the_handshake_fails_over(side: Side) -> No
     async with raw_server(hang) as silence, TcpHarness.open(segment_of(4 * MIB)) as good:
         digest = put(good.segment, "key", value)
         hung = replace(good.copy(), peer_id=READER.peer_id, data=(over_tls(silence),))
-        pool = DataPool(side.driver, connect_seconds=0.1)
+        pool = ConnectionPool(side.driver, connect_seconds=0.1)
         buffer = bytearray(len(value))
         with pytest.raises(PullFailed) as caught:
             await side.run(lambda: pool.pull(hung, digest, BufferDestination(buffer)))

@@ -11,7 +11,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ import trio
 
 import p2pstore
 from p2pstore import PeerConfig, aio, blocking, open_peer
+from tests.forked import COMMAND, start
 from tests.waiting import eventually
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ WORLDS = ("peer", "trio", "blocking", "asyncio")
 ASYNC_WORLDS = ("peer", "trio", "asyncio")
 CALL_SECONDS = 60.0
 MEMORY = "192MiB"
-READY_SECONDS = 30.0
+READY_SECONDS = 90.0
 
 
 class TrioThread:
@@ -275,7 +275,7 @@ def peer_process(
     folder: Path, name: str, *options: str, sources: Path | None = None
 ) -> Iterator[PeerProcess]:
     """A peer in a process of its own for the length of the block. `sources`: of another version."""
-    command = [sys.executable, "-m", "mooncake_p2p", "join", "--name", name]
+    command = [*COMMAND, "join", "--name", name]
     command += ["--socket", str(folder / f"{name}.sock"), "--state-dir", str(folder / name)]
     command += ["--listen", "127.0.0.1:0", "--data-listen", "127.0.0.1:0", "--memory", "64MiB"]
     log_path = folder / f"{name}.log"
@@ -283,7 +283,7 @@ def peer_process(
     with ExitStack() as stack:
         log = stack.enter_context(log_path.open("wb"))
         process = stack.enter_context(
-            subprocess.Popen(
+            (subprocess.Popen if sources else start)(
                 [*command, *options],
                 stdout=subprocess.PIPE,
                 stderr=log,

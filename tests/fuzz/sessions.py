@@ -33,8 +33,8 @@ from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.read_tickets import Scope, issue_ticket, open_ticket, prove
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import BufferDestination, RemoteCopy, RemotePeer
 from p2pstore.wire import (
     ERROR,
@@ -200,7 +200,7 @@ async def data_replies(victim: Victim, rng: Random, sent: Sent) -> None:
                 return
 
     async with _impostor(answer) as address:
-        pool = DataPool(TrioDriver(), victim.peer.node.pool._ticket_source, progress_seconds=0.1)
+        pool = ConnectionPool(TrioDriver(), victim.peer.node.pool._ticket_source, progress_seconds=0.1)
         mallory = RemotePeer(victim.mallory.peer_id, (address,))
         try:
             if kind == DataKind.GET:
@@ -218,7 +218,7 @@ async def data_replies(victim: Victim, rng: Random, sent: Sent) -> None:
             pool.close()
 
 
-async def _read_small(pool: DataPool, mallory: RemotePeer, digest: bytes) -> None:
+async def _read_small(pool: ConnectionPool, mallory: RemotePeer, digest: bytes) -> None:
     """Read an object several times at once. Nothing that is answered is raised, or taken for the object."""
     views = [memoryview(bytearray(100_000)) for _ in range(SMALL_READS)]
     try:

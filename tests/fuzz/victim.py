@@ -12,8 +12,8 @@ import trio
 
 from p2pstore import PeerConfig
 from p2pstore.access.keyring import KeyRing
-from p2pstore.gossip.exchange.asking import SharedBudget
 from p2pstore.gossip.exchange.exchanges import MAX_IN_FLIGHT_EXCHANGES
+from p2pstore.gossip.exchange.message_budget import SharedBudget
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import PeerId
 from p2pstore.peer import Peer, open_peer

@@ -19,7 +19,7 @@ from p2pstore.status.doctor import readings
 from p2pstore.status.doctor.finding import Status
 from p2pstore.status.doctor.machine_rules import judge_memlock
 from p2pstore.status.doctor.network_rules import judge_rdma, judge_topology
-from p2pstore.topology.sysfs import read_machine, read_matrix
+from p2pstore.transfer.rdma.rdma_hardware import read_machine, read_matrix
 from p2pstore.transfer.transfer_trace import FetchTrace
 from tests.cluster.processes import PeerProcess, ProcessCluster, until
 from tests.rdma.forked import ForkedPeer, load

@@ -29,7 +29,7 @@ from p2pstore.transfer.rdma.rdma_staging import Staging
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.rdma.rdma_verbs import Device, ReadWork, Region, device_names, load_verbs
 from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import BufferDestination, pull_with_failover
@@ -556,7 +556,7 @@ def owner() -> Iterator[Owner]:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 async def test_an_owner_killed_in_the_middle(owner: Owner) -> None:
     ((copy, digest),) = await trio.to_thread.run_sync(owner.copies)
-    pool = DataPool(TrioDriver())
+    pool = ConnectionPool(TrioDriver())
     with Device(cables()[0][1]) as device:
         staging = Staging.on([device], STAGING_BYTES)
         async with open_rdma_reading([device]) as ([engine], lines):

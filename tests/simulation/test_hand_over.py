@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pstore.core.copies.coldest import READY_PART, SPREAD_SECONDS
-from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
+from p2pstore.core.copies.hand_over import READY_PART, SPREAD_SECONDS, HandedOver, HandOverOperation
 from p2pstore.core.operation import PutEnd
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.gossip_config import GossipConfig

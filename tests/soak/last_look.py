@@ -265,7 +265,6 @@ def held_by(client: BlockingClient) -> dict[str, int]:
     counts = ("memory_used_bytes", "leased_bytes", "objects", "operations", "known_locations")
     held = {name: int(document[name]) for name in counts}
     # Cached locations are forgotten with time, whatever becomes of the objects.
-    held["known_locations"] -= int(document["directory"]["cached_locations"])
     if "ssd" in document:
         held["ssd_live_bytes"] = int(document["ssd"]["live_bytes"])
         held["ssd_objects"] = int(document["ssd"]["objects"])

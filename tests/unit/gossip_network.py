@@ -39,6 +39,7 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.objects import Version, clock_from_unix_seconds
 from p2pstore.wire import Failure, Message, decode_body, encode_body
+from simulation.gossip_data import take_push
 from simulation.signer import SimulatedVerifier, simulated_signature
 from tests.present import present
 
@@ -397,7 +398,7 @@ class Network:
         def arrive() -> None:
             target = self.reachable(node, push.peer_id)
             if target is not None:
-                taken = target.gossip.take_push(node.gossip.member, push.message, self.now)
+                taken = take_push(target.gossip, node.gossip.member, push.message, self.now)
                 self.rest(target)
                 if self.reachable(target, node.peer_id) is node:
                     self.later(self._delay(), lambda: finish(*taken))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import trio
 
-from p2pstore.checkpoint.client.tensor_file import plan_image, write_image
+from p2pstore.checkpoint.client.checkpoint_calls import plan_image, write_image
 from p2pstore.checkpoint.content import hashing
 from p2pstore.checkpoint.content import hashing as bulk_reading
 from p2pstore.checkpoint.content.hashing import (

@@ -13,6 +13,7 @@ from mooncake_p2p.commands.bench import MIN_SAMPLES, Figure, document, medians_i
 from mooncake_p2p.main import run
 from mooncake_p2p.output import ExitCode
 from p2pstore.trace.pool import PoolSettings, cases
+from tests.command_line import Cli
 from tests.unit.trace_requests import conversations
 
 
@@ -27,16 +28,13 @@ def trace(tmp_path: Path) -> str:
 SMALL = ("--simulate", "--peers", "4", "--memory", "500blocks")
 
 
-def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert run(["bench", "trace", *arguments, "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
+def replayed(cli: Cli, *arguments: str) -> dict[str, Any]:
+    results = cli("bench", "trace", *arguments, "--json").json["results"]
     return {each["name"]: each for each in results}
 
 
-def test_a_pool_beside_private_caches_and_one_cache(
-    trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = replayed(capsys, trace, *SMALL, "--ssd", "4000blocks")
+def test_a_pool_beside_private_caches_and_one_cache(trace: str, cli: Cli) -> None:
+    results = replayed(cli, trace, *SMALL, "--ssd", "4000blocks")
     hits = {name: each["value"] for name, each in results.items() if name.endswith("hit rate")}
     assert hits["pool: hit rate"] > 1.1 * hits["each peer alone: hit rate"]
     assert hits["each peer alone, with SSDs: hit rate"] < hits["pool with SSDs: hit rate"]
@@ -49,27 +47,26 @@ def test_a_pool_beside_private_caches_and_one_cache(
     assert 0 < results["pool: compute saved"]["value"] < pool["value"] + 0.1
 
 
-def test_sizes_may_be_bytes(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = replayed(capsys, trace, *SMALL)
+def test_sizes_may_be_bytes(trace: str, cli: Cli) -> None:
+    blocks = replayed(cli, trace, *SMALL)
     memory = ("--memory", "500MiB", "--token-bytes", "2KiB")
-    sized = replayed(capsys, trace, *SMALL[:3], *memory)
+    sized = replayed(cli, trace, *SMALL[:3], *memory)
     assert sized["pool: hit rate"] == blocks["pool: hit rate"]
     read = "pool: read from remote memory"
     assert sized[read]["value"] * 160 == blocks[read]["value"]
 
 
-def test_policy_and_routing_make_a_difference(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    usual = replayed(capsys, trace, *SMALL)
-    other = replayed(capsys, trace, *SMALL, "--policy", "s3-fifo")
-    affine = replayed(capsys, trace, *SMALL, "--routing", "affine", "--load-bound", "1.1")
+def test_policy_and_routing_make_a_difference(trace: str, cli: Cli) -> None:
+    usual = replayed(cli, trace, *SMALL)
+    other = replayed(cli, trace, *SMALL, "--policy", "s3-fifo")
+    affine = replayed(cli, trace, *SMALL, "--routing", "affine", "--load-bound", "1.1")
     assert other["pool: hit rate"] != usual["pool: hit rate"]
     local = "pool: read from local memory"
     assert affine[local]["value"] > 1.5 * usual[local]["value"]
 
 
-def test_people_get_a_table(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "trace", trace, *SMALL]) == 0
-    shown = capsys.readouterr()
+def test_people_get_a_table(trace: str, cli: Cli) -> None:
+    shown = cli("bench", "trace", trace, *SMALL)
     header, *rows = shown.out.splitlines()
     assert header.split("  ")[0] == "WHAT"
     assert "COMPUTE SAVED" in header
@@ -85,13 +82,13 @@ def test_a_picture_shows_the_hit_rate_by_memory(trace: str, tmp_path: Path) -> N
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_no_trace_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_trace_is_a_mistake(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "no.jsonl"
     file.write_text('{"timestamp": 1}\n')
-    assert run(["bench", "trace", str(file), "--simulate"]) == ExitCode.USAGE
-    assert "line 1 of the trace" in capsys.readouterr().err
-    assert run(["bench", "trace", str(tmp_path / "none"), "--simulate"]) == ExitCode.FAILED
-    assert "none" in capsys.readouterr().err
+    printed = cli("bench", "trace", file, "--simulate", status=ExitCode.USAGE)
+    assert "line 1 of the trace" in printed.err
+    printed = cli("bench", "trace", tmp_path / "none", "--simulate", status=ExitCode.FAILED)
+    assert "none" in printed.err
 
 
 def test_only_what_was_asked_for_has_ssds() -> None:
@@ -107,13 +104,13 @@ def test_only_what_was_asked_for_has_ssds() -> None:
 
 @pytest.mark.parametrize("simulate", [True, False])
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_replayed(
-    simulate: bool, trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    simulate: bool, trace: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(bench_trace, "_read", lambda file: pytest.fail("the trace was read"))
     options = ["--simulate"] if simulate else []
-    assert run(["bench", "trace", trace, *options, "--plot", "p.png"]) == ExitCode.FAILED
-    assert "pip install matplotlib" in capsys.readouterr().err
+    printed = cli("bench", "trace", trace, *options, "--plot", "p.png", status=ExitCode.FAILED)
+    assert "pip install matplotlib" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -127,11 +124,8 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_replayed(
         (["f", "--simulate", "--peers", "0"], "'--peers': must be at least 1"),
     ],
 )
-def test_wrong_arguments_end_with_2(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bench", "trace", *arguments]) == ExitCode.USAGE
-    assert said.lower() in capsys.readouterr().err.lower()
+def test_wrong_arguments_end_with_2(arguments: list[str], said: str, cli: Cli) -> None:
+    assert said.lower() in cli("bench", "trace", *arguments, status=ExitCode.USAGE).err.lower()
 
 
 def test_a_figure_becomes_a_median_and_a_rate() -> None:

@@ -15,9 +15,10 @@ import pytest
 
 from mooncake_p2p.commands import completion
 from mooncake_p2p.commands.completion import candidates
-from mooncake_p2p.main import COMMANDS, LazyCommands, run
+from mooncake_p2p.main import COMMANDS, LazyCommands
 from p2pstore import blocking
 from p2pstore.results import KeyPage, ListedKey
+from tests.command_line import Cli
 from tests.commands import ran
 
 ROOT = Path(__file__).parents[2]
@@ -80,17 +81,15 @@ def test_commands_are_offered_without_loading_them(
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_script_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["completion", shell]) == 0
-    script = capsys.readouterr().out
+def test_a_script_for_each_shell(shell: str, cli: Cli) -> None:
+    script = cli("completion", shell).out
     assert "_MOONCAKE_P2P_COMPLETE=complete_" + shell in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=30)
 
 
-def test_no_shell_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["completion", "csh"]) == 2
-    assert "bash" in capsys.readouterr().err
+def test_no_shell_of_that_name(cli: Cli) -> None:
+    assert "bash" in cli("completion", "csh", status=2).err
 
 
 class Lister:

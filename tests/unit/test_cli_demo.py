@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from mooncake_p2p.commands import demo
-from mooncake_p2p.main import COMMANDS, run
+from mooncake_p2p.main import COMMANDS
 from mooncake_p2p.output import ENDING_SIGNALS, Interrupts
+from tests.command_line import Cli
 
 
 class Cluster:
@@ -44,11 +45,8 @@ def spun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return labels
 
 
-def test_each_result_is_told_once_and_then_what_to_try(
-    spun: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["demo"]) == 0
-    shown = capsys.readouterr().out
+def test_each_result_is_told_once_and_then_what_to_try(spun: list[str], cli: Cli) -> None:
+    shown = cli("demo").out
     assert [shown.count(each) for each in ("  start: ", "  put: ", "they run")] == [1, 1, 1]
     assert spun == ["start"]
     tried = re.findall(r"^  mooncake-p2p (\w+)", shown.partition("Try next")[2], re.M)
@@ -56,9 +54,8 @@ def test_each_result_is_told_once_and_then_what_to_try(
     assert set(tried) <= set(COMMANDS)
 
 
-def test_with_json_nothing_else_is_told(spun: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["demo", "--json"]) == 0
-    assert capsys.readouterr().out.startswith('{"ok": true')
+def test_with_json_nothing_else_is_told(spun: list[str], cli: Cli) -> None:
+    assert cli("demo", "--json").out.startswith('{"ok": true')
     assert spun == []
 
 

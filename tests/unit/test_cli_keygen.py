@@ -9,6 +9,7 @@ import pytest
 
 from mooncake_p2p.main import run
 from p2pstore.access.keyring import KEY_BYTES, KeyRing, parse_cluster_keys
+from tests.command_line import Cli
 
 
 def test_a_key_is_random_private_and_accepted_by_join(tmp_path: Path) -> None:
@@ -24,38 +25,34 @@ def test_a_key_is_random_private_and_accepted_by_join(tmp_path: Path) -> None:
     assert paths[0].stat().st_mode & 0o777 == 0o600
 
 
-def test_a_key_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_never_replaced(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "key"
-    assert run(["keygen", str(path)]) == 0
+    cli("keygen", path)
     key = path.read_text()
-    capsys.readouterr()
-    assert run(["keygen", str(path)]) == 1
+    printed = cli("keygen", path, status=1)
     assert path.read_text() == key
-    captured = capsys.readouterr()
+    captured = printed
     assert "exists" in captured.err
     assert key.strip() not in captured.err
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["keygen", str(tmp_path / "none" / "key")]) == 1
-    assert capsys.readouterr().err.startswith("error: cannot write ")
+def test_a_place_that_cannot_be_written(tmp_path: Path, cli: Cli) -> None:
+    assert cli("keygen", tmp_path / "none" / "key", status=1).err.startswith("error: cannot write ")
 
 
-def test_a_key_is_replaced_in_three_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_replaced_in_three_steps(tmp_path: Path, cli: Cli) -> None:
     path, link = tmp_path / "key", tmp_path / "link"
-    assert run(["keygen", str(path)]) == 0
+    cli("keygen", path)
     link.symlink_to(path)
     [old] = ring(path).keys
-    assert run(["keygen", "--add", str(link)]) == 0
-    assert "--promote" in capsys.readouterr().err
+    assert "--promote" in cli("keygen", "--add", link).err
     first, new = ring(path).keys
     assert first == old
-    assert run(["keygen", "--promote", str(link)]) == 0
-    assert "--retire" in capsys.readouterr().err
+    assert "--retire" in cli("keygen", "--promote", link).err
     assert ring(path).keys == (new, old)
-    assert run(["keygen", "--retire", "--json", str(link)]) == 0
+    printed = cli("keygen", "--retire", "--json", link)
     assert ring(path).keys == (new,)
-    captured = capsys.readouterr()
+    captured = printed
     assert json.loads(captured.out) == {"file": str(link), "keys": [ring(path).ids[0].hex()]}
     assert link.is_symlink()
     assert path.stat().st_mode & 0o777 == 0o600
@@ -75,31 +72,27 @@ def ring(path: Path) -> KeyRing:
     ],
 )
 def test_a_step_that_cannot_be_taken_leaves_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, words: str
+    tmp_path: Path, cli: Cli, arguments: list[str], status: int, words: str
 ) -> None:
     path = tmp_path / "key"
-    assert run(["keygen", str(path)]) == 0
+    cli("keygen", path)
     before = path.read_text()
-    assert run(["keygen", *arguments, str(path)]) == status
-    assert words in capsys.readouterr().err
+    assert words in cli("keygen", *arguments, path, status=status).err
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_step_that_is_under_way_is_not_run_into(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_is_under_way_is_not_run_into(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "key"
-    assert run(["keygen", str(path)]) == 0
+    cli("keygen", path)
     (tmp_path / "key.new").touch()
-    assert run(["keygen", "--add", str(path)]) == 1
-    assert "key.new is left" in capsys.readouterr().err
-    assert run(["keygen", "--add", str(tmp_path / "none")]) == 1
-    assert "none does not exist; `mooncake-p2p keygen" in capsys.readouterr().err
+    assert "key.new is left" in cli("keygen", "--add", path, status=1).err
+    printed = cli("keygen", "--add", tmp_path / "none", status=1)
+    assert "none does not exist; `mooncake-p2p keygen" in printed.err
 
 
 def test_a_full_disk_leaves_no_file_that_the_next_try_would_find(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     path = tmp_path / "key"
 
@@ -108,12 +101,11 @@ def test_a_full_disk_leaves_no_file_that_the_next_try_would_find(
 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
-        assert run(["keygen", str(path)]) == 1
-        assert "No space left" in capsys.readouterr().err
+        assert "No space left" in cli("keygen", path, status=1).err
         assert list(tmp_path.iterdir()) == []
-    assert run(["keygen", str(path)]) == 0
+    cli("keygen", path)
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
-        assert run(["keygen", "--add", str(path)]) == 1
+        cli("keygen", "--add", path, status=1)
     assert len(ring(path).keys) == 1
-    assert run(["keygen", "--add", str(path)]) == 0
+    cli("keygen", "--add", path)

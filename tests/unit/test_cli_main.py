@@ -17,6 +17,7 @@ from mooncake_p2p.main import COMMANDS, MEANT, LazyCommands, function_name, run
 from mooncake_p2p.output import EXIT_CODES, AlreadyTold, CommandFailed, ExitCode, describe, exit_code
 from p2pstore import errors
 from p2pstore.config import PeerConfig
+from tests.command_line import Cli
 
 HEAVY = ("pydantic", "numpy", "trio", "libp2p", "rich", "msgspec", "prometheus_client", "p2pstore.peer")
 
@@ -51,9 +52,8 @@ def test_help_of_a_command_loads_nothing_heavy(name: str) -> None:
     assert [module for module in HEAVY if module in modules] == []
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
-    shown = capsys.readouterr().out
+def test_help_lists_every_command(cli: Cli) -> None:
+    shown = cli("--help").out
     for name, (_, summary) in COMMANDS.items():
         assert f"  {name} " in shown
         assert summary in " ".join(shown.split())
@@ -87,9 +87,8 @@ def test_option_of_join_is_as_its_setting(name: str) -> None:
         assert setting.default == (default if isinstance(default, str) else f"{default:g}")
 
 
-def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([]) == ExitCode.USAGE
-    captured = capsys.readouterr()
+def test_no_arguments_show_the_help_and_are_a_mistake(cli: Cli) -> None:
+    captured = cli(status=ExitCode.USAGE)
     assert captured.out == ""
     assert "Commands:" in captured.err
 
@@ -150,11 +149,8 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
         (["join", "--join-timeout", "x"], "--join-timeout"),
     ],
 )
-def test_wrong_arguments_end_with_2_and_one_line(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(arguments) == ExitCode.USAGE
-    captured = capsys.readouterr()
+def test_wrong_arguments_end_with_2_and_one_line(arguments: list[str], complaint: str, cli: Cli) -> None:
+    captured = cli(*arguments, status=ExitCode.USAGE)
     assert bool(captured.out) == ("--json" in arguments)
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
@@ -173,26 +169,23 @@ def test_a_peer_is_named_wherever_a_socket_is() -> None:
         assert options.isdisjoint({"-p", "--peer-name"}) != of_client, name
 
 
-def test_the_name_of_a_peer_stands_for_its_socket(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_name_of_a_peer_stands_for_its_socket(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     asked: list[str | None] = []
 
     def connect(socket: str | None, *arguments: object, **options: object) -> None:
         asked.append(socket)
         raise errors.StoreClosed("closed")
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", connect)
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", connect)
     monkeypatch.setattr("p2pstore.local.socket_paths.live_sockets", lambda: [Path("/run/a.sock")])
     monkeypatch.setenv("MOONCAKE_P2P_SOCKET", "/run/b.sock")
     for words in (["-p", "a"], ["--peer-name", "a"], []):
-        assert run(["stats", *words]) == ExitCode.NO_PEER
+        cli("stats", *words, status=ExitCode.NO_PEER)
     assert asked == ["/run/a.sock", "/run/a.sock", "/run/b.sock"]
-    capsys.readouterr()
-    assert run(["stats", "-p", "c"]) == ExitCode.NO_PEER
-    assert "no peer called 'c' runs on this machine: these do: a" in capsys.readouterr().err
-    assert run(["stats", "-p", "a", "--socket", "x"]) == ExitCode.USAGE
-    assert "-p and --socket both name a peer" in capsys.readouterr().err
+    complaint = cli("stats", "-p", "c", status=ExitCode.NO_PEER).err
+    assert "no peer called 'c' runs on this machine: these do: a" in complaint
+    complaint = cli("stats", "-p", "a", "--socket", "x", status=ExitCode.USAGE).err
+    assert "-p and --socket both name a peer" in complaint
 
 
 def test_every_error_has_its_status() -> None:
@@ -245,52 +238,42 @@ def test_descriptions_are_one_line_and_say_what_to_do() -> None:
     ],
 )
 def test_an_error_becomes_a_status_and_a_line(
-    error: BaseException,
-    status: int,
-    shown: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, status: int, shown: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
-    assert run(["stats"]) == status
-    captured = capsys.readouterr()
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", fail)
+    captured = cli("stats", status=status)
     assert captured.err.startswith(shown)
     assert "Traceback" not in captured.err
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
-def test_debug_shows_where(
-    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_debug_shows_where(how: str, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise RuntimeError("oops")
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", fail)
     if how == "environment":
         monkeypatch.setenv("MOONCAKE_P2P_DEBUG", "1")
-    assert run([*(["--debug"] if how == "option" else []), "stats"]) == 1
-    captured = capsys.readouterr()
+    captured = cli(*(["--debug"] if how == "option" else []), "stats", status=1)
     assert "Traceback" in captured.err
     assert captured.err.splitlines()[-1].startswith("error: unexpected RuntimeError")
 
 
-def test_a_mistake_in_the_environment_is_named_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_in_the_environment_is_named_so(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setenv("MOONCAKE_P2P_TIMEOUT", "zz")
-    assert run(["stats"]) == ExitCode.USAGE
-    assert capsys.readouterr().err.startswith("error: MOONCAKE_P2P_TIMEOUT: 'zz' is not a")
-    assert run(["stats", "--timeout", "yy"]) == ExitCode.USAGE
-    assert capsys.readouterr().err.startswith("error: --timeout: 'yy' is not a")
+    usage = ExitCode.USAGE
+    assert cli("stats", status=usage).err.startswith("error: MOONCAKE_P2P_TIMEOUT: 'zz' is not a")
+    assert cli("stats", "--timeout", "yy", status=usage).err.startswith(
+        "error: --timeout: 'yy' is not a"
+    )
     monkeypatch.delenv("MOONCAKE_P2P_TIMEOUT")
     for variable in ("MOONCAKE_P2P_INVITE", "MOONCAKE_P2P_CONFIG"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "")
-            assert run(["join"]) == ExitCode.USAGE
-        assert capsys.readouterr().err.startswith(f"error: {variable} is empty")
+            assert cli("join", status=usage).err.startswith(f"error: {variable} is empty")
 
 
 def test_a_full_standard_output_is_named() -> None:
@@ -306,9 +289,8 @@ def test_a_full_standard_output_is_named() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["-h"], ["get", "-h"]])
-def test_help_has_a_short_option(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(arguments) == 0
-    assert "Usage: mooncake-p2p" in capsys.readouterr().out
+def test_help_has_a_short_option(arguments: list[str], cli: Cli) -> None:
+    assert "Usage: mooncake-p2p" in cli(*arguments).out
 
 
 def test_a_deadline_says_which_option_is_about_it() -> None:
@@ -400,18 +382,13 @@ def test_with_json_an_error_is_one_object_on_stdout(
     ],
 )
 def test_what_json_says_of_an_error(
-    error: BaseException,
-    kind: str,
-    status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, kind: str, status: int, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", fail)
-    assert run(["stats", "--json"]) == status
-    said = json.loads(capsys.readouterr().out)["error"]
+    monkeypatch.setattr("mooncake_p2p.commands.stats.connected", fail)
+    said = cli("stats", "--json", status=status).json["error"]
     assert (said["type"], said["status"]) == (kind, status)
     assert said["message"]
 

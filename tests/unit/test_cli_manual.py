@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from mooncake_p2p.commands.join import GROUPS, SETTINGS
-from mooncake_p2p.main import COMMANDS, PROGRAM, LazyCommands, run
+from mooncake_p2p.commands.join import SETTINGS
+from mooncake_p2p.main import COMMANDS, PROGRAM, LazyCommands
 from mooncake_p2p.manual import PAGES
 from mooncake_p2p.output import ExitCode
+from tests.command_line import Cli
 
 EXAMPLES = [(name, line) for name, page in PAGES.items() for line, _ in page.examples]
 OPERATORS = {"|", ">", "&&", ";"}
@@ -27,11 +28,6 @@ def arguments_in(line: str) -> list[str]:
 def command_in(line: str, name: str) -> str:
     """The words in the place of the command, as many as its name has."""
     return " ".join(arguments_in(line)[: len(name.split())])
-
-
-def help_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert run([*name.split(), "--help"]) == 0
-    return capsys.readouterr().out
 
 
 def test_every_command_has_a_page() -> None:
@@ -58,10 +54,10 @@ def test_an_example_parses(name: str, line: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits_a_terminal_and_says_everything(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = help_of(name, capsys)
+    text = cli(*name.split(), "--help").out
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     assert re.search(rf"^Usage: {PROGRAM} {name}\b", text)
@@ -76,30 +72,23 @@ def test_help_fits_a_terminal_and_says_everything(
 
 @pytest.mark.parametrize("name", ["join", "config"])
 def test_help_shows_what_people_need_and_help_all_the_rest_in_groups(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     command: Any = LazyCommands()[name]
     options = {opt for each in command.params for opt in each.opts if opt.startswith("--")}
-    short = help_of(name, capsys)
+    short = cli(*name.split(), "--help").out
     shown = set(re.findall(r"^  (--[a-z-]+)", short, re.M)) & options
     everyday = {"--name", "--memory", "--bootstrap", "--invite", "--cluster-key-file", "--http"}
     assert everyday < shown
     assert len(shown) <= 12
     assert "--help-all" in shown
-    assert run([*name.split(), "show", "--help-all"] if name == "config" else [name, "--help-all"]) == 0
-    whole = capsys.readouterr().out
+    whole = cli(*[*name.split(), "show", "--help-all"] if name == "config" else [name, "--help-all"]).out
     assert max(map(len, whole.splitlines())) <= 80
     assert options <= set(re.findall(r"(?<![\w-])--[a-z-]+", whole.partition("\nOptions:")[2]))
-    for group in GROUPS:
+    for group in {each.group for each in SETTINGS.values()} - {"Options"}:
         assert f"\n{group}:\n" in whole
         assert f"\n{group}:\n" not in short
-
-
-def test_groups_name_settings_once() -> None:
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert len(grouped) == len(set(grouped))
-    assert set(grouped) < set(SETTINGS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -109,10 +98,7 @@ def test_every_option_says_what_it_does(name: str) -> None:
         assert parameter.help, parameter.name
 
 
-def test_help_is_also_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["help", "get"]) == 0
-    assert capsys.readouterr().out == help_of("get", capsys)
-    assert run(["help"]) == 0
-    assert "Commands:" in capsys.readouterr().out
-    assert run(["help", "gte"]) == ExitCode.USAGE
-    assert "did you mean 'get'" in capsys.readouterr().err.lower()
+def test_help_is_also_a_command(cli: Cli) -> None:
+    assert cli("help", "get").out == cli("get", "--help").out
+    assert "Commands:" in cli("help").out
+    assert "did you mean 'get'" in cli("help", "gte", status=ExitCode.USAGE).err.lower()

@@ -232,7 +232,7 @@ def pipe_with(content: bytes) -> Iterator[int]:
         yield reading
     finally:
         os.close(reading)
-        feeder.join(10)
+        feeder.join(60)
         assert not feeder.is_alive()
 
 
@@ -315,7 +315,7 @@ def test_everything_is_written_to_a_pipe_that_does_not_block() -> None:
     counts: list[int] = []
     transfers.write_all(writing, memoryview(content), counts.append)
     os.close(writing)
-    reader.join(10)
+    reader.join(60)
     os.close(reading)
     assert received == content
     assert sum(counts) == len(content)

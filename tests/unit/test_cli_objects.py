@@ -27,6 +27,7 @@ from p2pstore.results import (
     PutResult,
 )
 from p2pstore.transfer.transfer_trace import FetchTrace, TransportTry
+from tests.command_line import Cli
 
 
 def member(name: str, memory_capacity: int = 1 << 30) -> PeerInfo:
@@ -171,23 +172,16 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_put_says_what_became_of_it(
-    store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["put", "k", str(file)]) == 0
-    captured = capsys.readouterr()
+def test_put_says_what_became_of_it(store: MemoryStore, file: Path, cli: Cli) -> None:
+    captured = cli("put", "k", file)
     assert captured.out == ""
     assert captured.err.startswith("created k: 5 B in ")
     assert captured.err.endswith(", copies 1/1\n")
-    assert run(["put", "k", str(file)]) == 0
-    assert capsys.readouterr().err.startswith("unchanged k")
+    assert cli("put", "k", file).err.startswith("unchanged k")
 
 
-def test_put_with_key_and_file_swapped_says_so(
-    store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["put", str(file), "k"]) == 1
-    assert f"the key comes first: `put k {file}`" in capsys.readouterr().err
+def test_put_with_key_and_file_swapped_says_so(store: MemoryStore, file: Path, cli: Cli) -> None:
+    assert f"the key comes first: `put k {file}`" in cli("put", file, "k", status=1).err
     assert not store.values
 
 
@@ -208,23 +202,21 @@ def test_put_passes_its_options_on(store: MemoryStore, file: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--on-conflict", "keep"], ["--on-conflict", "error"]])
 def test_put_does_not_replace_by_itself(
-    store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+    store: MemoryStore, file: Path, cli: Cli, options: list[str]
 ) -> None:
     store.values["k"] = b"other"
-    assert run(["put", "k", str(file), "--json", *options]) == 1
-    captured = capsys.readouterr()
+    captured = cli("put", "k", file, "--json", *options, status=1)
     document = json.loads(captured.out)
     assert (document["status"], document["error"]["status"]) == ("kept_existing", 1)
     assert document["error"]["type"] == "KeyExists"
     assert "--overwrite" in captured.err
     assert store.values["k"] == b"other"
-    assert run(["put", "k", str(file), "--overwrite"]) == 0
+    cli("put", "k", file, "--overwrite")
     assert store.values["k"] == b"value"
 
 
-def test_put_json(store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["put", "k", str(file), "--replicas", "2", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+def test_put_json(store: MemoryStore, file: Path, cli: Cli) -> None:
+    printed = cli("put", "k", file, "--replicas", "2", "--json").json
     seconds = printed.pop("seconds")
     assert seconds >= 0
     assert printed == {
@@ -240,37 +232,33 @@ def test_put_json(store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[
     }
 
 
-def test_get_into_a_file(store: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_get_into_a_file(store: MemoryStore, tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "out"
     for value in (os.urandom(100_000), b""):
         store.values["k"] = value
-        assert run(["get", "k", "-o", str(out), "--wait", "1.5"]) == 0
+        cli("get", "k", "-o", out, "--wait", "1.5")
         assert out.read_bytes() == value
     assert store.waited is not None
     assert 1.0 < store.waited <= 1.5  # connecting comes out of it
-    assert run(["get", "k", "-o", str(out), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = cli("get", "k", "-o", out, "--json").json
     assert (printed["key"], printed["bytes"], printed["output"]) == ("k", 0, str(out))
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_get_explained(store: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_get_explained(store: MemoryStore, tmp_path: Path, cli: Cli) -> None:
     store.values["k"] = b"value"
     out = str(tmp_path / "out")
-    assert run(["get", "k", "-o", out, "--explain"]) == 0
-    captured = capsys.readouterr()
+    captured = cli("get", "k", "-o", out, "--explain")
     assert captured.out == ""
     for part in ("got k: 5 B", "there over shm: not tried, on another host", "rdma: not tried"):
         assert part in captured.err
-    assert run(["get", "k", "-o", out, "--explain", "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli("get", "k", "-o", out, "--explain", "--json")
     assert captured.err == ""
     explained = json.loads(captured.out)["explain"]
     assert explained["source"] == "there"
     assert explained["tries"][0]["outcome"] == "on another host"
     assert "rdma" in explained["not_tried"]
-    assert run(["get", "none", "-o", out, "--explain"]) == 3
-    assert "lookup" in capsys.readouterr().err
+    assert "lookup" in cli("get", "none", "-o", out, "--explain", status=3).err
 
 
 @pytest.mark.parametrize("error", [Unavailable("holders are gone"), KeyboardInterrupt()])
@@ -297,11 +285,11 @@ def test_get_follows_a_value_that_grows(store: MemoryStore, tmp_path: Path) -> N
 
 
 def test_a_destination_is_checked_before_anything_moves(
-    store: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: MemoryStore, tmp_path: Path, cli: Cli
 ) -> None:
     store.values["k"] = b"value"
-    assert run(["get", "k", "-o", str(tmp_path / "none" / "out")]) == 1
-    assert capsys.readouterr().err.startswith("error: cannot write ")
+    printed = cli("get", "k", "-o", tmp_path / "none" / "out", status=1)
+    assert printed.err.startswith("error: cannot write ")
     assert store.waited is None
 
 
@@ -326,14 +314,12 @@ def test_get_to_standard_output(
     assert status == 0
 
 
-def test_rm_counts_what_existed(store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rm_counts_what_existed(store: MemoryStore, cli: Cli) -> None:
     store.values.update(a=b"", b=b"")
-    assert run(["rm", "a", "none"]) == 3
-    assert capsys.readouterr().err == "removed 1 of 2 keys\nerror: no such key: none\n"
-    assert run(["rm", "none", "neither"]) == 3
-    capsys.readouterr()
-    assert run(["rm", "b", "none", "broken", "--json"]) == 6
-    assert json.loads(capsys.readouterr().out) == {
+    assert cli("rm", "a", "none", status=3).err == "removed 1 of 2 keys\nerror: no such key: none\n"
+    cli("rm", "none", "neither", status=3)
+    printed = cli("rm", "b", "none", "broken", "--json", status=6)
+    assert printed.json == {
         "removed": ["b"],
         "missing": ["none"],
         "failed": {"broken": "gone"},
@@ -341,45 +327,38 @@ def test_rm_counts_what_existed(store: MemoryStore, capsys: pytest.CaptureFixtur
     }
 
 
-def test_ls_pages_and_says_who_was_silent(
-    store: MemoryStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_pages_and_says_who_was_silent(store: MemoryStore, cli: Cli) -> None:
     store.values.update({"a 1": b"xx", "a 2": b"", "b": b""})
-    assert run(["ls", "a", "--limit", "1"]) == 0
-    captured = capsys.readouterr()
+    captured = cli("ls", "a", "--limit", "1")
     header, row = captured.out.splitlines()
     assert header.split() == ["KEY", "SIZE", "COPIES", "PEERS", "NOTES"]
     assert row.split() == ["a", "1", "2", "B", "1", "here"]
     assert captured.err == "more keys follow: add --after 'a 1'\nincomplete: mute did not answer\n"
-    assert run(["ls", "a", "--after", "a 1", "--local", "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli("ls", "a", "--after", "a 1", "--local", "--json")
     document = json.loads(captured.out)
     assert [entry["key"] for entry in document["keys"]] == ["a 2"]
     assert document["keys"][0]["length"] == 0
     assert (document["more"], document["silent_peers"], captured.err) == (False, [], "")
 
 
-def test_ls_of_nothing(store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ls", "none", "--local"]) == 0
-    captured = capsys.readouterr()
+def test_ls_of_nothing(store: MemoryStore, cli: Cli) -> None:
+    captured = cli("ls", "none", "--local")
     assert (captured.out, captured.err) == ("", "no keys\n")
 
 
-def test_locate(store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_locate(store: MemoryStore, cli: Cli) -> None:
     store.values["k"] = b"value"
-    assert run(["locate", "k"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli("locate", "k").out.splitlines()
     assert len(lines) == 4
     assert "local, pinned (soft)" in lines[1]
     assert "spare copy, unreachable" in lines[2]
     assert [" 5 B " in line for line in lines[1:]] == [True, True, False]
     assert "<= 4.0 KiB" in lines[3]
-    assert run(["locate", "k", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = cli("locate", "k", "--json").json
     assert document["key"] == "k"
     assert [copy["peer"] for copy in document["copies"]] == ["here", "there", "other"]
     assert [copy["length"] for copy in document["copies"]] == [5, 5, None]
-    assert run(["locate", "none"]) == 3
+    cli("locate", "none", status=3)
 
 
 @pytest.fixture
@@ -391,15 +370,12 @@ def many(store: MemoryStore) -> MemoryStore:
     return store
 
 
-def test_rm_by_prefix_takes_page_after_page(
-    many: MemoryStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["rm", "--prefix", "a/", "--yes"]) == 0
-    captured = capsys.readouterr()
+def test_rm_by_prefix_takes_page_after_page(many: MemoryStore, cli: Cli) -> None:
+    captured = cli("rm", "--prefix", "a/", "--yes")
     assert (captured.out, captured.err) == ("", "removed 25 keys\n")
     assert list(many.values) == ["b"]
-    assert run(["rm", "--prefix", "a/", "--yes", "--json"]) == 3
-    assert json.loads(capsys.readouterr().out) == {
+    printed = cli("rm", "--prefix", "a/", "--yes", "--json", status=3)
+    assert printed.json == {
         "removed": 0,
         "failed": {},
         "silent_peers": [],
@@ -408,31 +384,24 @@ def test_rm_by_prefix_takes_page_after_page(
     }
 
 
-def test_rm_by_prefix_says_who_did_not_answer(
-    many: MemoryStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rm_by_prefix_says_who_did_not_answer(many: MemoryStore, cli: Cli) -> None:
     many.silent_peers = ["mute\x1b"]
-    assert run(["rm", "--prefix", "a/", "--yes"]) == 1
-    assert "incomplete: mute\\x1b did not answer" in capsys.readouterr().err
+    assert "incomplete: mute\\x1b did not answer" in cli("rm", "--prefix", "a/", "--yes", status=1).err
     many.values |= {"broken": b"", "brown": b""}
     many.silent_peers = []
     many.page_keys, many.lists_left = 1, 5  # remaining keys must not be listed again and again
-    assert run(["rm", "--prefix", "br", "--yes", "--json"]) == 6
-    document = json.loads(capsys.readouterr().out)
+    document = cli("rm", "--prefix", "br", "--yes", "--json", status=6).json
     assert (document["failed"], document["complete"]) == ({"broken": "gone"}, False)
     assert document["removed"] == 1
 
 
-def test_rm_by_prefix_stops_between_batches(
-    many: MemoryStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rm_by_prefix_stops_between_batches(many: MemoryStore, cli: Cli) -> None:
     many.lists_left = 2
-    assert run(["rm", "--prefix", "a/", "--yes"]) == 130
-    assert capsys.readouterr().err == "removed 20 keys before it was stopped\n"
+    printed = cli("rm", "--prefix", "a/", "--yes", status=130)
+    assert printed.err == "removed 20 keys before it was stopped\n"
     assert len(many.values) == 6
     many.lists_left = 0
-    assert run(["rm", "--prefix", "a/", "--yes", "--json"]) == 130
-    document = json.loads(capsys.readouterr().out)
+    document = cli("rm", "--prefix", "a/", "--yes", "--json", status=130).json
     assert (document["removed"], document["complete"]) == (0, False)
 
 
@@ -452,39 +421,33 @@ def test_rm_by_prefix_stops_between_batches(
     ],
 )
 def test_what_is_refused_does_nothing(
-    arguments: list[str], complaint: str, many: MemoryStore, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], complaint: str, many: MemoryStore, cli: Cli
 ) -> None:
-    assert run(arguments) == 2
-    message = capsys.readouterr().err
+    message = cli(*arguments, status=2).err
     assert message.startswith("error: ")
     assert complaint in message
     assert len(many.values) == 26
     assert not many.pins
 
 
-def test_flush_is_of_the_namespace_that_was_named(
-    many: MemoryStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["flush", "job 17", "--yes"]) == 0
+def test_flush_is_of_the_namespace_that_was_named(many: MemoryStore, cli: Cli) -> None:
+    printed = cli("flush", "job 17", "--yes")
     assert many.namespace == "job 17"
     assert not many.values
-    assert capsys.readouterr().err == "flushed job 17\n"
-    assert run(["flush", "n", "--yes", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"flushed": "n"}
+    assert printed.err == "flushed job 17\n"
+    assert cli("flush", "n", "--yes", "--json").json == {"flushed": "n"}
 
 
-def test_pin_and_unpin(many: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pin_and_unpin(many: MemoryStore, cli: Cli) -> None:
     many.elsewhere["far"] = b"v"
-    assert run(["pin", "b", "far", "--ttl", "2h"]) == 0
+    printed = cli("pin", "b", "far", "--ttl", "2h")
     assert many.pins == {"b": ("soft", 7200.0), "far": ("soft", 7200.0)}
-    assert capsys.readouterr().err == "pinned 2 of 2 keys\n"
-    assert run(["pin", "b", "none", "--pin", "hard"]) == 3
+    assert printed.err == "pinned 2 of 2 keys\n"
+    printed = cli("pin", "b", "none", "--pin", "hard", status=3)
     assert many.pins["b"] == ("hard", None)
-    assert "pinned 1 of 2 keys\nerror: no such key: none\n" in capsys.readouterr().err
-    assert run(["pin", "none"]) == 3
-    capsys.readouterr()
-    assert run(["unpin", "b", "none", "--json"]) == 3
-    document = json.loads(capsys.readouterr().out)
+    assert "pinned 1 of 2 keys\nerror: no such key: none\n" in printed.err
+    cli("pin", "none", status=3)
+    document = cli("unpin", "b", "none", "--json", status=3).json
     assert document == {
         "unpinned": ["b"],
         "failed": {"none": "no such key: none"},
@@ -494,42 +457,35 @@ def test_pin_and_unpin(many: MemoryStore, capsys: pytest.CaptureFixture[str]) ->
     assert many.pins["b"] == ("none", None)
     many.elsewhere["far"] = b"v"
     many.holders = 3
-    assert run(["unpin", "far"]) == 0
-    assert capsys.readouterr().err == (
+    printed = cli("unpin", "far")
+    assert printed.err == (
         "unpinned\nfar: 1 of 3 copies; the other holders could not be told, try again\n"
     )
 
 
-def test_pin_keeps_a_hard_pin_unless_told_otherwise(
-    many: MemoryStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["pin", "b", "--pin", "hard"]) == 0
-    capsys.readouterr()
-    assert run(["pin", "b", "a/0000"]) == 0
+def test_pin_keeps_a_hard_pin_unless_told_otherwise(many: MemoryStore, cli: Cli) -> None:
+    cli("pin", "b", "--pin", "hard")
+    printed = cli("pin", "b", "a/0000")
     assert many.pins == {"b": ("hard", None), "a/0000": ("soft", None)}
-    assert "b stays pinned hard (--pin soft makes it a soft pin)\n" in capsys.readouterr().err
-    assert run(["pin", "b", "--json"]) == 0
-    captured = capsys.readouterr()
+    assert "b stays pinned hard (--pin soft makes it a soft pin)\n" in printed.err
+    captured = cli("pin", "b", "--json")
     assert json.loads(captured.out) == {"pinned": ["b"], "failed": {}, "copies": {}, "kept_hard": ["b"]}
     assert captured.err == ""
-    assert run(["pin", "b", "--pin", "soft"]) == 0
+    cli("pin", "b", "--pin", "soft")
     assert many.pins["b"] == ("soft", None)
 
 
-def test_ls_of_what_is_pinned(many: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_what_is_pinned(many: MemoryStore, cli: Cli) -> None:
     many.pins["a/0007"] = ("hard", None)
-    assert run(["ls", "--pinned", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = cli("ls", "--pinned", "--json").json
     assert [entry["key"] for entry in document["keys"]] == ["a/0007"]
-    assert run(["ls", "--pinned"]) == 0
-    assert capsys.readouterr().out.split()[:3] == ["KEY", "SIZE", "PINNED"]
+    assert cli("ls", "--pinned").out.split()[:3] == ["KEY", "SIZE", "PINNED"]
 
 
-def test_get_that_waited_says_how_long(store: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["get", "none", "-o", "/dev/null", "--wait", "2"]) == 3
-    assert "none came in the 2 s of --wait" in capsys.readouterr().err
-    assert run(["get", "none", "-o", "/dev/null"]) == 3
-    assert "--wait" not in capsys.readouterr().err
+def test_get_that_waited_says_how_long(store: MemoryStore, cli: Cli) -> None:
+    printed = cli("get", "none", "-o", "/dev/null", "--wait", "2", status=3)
+    assert "none came in the 2 s of --wait" in printed.err
+    assert "--wait" not in cli("get", "none", "-o", "/dev/null", status=3).err
 
 
 def test_a_try_that_failed_is_told_in_short(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,13 +496,9 @@ def test_a_try_that_failed_is_told_in_short(store: MemoryStore, monkeypatch: pyt
     assert max(map(len, explanation(trace))) < 140
 
 
-def test_replicate_says_how_many_there_are(
-    store: MemoryStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["replicate", "k", "-n", "2"]) == 0
-    assert capsys.readouterr().err == "copies 2/2\n"
-    assert run(["replicate", "k", "-n", "3", "--json"]) == 1
-    captured = capsys.readouterr()
+def test_replicate_says_how_many_there_are(store: MemoryStore, cli: Cli) -> None:
+    assert cli("replicate", "k", "-n", "2").err == "copies 2/2\n"
+    captured = cli("replicate", "k", "-n", "3", "--json", status=1)
     document = json.loads(captured.out)
     message = document.pop("error")["message"]
     assert document == {"key": "k", "copies": 2, "wanted": 3}
@@ -563,23 +515,18 @@ def test_replicate_says_how_many_there_are(
     ],
 )
 def test_put_says_once_why_there_are_too_few_copies(
-    capacities: list[int], said: str, store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str]
+    capacities: list[int], said: str, store: MemoryStore, file: Path, cli: Cli
 ) -> None:
     store.members = [member(str(number), each) for number, each in enumerate(capacities)]
-    assert run(["put", "k", str(file), "--replicas", "9"]) == 0
-    shown = capsys.readouterr().err
+    shown = cli("put", "k", file, "--replicas", "9").err
     assert shown.endswith(f", 1 of 9 copies: {said}\n")
     assert shown.count("\n") == 1
 
 
-def test_put_says_when_another_peer_took_it(
-    store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_put_says_when_another_peer_took_it(store: MemoryStore, file: Path, cli: Cli) -> None:
     store.location = "there"
-    assert run(["put", "k", str(file)]) == 0
-    assert capsys.readouterr().err.endswith(", on there: this peer has no room for it\n")
-    assert run(["put", "k2", str(file), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    assert cli("put", "k", file).err.endswith(", on there: this peer has no room for it\n")
+    document = cli("put", "k2", file, "--json").json
     assert (document["location"], document["elsewhere"]) == ("there", True)
 
 

@@ -22,6 +22,7 @@ from p2pstore.access.invite import Invite, format_invite
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, parse_duration
 from p2pstore.settings import Settings
+from tests.command_line import Cli
 
 
 @pytest.mark.parametrize(
@@ -213,20 +214,16 @@ def test_flag_over_environment_over_file(
 
 
 def test_the_socket_of_another_peer_in_the_environment_is_explained(
-    started: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Cli
 ) -> None:
     path = tmp_path / "other.sock"
     monkeypatch.setenv("MOONCAKE_P2P_SOCKET", str(path))
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         other.listen()
-        assert run(["join"]) == 2
-        assert "MOONCAKE_P2P_SOCKET" in capsys.readouterr().err
-        assert run(["join", "--socket", str(tmp_path / "own.sock")]) == 0
-    assert run(["join"]) == 0  # no peer listens there any more
+        assert "MOONCAKE_P2P_SOCKET" in cli("join", status=2).err
+        cli("join", "--socket", tmp_path / "own.sock")
+    cli("join")  # no peer listens there any more
     assert [config.socket for config in started] == [str(tmp_path / "own.sock"), str(path)]
 
 
@@ -240,17 +237,12 @@ def test_the_socket_of_another_peer_in_the_environment_is_explained(
     ],
 )
 def test_a_wrong_file_is_a_usage_error_that_names_it(
-    content: str | None,
-    complaint: str,
-    started: list[Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    content: str | None, complaint: str, started: list[Any], tmp_path: Path, cli: Cli
 ) -> None:
     file = tmp_path / "peer.toml"
     if content is not None:
         file.write_text(content)
-    assert run(["join", "--config", str(file)]) == 2
-    assert complaint in capsys.readouterr().err
+    assert complaint in cli("join", "--config", file, status=2).err
     assert started == []
 
 
@@ -269,23 +261,19 @@ def test_an_invite_on_the_command_line_in_the_environment_and_on_stdin(
     assert started[0].cluster_key_file == str(tmp_path / "mooncake-p2p" / "n" / "cluster.key")
 
 
-def test_a_torn_invite_is_a_usage_error(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torn_invite_is_a_usage_error(started: list[Any], cli: Cli) -> None:
     line = format_invite(Invite("blue", ("10.0.0.1:17946",)))
-    assert run(["join", "--invite", line[:-3]]) == 2
-    assert "torn or mistyped: ask for it again" in capsys.readouterr().err
+    assert "torn or mistyped: ask for it again" in cli("join", "--invite", line[:-3], status=2).err
     assert started == []
 
 
-def test_config_show_takes_what_join_takes(
-    started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_show_takes_what_join_takes(started: list[Any], tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "peer.toml"
     file.write_text('\nmemory = "2MiB"\n')
     key = b"k" * 32
     line = format_invite(Invite("blue", ("10.0.0.1:17946",), (key,)))
     options = ["--config", str(file), "--name", "n", "--invite", line, "--data-listen", "10.0.0.2:1"]
-    assert run(["config", "show", "--json", *options]) == 0
-    text = capsys.readouterr().out
+    text = cli("config", "show", "--json", *options).out
     shown = {each["name"]: each for each in json.loads(text)}
     assert shown["memory"] == {"name": "memory", "value": "2MiB", "origin": f"{file}:2: memory"}
     assert shown["cluster"] == {"name": "cluster", "value": "blue", "origin": "the invite"}
@@ -293,24 +281,20 @@ def test_config_show_takes_what_join_takes(
     assert shown["data_listen"]["origin"] == "--data-listen"
     assert key.hex() not in text
     assert line not in text
-    assert run(["config", "show", *options]) == 0
-    rows = {row.split()[0]: row for row in capsys.readouterr().out.splitlines()}
+    rows = {row.split()[0]: row for row in cli("config", "show", *options).out.splitlines()}
     assert rows.keys() - {"SETTING"} == shown.keys()
     assert rows["memory"].split() == ["memory", "2MiB", f"{file}:2:", "memory"]
-    assert run(["config", "show", "--memory", "lots"]) == 2
-    assert "--memory: 'lots' is not a size" in capsys.readouterr().err
+    assert "--memory: 'lots' is not a size" in cli("config", "show", "--memory", "lots", status=2).err
     assert started == []
     assert list(tmp_path.iterdir()) == [file]  # nothing is made by looking
 
 
 def test_config_show_tells_of_variables_that_nobody_reads(
-    started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setenv("MOONCAKE_P2P_MEMROY", "1GiB")
-    assert run(["config", "show"]) == 0
-    assert "MOONCAKE_P2P_MEMROY is no setting; did you mean MOONCAKE_P2P_MEMORY?" in (
-        capsys.readouterr().err
-    )
+    printed = cli("config", "show")
+    assert "MOONCAKE_P2P_MEMROY is no setting; did you mean MOONCAKE_P2P_MEMORY?" in (printed.err)
 
 
 def test_what_the_peer_finds_wrong_is_told_as_it_was_spelled() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.core.copies.coldest import LOOKED_AT
+from p2pstore.core.copies.write_back import LOOKED_AT
 from p2pstore.core.gets.fetch_operation import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
 from p2pstore.core.gets.key_pages import ListOperation, is_known, known_keys
 from p2pstore.core.operation import (
@@ -300,7 +300,7 @@ def test_what_does_not_come_from_the_ssd_is_not_denied(comes: bool) -> None:
 def test_a_newer_version_elsewhere_ends_an_older_one_on_the_ssd() -> None:
     world = ColdWorld(others=1)
     world.cool("k", VALUE)
-    world.core.gossip.locations.watch(frozenset([digest_of("k")]), frozenset())
+    world.core.gossip.directory.watched.watch(frozenset([digest_of("k")]), frozenset())
     world.hold(world.others[0], "k", b"newer", world.soon.clock)
     world.core.gossip_arrived(world.now)
     assert digest_of("k") not in world.store.objects

@@ -259,7 +259,7 @@ def test_a_thousand_holders_in_one_answer_are_cut() -> None:
     record = world.location(remote_object("k", b"1"))
     world.answer(ask, Locations([[Holding(1000 + n, 1, 1, record) for n in range(1000)]]))
     assert operation.done
-    assert len(world.gossip.directory._early) == 64
+    assert world.gossip.directory.word_count == 64
 
 
 # --- waiting ---------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from p2pstore.core.gets.lookup import (
 )
 from p2pstore.core.operation import AskPeer
 from p2pstore.errors import NoSuchKey, Unavailable
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, KeptDirectory, partition_of
-from p2pstore.gossip.records import LocationRecord, PeerId, member_of
+from p2pstore.gossip.homes.partition_homes import KeptDirectory
+from p2pstore.gossip.records import PARTITION_COUNT, LocationRecord, PeerId, member_of, partition_of
 from p2pstore.home_messages import Holding, PartitionSet, Push, Pushed
 from p2pstore.objects import Version
 from p2pstore.put_facts import PutStatus
@@ -203,7 +203,7 @@ def test_what_a_home_says_is_kept_for_the_next_time() -> None:
     again = look(world, key)
     assert again.done
     assert not world.asks(DataKind.LOOKUP)
-    world.gossip.locations.mark_stale(holder.member, digest_of(key), OTHER_INCARNATION, 5)
+    world.gossip.directory.mark_stale(holder.member, digest_of(key), OTHER_INCARNATION, 5)
     look(world, key)
     assert world.asks(DataKind.LOOKUP), "it was wrong: a home is asked again"
 
@@ -324,7 +324,7 @@ def test_a_stale_location_is_hidden_until_its_owner_says_more() -> None:
     key, owner = home_key(world), world.others[0]
     thing = remote_object(key, b"1")
     world.serve(owner, DataKind.PUSH, numbered(world, thing, 1, 50))
-    world.gossip.locations.mark_stale(owner.member, digest_of(key), OTHER_INCARNATION, 60)
+    world.gossip.directory.mark_stale(owner.member, digest_of(key), OTHER_INCARNATION, 60)
     assert look(world, key).result == [[]]
     later = remote_object(key, b"2", clock=clock_at(-30.0))
     world.serve(owner, DataKind.PUSH, numbered(world, later, 2, 61))
@@ -421,8 +421,7 @@ def test_who_holds_the_newer_version_says_so_to_who_tells_of_an_older_one() -> N
     assert world.find(key) is not None
 
 
-@pytest.mark.parametrize("way", ["lookup", "hot"])
-def test_what_others_say_of_a_holder_gives_up_no_copy_and_hides_no_word_of_it(way: str) -> None:
+def test_what_others_say_of_a_holder_gives_up_no_copy_and_hides_no_word_of_it() -> None:
     world = acquainted(partitioned())
     key, owner, liar = home_key(world), *world.others[:2]
     thing = remote_object(key, b"1", clock=clock_at(-50.0))
@@ -432,12 +431,8 @@ def test_what_others_say_of_a_holder_gives_up_no_copy_and_hides_no_word_of_it(wa
     copy = world.find(key)
     assert copy is not None
     newer = world.location(remote_object(key, b"2", clock=clock_at(5.0)))
-    if way == "lookup":
-        forged = Locations([[Holding(owner.member, OTHER_INCARNATION, FAR, newer)]])
-        world.core.copies.learn_locations(liar.peer_id, [digest_of(key)], forged, world.now)
-    else:
-        place = OTHER_INCARNATION, FAR
-        world.gossip.partitions.hot.learn([(owner.member, place, newer)], world.now)
+    forged = Locations([[Holding(owner.member, OTHER_INCARNATION, FAR, newer)]])
+    world.core.copies.learn_locations(liar.peer_id, [digest_of(key)], forged, world.now)
     world.pass_time(0.1)
     assert world.find(key) is copy
     (known,) = (c for c in world.core.copies.known(digest_of(key), world.now) if not c.local)
@@ -468,7 +463,7 @@ def test_the_denial_of_a_member_ends_what_others_say_of_it_whatever_place_that_c
     forged = Locations([[Holding(owner.member, OTHER_INCARNATION, FAR, record)]])
     world.core.copies.learn_locations(world.others[1].peer_id, [digest_of(key)], forged, world.now)
     assert look(world, key).done
-    world.gossip.locations.mark_stale(owner.member, digest_of(key), OTHER_INCARNATION, 5)
+    world.gossip.directory.mark_stale(owner.member, digest_of(key), OTHER_INCARNATION, 5)
     assert world.core.copies.known(digest_of(key), world.now) == []
 
 
@@ -498,7 +493,7 @@ def test_what_a_member_tells_of_itself_is_taken_in_by_who_is_no_home() -> None:
     thing = remote_object(key, b"1")
     assert world.serve(world.others[0], DataKind.PUSH, numbered(world, thing, 0, 5)) == Pushed()
     assert len(look(world, key).result[0]) == 1
-    assert world.gossip.locations.views.record_count == 0
+    assert world.gossip.partitions.views.record_count == 0
 
 
 def test_the_next_home_is_asked_as_well_when_one_is_silent() -> None:

@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 import p2pstore.core.copies.hand_over as hand_over_module
-from p2pstore.core.copies.coldest import SPREAD_SECONDS
-from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
+from p2pstore.core.copies.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
 from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
 from p2pstore.core.copies.repair import MAX_FAILURES, RepairTiming
 from p2pstore.core.operation import AskPeer, LoadObject

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.placing import (
@@ -159,12 +160,16 @@ def test_a_value_that_is_elsewhere_is_compared_as_for_an_own_client() -> None:
         ({"pin": 3}, ValueError),
         ({"ttl_ms": -1}, ValueError),
         ({"ttl_ms": 1 << 60}, ValueError),
+        ({"key": ""}, ValueError),
+        ({"key": "k" * 1025}, ValueError),
+        ({"namespace": "n" * 256}, ValueError),
+        ({"sums": b""}, ProtocolError),
     ],
 )
 def test_nonsense_is_refused(facts: dict[str, Any], error: type[Exception]) -> None:
     world = Harness()
     with pytest.raises(error):
-        IncomingStores(world.core).examine(request("k", b"value", **facts), world.now)
+        IncomingStores(world.core).examine(replace(request("k", b"value"), **facts), world.now)
     world.check_idle()
 
 

@@ -173,7 +173,7 @@ def test_keys_of_which_another_version_is_named() -> None:
     for place, digest in enumerate(digests[6:10]):
         version = versions[digest] if place % 2 else Version(4, 6, 1)
         operation = LocationRecord(digest, version, 0, 1).encode()
-        directory.early(A, 1, [log.sequence + 1 + place], operation, 0.0)
+        directory.heard(A, 1, [log.sequence + 1 + place], operation, 0.0)
     others = directory.of_other_versions(versions)
     assert others == {digests[place] for place in (1, 2, 3, 5, 6, 8)}
     assert directory.of_other_versions({}) == set()
@@ -203,8 +203,8 @@ def test_early_operations_count_until_the_log_has_caught_up() -> None:
     log.add(location(7))
     log.remove(digest_of(1), Version(1, 1))
     operations = operations_after(log, 3)
-    assert directory.early(A, 1, [4, 5], operations, 0.0) == 2
-    assert directory.early(A, 1, [4, 5], operations, 0.0) == 0
+    assert directory.heard(A, 1, [4, 5], operations, 0.0) == 2
+    assert directory.heard(A, 1, [4, 5], operations, 0.0) == 0
     assert held(directory, 7) == [A]
     assert held(directory, 1) == []
     found = directory.holders(digest_of(7))[0]
@@ -216,19 +216,19 @@ def test_early_operations_count_until_the_log_has_caught_up() -> None:
 
 def test_early_operations_of_a_past_life_are_ignored() -> None:
     directory = Directory()
-    directory.early(A, 1, [1], location(1).encode(), 0.0)
+    directory.heard(A, 1, [1], location(1).encode(), 0.0)
     assert held(directory, 1) == [A]
     directory.observe_head(A, 2, LogHead())
     assert held(directory, 1) == []
 
 
 def test_early_operations_expire_and_are_bounded() -> None:
-    directory = Directory(DirectoryConfig(max_early=10))
+    directory = Directory(DirectoryConfig(max_words=10))
     for number in range(20):
-        directory.early(A, 1, [number + 1], location(number).encode(), float(number))
+        directory.heard(A, 1, [number + 1], location(number).encode(), float(number))
     assert [n for n in range(20) if held(directory, n)] == list(range(10, 20))
-    directory.early(A, 1, [100], location(15, 2).encode(), 70.0)  # said again, newer
-    directory.expire_early(100.0)
+    directory.heard(A, 1, [100], location(15, 2).encode(), 70.0)  # said again, newer
+    directory.expire_words(100.0)
     assert [n for n in range(20) if held(directory, n)] == [15]
 
 
@@ -236,7 +236,7 @@ def test_a_push_must_pair_up() -> None:
     directory = Directory()
     for sequences, operations in (([1, 2], location(1).encode()), ([1], b"x" * 33)):
         with pytest.raises(ProtocolError):
-            directory.early(A, 1, sequences, operations, 0.0)
+            directory.heard(A, 1, sequences, operations, 0.0)
     assert held(directory, 1) == []
 
 
@@ -522,7 +522,7 @@ def random_directory(rng: Random, members: int) -> Directory:
             log.remove(operation.digest, Version(operation.version.clock, 1))
             early = rng.choice([operation.encode(), operations_after(log, max(0, log.sequence - 1))])
             if early:
-                directory.early(member, 1, [known + rng.randrange(5)], early, 0.0)
+                directory.heard(member, 1, [known + rng.randrange(5)], early, 0.0)
             directory.mark_stale(member, digest_of(rng.randrange(40)), 1, known + rng.randrange(-3, 3))
         if rng.random() < 0.3:
             directory.hide(member)
@@ -645,11 +645,11 @@ def test_whatever_moves_records_is_kept_apart_from_readers() -> None:
     steps: list[Callable[[], object]] = [
         lambda: directory.observe_head(A, 1, log.head),
         lambda: feed(directory, log),
-        lambda: directory.early(A, 1, [9], location(9).encode(), 0.0),
+        lambda: directory.heard(A, 1, [9], location(9).encode(), 0.0),
         lambda: directory.mark_stale(A, digest_of(1), 1, 9),
         lambda: directory.holders(digest_of(1)),
         lambda: directory.held({digest_of(1)}, lambda _: range(9)),
-        lambda: directory.expire_early(99.0),
+        lambda: directory.expire_words(99.0),
         lambda: install(directory, log),
         lambda: directory.work(),
         lambda: directory.forget(A),

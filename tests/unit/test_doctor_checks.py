@@ -18,6 +18,7 @@ from p2pstore.status.doctor import readings
 from p2pstore.status.doctor import readings as speed
 from p2pstore.status.doctor.checks import Check, examine_machine, run_check
 from p2pstore.status.doctor.finding import Finding, Status, fine
+from tests.command_line import Cli
 
 
 def test_a_check_that_hangs_is_left_behind() -> None:
@@ -153,11 +154,8 @@ def test_a_disk_that_cannot_be_written_is_skipped(
         (["--cluster-key-file", "k"], "--cluster-key-file is for --peer"),
     ],
 )
-def test_wrong_arguments(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["doctor", *arguments]) == 2
-    captured = capsys.readouterr()
+def test_wrong_arguments(arguments: list[str], complaint: str, cli: Cli) -> None:
+    captured = cli("doctor", *arguments, status=2)
     assert captured.out == ""
     assert complaint in captured.err
 
@@ -170,8 +168,5 @@ def test_wrong_arguments(
         (["--interval", "x"], "--interval"),
     ],
 )
-def test_wrong_arguments_of_stats(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["stats", *arguments]) == 2
-    assert complaint in capsys.readouterr().err
+def test_wrong_arguments_of_stats(arguments: list[str], complaint: str, cli: Cli) -> None:
+    assert complaint in cli("stats", *arguments, status=2).err

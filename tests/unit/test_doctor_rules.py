@@ -29,9 +29,10 @@ from p2pstore.status.doctor.finding import (
     worst_failure,
 )
 from p2pstore.status.doctor.support_bundle import REMOVED, Redactor
-from p2pstore.topology.hardware import Machine, Nic, NumaNode, Place, matrix_of, overridden
 from p2pstore.transfer.rdma.rdma_rules import GidEntry
+from p2pstore.transfer.rdma.rdma_topology import Machine, Nic, NumaNode, Place, matrix_of, overridden
 from p2pstore.wire import Code
+from tests.unit.gossip_network import peer_record
 
 OK, WARNING, BROKEN, SKIPPED = Status.OK, Status.WARNING, Status.BROKEN, Status.SKIPPED
 
@@ -207,9 +208,9 @@ def test_the_first_bytes_of_a_stranger(greeting: bytes | None, refused: bool) ->
 
 
 def test_another_version_in_an_answer_is_told() -> None:
-    reading = way.PeerReading("n", "id", "0.1.0", (1, 2), ("h:1",), 3)
-    assert way.judge_who(reading, "0.1.0", (1, 2)).status is OK
-    other = way.judge_who(reading, "0.2.0", (2, 3))
+    record = peer_record(1, software="0.1.0")
+    assert way.judge_who(record, 3, "0.1.0", (1, 2)).status is OK
+    other = way.judge_who(record, 3, "0.2.0", (2, 3))
     assert other.status is WARNING
     assert "0.2.0" in other.cause
     check_words(other)
@@ -274,41 +275,47 @@ def test_which_rdma_devices_are_near_which_memory() -> None:
     check_words(network.judge_wrong_topology("rdma_topology: not JSON"))
 
 
+def ssd(**changes: Any) -> dict[str, Any]:
+    well: dict[str, Any] = {"state": "ok", "why": "", "capacity_bytes": 1 << 40, "live_bytes": 1 << 39}
+    return {**well, "objects": 1000, "damaged": 0, "read_latency": {"p99_ms": 2.5}, **changes}
+
+
 def test_peers_on_this_machine() -> None:
-    def judge(**changes: Any) -> dict[str, Status]:
-        facts: dict[str, Any] = {"name": "a", "software": "1", "cluster": "c", "live": 2, **changes}
-        findings = peers.judge_local_peer(peers.LocalPeerReading(**facts), "1")
+    def judge(**changes: Any) -> dict[str, Finding]:
+        peer = {"name": "a", "software": "1", "problems": [], **changes}
+        document = {"peer": peer, "cluster": {"name": "c", "peers": 2}}
+        findings = peers.judge_local_peer(document, "1")
         for finding in findings:
             check_words(finding)
-        return {finding.name: finding.status for finding in findings}
+        return {finding.name: finding for finding in findings}
+
+    def statuses(**changes: Any) -> dict[str, Status]:
+        return {name: finding.status for name, finding in judge(**changes).items()}
 
     def problem(name: str, status: str) -> dict[str, str]:
         return {"status": status, "name": name, "what": "w", "cause": "why", "cure": "do"}
 
-    assert judge() == {"peer a": OK}
-    assert judge(software="2") == {"peer a": OK, "peer a: this command": WARNING}
-    assert judge(problems=None) == {"peer a": OK, "peer a: problems": SKIPPED}
-    assert judge(clock_ahead_seconds=0.001) == {"peer a": OK, "peer a: clock": OK}
+    assert statuses() == {"peer a": OK}
+    assert statuses(software="2") == {"peer a": OK, "peer a: this command": WARNING}
+    assert statuses(clock_ahead_seconds=0.001) == {"peer a": OK, "peer a: clock": OK}
+    older = {"peer": {"name": "a", "software": "1"}, "cluster": {"name": "c", "peers": 2}}
+    assert [each.status for each in peers.judge_local_peer(older, "1")] == [OK, SKIPPED]
     check_words(peers.silent_local_peer("/s", "no answer"))
     check_words(peers.absent_local_peer("/s", "nobody listens"))
 
     # A problem that a peer names is told in its words, and stands for a reading of the same thing.
     said = [problem("alone", "broken"), problem("clock", "warning"), problem("ssd", "broken")]
-    ssd = network.SsdReading("off", "it is gone", 1 << 40, 1 << 39, 1000, 0, 2.5)
-    assert judge(problems=said, clock_ahead_seconds=-2.0, ssd=ssd) == {
+    assert statuses(problems=said, clock_ahead_seconds=-2.0, ssd=ssd(state="off", why="it is gone")) == {
         **{"peer a": OK, "peer a: alone": BROKEN, "peer a: clock": WARNING},
         "peer a: ssd": BROKEN,
     }
-    reading = peers.LocalPeerReading("a", "1", "c", 2, problems=said)
-    alone = peers.judge_local_peer(reading, "1")[1]
+    alone = judge(problems=said)["peer a: alone"]
     assert (alone.value, alone.cause, alone.cure) == ("w", "why", "do")
 
 
 def test_ssds_of_peers() -> None:
     def judge(**changes: Any) -> Finding:
-        well: dict[str, Any] = {"state": "ok", "why": "", "capacity_bytes": 1 << 40}
-        well |= {"live_bytes": 1 << 39, "objects": 1000, "damaged": 0, "read_p99_ms": 2.5}
-        finding = network.judge_ssd("peer a", network.SsdReading(**{**well, **changes}))
+        finding = network.judge_ssd("peer a", ssd(**changes))
         check_words(finding)
         return finding
 

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.digests import Run, pack_runs
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, FetchSnapshot, LogChunk, SnapshotHead
-from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, REMOVED, SignedRun, sign_run
 from p2pstore.gossip.locations.snapshots import UNSIGNED_RECORDS, check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, PeerId, sign_peer_record
 from p2pstore.home_messages import Push
+from simulation.gossip_data import take_push
 from tests.present import present
 from tests.unit.gossip_network import (
     FakeVerifier,
@@ -63,7 +63,7 @@ class World:
         self.tell(Delta([], [], [], [], of.hash, *pack_runs([Run(place, run)])))
 
     def holders(self, key: int) -> list[bytes]:
-        found = self.reader.gossip.holders(digest_of(key), self.net.now)
+        found = self.reader.gossip.directory.holders(digest_of(key))
         return [self.name(each.member) for each in found if each.record == location(key)]
 
     def name(self, member: int) -> bytes:
@@ -275,44 +275,43 @@ def test_a_push_speaks_for_its_sender_only() -> None:
     world = World()
     own = world.liar.gossip.incarnation
     push = Push(own, [99], removal(1))
-    world.reader.gossip.take_push(world.liar.gossip.member, push, world.net.now)
+    take_push(world.reader.gossip, world.liar.gossip.member, push, world.net.now)
     world.check()
     push = Push(own, [99], location(9).encode())
-    world.reader.gossip.take_push(world.liar.gossip.member, push, world.net.now)
+    take_push(world.reader.gossip, world.liar.gossip.member, push, world.net.now)
     assert world.holders(9) == [world.liar.peer_id]
 
 
 def test_what_a_home_says_of_another_member_shows_where_to_look_and_nothing_else() -> None:
     world = World()
     gossip, member, now = world.reader.gossip, world.owner.gossip.member, world.net.now
-    far = (world.owner.gossip.incarnation + 9, 1 << 50)
-    newer = location(1, 99)
-    gossip.locations.heard(member, far, newer.encode(), now, word=Word.HOME)
-    gossip.locations.heard(member, far, location(9).encode(), now, word=Word.HOME)
-    gossip.locations.heard(member, far, removal(2), now, word=Word.HOME)
+    far = world.owner.gossip.incarnation + 9, [1 << 50]
+    for each in (location(1, 99).encode(), location(9).encode(), removal(2)):
+        gossip.directory.heard(member, *far, each, now, hearsay=True)
     world.check()
-    assert gossip.holders(digest_of(9), now) == []  # which is what others are answered
+    assert gossip.directory.holders(digest_of(9)) == []  # which is what others are answered
     digests = {digest_of(1), digest_of(9)}
-    assert gossip.locations.held(digests, lambda _: range(100), now) == {digest_of(1)}
-    (hint,) = gossip.holders(digest_of(9), now, hearsay=True)
+    assert gossip.directory.held(digests, lambda _: range(100)) == {digest_of(1)}
+    (hint,) = gossip.directory.holders(digest_of(9), hearsay=True)
     assert (hint.member, hint.hearsay) == (member, True)
-    assert [each.record for each in gossip.holders(digest_of(1), now, hearsay=True)] == [location(1)]
+    assert [each.record for each in gossip.directory.holders(digest_of(1), hearsay=True)] == [
+        location(1)
+    ]
     # The owner denies it, at the place where its log is: that ends the hint, whatever place it claimed.
     place = world.owner.gossip.incarnation, world.owner.gossip.log.sequence
-    gossip.locations.mark_stale(member, digest_of(9), *place)
-    assert gossip.holders(digest_of(9), now, hearsay=True) == []
-    gossip.locations.heard(member, (far[0], far[1] + 1), location(9).encode(), now, word=Word.HOME)
-    assert gossip.holders(digest_of(9), now, hearsay=True) == []
+    gossip.directory.mark_stale(member, digest_of(9), *place)
+    assert gossip.directory.holders(digest_of(9), hearsay=True) == []
+    gossip.directory.heard(member, far[0], [1 << 51], location(9).encode(), now, hearsay=True)
+    assert gossip.directory.holders(digest_of(9), hearsay=True) == []
 
 
 def test_a_hint_does_not_push_out_what_the_owner_said_itself() -> None:
     world = World()
     gossip, member, now = world.reader.gossip, world.owner.gossip.member, world.net.now
-    place = (world.owner.gossip.incarnation, world.next_sequence)
-    own = replace(location(7), slot=5)
-    gossip.locations.heard(member, place, own.encode(), now, word=Word.OWN)
-    forged = location(7, 99).encode()
-    far = (place[0], 1 << 50)
-    assert not gossip.locations.heard(member, far, forged, now, word=Word.HOME)
-    (known,) = gossip.holders(digest_of(7), now)
-    assert known.record == own
+    incarnation = world.owner.gossip.incarnation
+    own, forged = replace(location(7), slot=5), location(7, 99).encode()
+    gossip.directory.heard(member, incarnation, [world.next_sequence], own.encode(), now)
+    gossip.directory.heard(member, incarnation, [1 << 50], forged, now, hearsay=True)
+    for hearsay in (False, True):
+        (known,) = gossip.directory.holders(digest_of(7), hearsay=hearsay)
+        assert known.record == own

@@ -98,19 +98,6 @@ def test_peers_join_in_any_order() -> None:
     assert second.gossip.membership.name_of(peer_id_of(0)) == "peer-0"
 
 
-@pytest.mark.slow
-def test_an_operation_is_known_to_all_within_half_a_second() -> None:
-    net, nodes = joined(20)
-    for trial in range(5):
-        node = nodes[trial]
-        node.hold(location(trial), net.now)
-        net.rest(node)
-        assert net.run(0.5, net.converged)
-        assert net.now < 100
-        net.run(2)
-    assert not net.refused
-
-
 def test_idle_gossip_is_one_probe_and_one_exchange_a_second() -> None:
     net, nodes = joined(5)
     net.run(10)
@@ -190,17 +177,6 @@ def test_a_lost_connection_is_probed_at_once() -> None:
     assert nodes[0].gossip.connection_lost(peer_id_of(77), net.now) == []
 
 
-def test_a_split_heals_by_itself() -> None:
-    net, nodes = joined(6)
-    net.partition({0, 1, 2}, {3, 4, 5})
-    net.run(30)
-    assert len(nodes[0].gossip.membership.live()) == 3
-    for node in nodes:
-        node.hold(location(node.number), net.now)
-    net.heal()
-    assert net.run(10, net.converged)
-
-
 def test_the_wrongly_accused_refutes_without_voiding_its_log() -> None:
     net, nodes = joined(3)
     nodes[1].hold(location(1), net.now)
@@ -249,17 +225,6 @@ def test_a_restarted_peer_replaces_its_past() -> None:
     for node in nodes[:2]:
         assert node.gossip.directory.holders(digest_of(1)) == []
     assert not again.duplicate
-
-
-def test_a_peer_that_comes_back_after_its_death_is_alive_again() -> None:
-    net, nodes = joined(3)
-    net.partition({0, 1}, {2})
-    net.run(20)
-    assert status(nodes[0], nodes[2]) == Status.DEAD
-    nodes[2].hold(location(1), net.now)
-    net.heal()
-    assert net.run(10, net.converged)
-    assert [f.hidden for f in nodes[0].gossip.directory.holders(digest_of(1))] == [False]
 
 
 def test_leaving_is_known_at_once_and_not_undone() -> None:
@@ -321,17 +286,6 @@ def test_bootstrap_addresses_are_tried_ever_less_often_and_the_book_only_when_al
         assert 0.3 < gaps[0] < 0.9
         assert 20 < gaps[-1] < 40
     assert node.gossip.addresses.entries() == [(peer_id_of(5), (address_of(5),))]
-
-
-def test_the_address_book_finds_the_cluster_again() -> None:
-    net, nodes = joined(3)
-    book = nodes[2].gossip.addresses.entries()
-    assert dict(book) == {peer_id_of(n): (address_of(n),) for n in (0, 1)}
-    net.stop(2)
-    net.run(20)
-    again = net.start(2, bootstrap=None)
-    again.gossip.addresses.load(book)
-    assert net.run(3, net.converged)
 
 
 def test_a_twin_that_starts_later_goes() -> None:
@@ -413,12 +367,11 @@ def test_a_lying_relay_costs_a_snapshot_from_the_owner() -> None:
         return forge(message) if isinstance(message, Delta) else message
 
     def forge(delta: Delta) -> Delta:
-        logs = []
-        for chunk in delta.logs:
-            operations = bytearray(chunk.operations)
-            operations[0] ^= 1
-            logs.append(msgspec.structs.replace(chunk, operations=bytes(operations)))
-        return msgspec.structs.replace(delta, logs=logs)
+        logs = [msgspec.structs.replace(each, operations=forged(each.operations)) for each in delta.logs]
+        return msgspec.structs.replace(delta, logs=logs, operations=forged(delta.operations))
+
+    def forged(operations: bytes) -> bytes:
+        return bytes(byte ^ (place == 0) for place, byte in enumerate(operations))
 
     net.tamper = tamper
     # The owner talks to the reader only by snapshots and probes: all else comes through the liar.
@@ -440,30 +393,6 @@ def test_a_lying_relay_costs_a_snapshot_from_the_owner() -> None:
 
 
 # --- cluster records -------------------------------------------------------------------------
-
-
-def test_floors_reach_everybody_even_those_that_were_away() -> None:
-    net, nodes = joined(6)
-    net.partition({0, 1, 2, 3, 4}, {5})
-    for key in range(150):
-        record, signed = floor(nodes[0].signer, key, key + 1)
-        assert nodes[0].gossip.cluster_records.offer(record, signed)
-    net.rest(nodes[0])
-    wanted = nodes[0].gossip.cluster_records.hash
-    assert net.run(5, lambda: all(n.gossip.cluster_records.hash == wanted for n in nodes[:5]))
-    assert len(nodes[4].gossip.incoming.take_cluster_records()) == 150
-    assert nodes[4].gossip.incoming.take_cluster_records() == []
-    nodes[5].gossip.cluster_records.offer(*floor(nodes[5].signer, 999, 5))
-    net.run(15)
-    net.heal()
-    assert net.run(
-        15,
-        lambda: (
-            len({n.gossip.cluster_records.hash for n in nodes}) == 1
-            and len(nodes[5].gossip.cluster_records) == 151
-        ),
-    )
-
 
 # --- nonsense --------------------------------------------------------------------------------
 
@@ -678,35 +607,6 @@ def test_after_any_schedule_all_agree_and_nothing_comes_back(
                 if other is not node and digest_of(key) in other.held
             }
             assert found == held
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", [0.05, 0.2])
-def test_loss_alone_kills_nobody_for_long(loss: float) -> None:
-    net, nodes = joined(8)
-    net.loss = loss
-    wrong = 0
-    for second in range(40):
-        nodes[second % 8].hold(location(second), net.now)
-        net.rest(nodes[second % 8])
-        net.run(1)
-        wrong += sum(len(n.gossip.membership.live()) < 8 for n in nodes)
-    assert wrong <= (0 if loss < 0.1 else 8)
-    net.heal()
-    assert net.run(10, net.converged)
-
-
-def test_the_same_seed_gives_the_same_run() -> None:
-    def trace() -> tuple[int, float]:
-        net = network(5)
-        net.start_all(5)
-        net.loss = 0.2
-        for step in range(20):
-            net.nodes[step % 5].hold(location(step), net.now)
-            net.run(0.3)
-        return net.messages, net.rng.random()
-
-    assert trace() == trace()
 
 
 # --- what is said to whom --------------------------------------------------------------------

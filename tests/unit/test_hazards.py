@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p2pstore.client.leases import LeaseBook
+from p2pstore.client.lease_book import LeaseBook
 from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, MAX_HAZARDS, HazardPage
@@ -351,7 +351,7 @@ def test_barriers_pass_through_threads_that_run() -> None:
         pytest.skip("this kernel, or its sandbox, has no membarrier: clients ask for their leases")
     assert linux.join_barriers()
     over = threading.Event()
-    runs = threading.Thread(target=lambda: over.wait(10))
+    runs = threading.Thread(target=lambda: over.wait(60))
     runs.start()
     for _ in range(100):
         linux.memory_barrier()

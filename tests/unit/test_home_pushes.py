@@ -10,22 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, Questions
+from p2pstore.gossip.exchange.open_requests import LOST_ANSWER_SECONDS, OpenRequests
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import ControlKind, HomePush, Ping
 from p2pstore.gossip.homes import home_pushes
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of, table_of
+from p2pstore.gossip.homes.partition_homes import PartitionConfig, table_of
+from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, decode_location, location_hash
+from p2pstore.gossip.locations.views import DirectoryConfig
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    LocationRecord,
+    decode_location,
+    location_hash,
+    partition_of,
+)
 from p2pstore.home_messages import PartitionSet, Push
 from tests.present import present
 from tests.unit.gossip_network import digest_of, location, peer_id_of
 from tests.unit.location_set import check_update
 
-CONFIG = PartitionConfig(audit_seconds=10.0, max_records=100_000)
+CONFIG = PartitionConfig(audit_seconds=10.0)
 OWNER, HOME, OTHER = 11, 22, 33
 
 
@@ -67,7 +75,7 @@ class Owner:
 
 
 def views() -> HomeViews:
-    return HomeViews(CONFIG, lambda digest: None)
+    return HomeViews(CONFIG, Directory())
 
 
 def take(home: HomeViews, push: Push, now: float = 0.0) -> list[int]:
@@ -76,7 +84,11 @@ def take(home: HomeViews, push: Push, now: float = 0.0) -> list[int]:
 
 def packed_view(home: HomeViews, numbers: range) -> set[bytes]:
     """All that the home would say of these keys."""
-    return {found.record.encode() for number in numbers for found in home.holders(digest_of(number))}
+    return {
+        found.record.encode()
+        for number in numbers
+        for found in home.directory.holders(digest_of(number))
+    }
 
 
 # --- the owner -------------------------------------------------------------------------------
@@ -408,13 +420,13 @@ def test_a_gap_is_seen_and_only_a_whole_partition_mends_it() -> None:
     assert take(home, run_of((1, record.encode()))) == []
     assert take(home, run_of((3, location(1, 3).encode()))) == [partition]
     assert take(home, run_of((4, location(1, 4).encode()))) == [partition], "and stays a gap"
-    assert [found.record.version.clock for found in home.holders(digest_of(1))] == [1]
+    assert [found.record.version.clock for found in home.directory.holders(digest_of(1))] == [1]
     assert take(home, whole_of(location(1, 4), number=4)) == []
-    assert [found.record.version.clock for found in home.holders(digest_of(1))] == [4]
+    assert [found.record.version.clock for found in home.directory.holders(digest_of(1))] == [4]
     assert take(home, run_of((5, location(1, 5).encode()))) == []
     assert take(home, run_of((5, location(1, 5).encode()))) == [], "said twice"
     assert take(home, whole_of(location(1, 4), number=4)) == [], "comes late"
-    assert [found.record.version.clock for found in home.holders(digest_of(1))] == [5]
+    assert [found.record.version.clock for found in home.directory.holders(digest_of(1))] == [5]
 
 
 def test_an_unknown_partition_begins_with_its_first_operation_or_whole() -> None:
@@ -481,10 +493,10 @@ def test_the_dead_are_hidden_and_then_forgotten() -> None:
     home = views()
     take(home, whole_of(location(1)))
     home.hide(OWNER)
-    assert [found.hidden for found in home.holders(digest_of(1))] == [True]
+    assert [found.hidden for found in home.directory.holders(digest_of(1))] == [True]
     home.drop(OWNER)
-    assert home.holders(digest_of(1)) == []
-    assert (home.record_count, home._views) == (0, {})
+    assert home.directory.holders(digest_of(1)) == []
+    assert (home.record_count, home.directory.parts) == (0, {})
 
 
 def test_partitions_of_others_are_forgotten_after_a_while() -> None:
@@ -495,11 +507,11 @@ def test_partitions_of_others_are_forgotten_after_a_while() -> None:
     home.housekeep([], 100.0 + 2.9 * CONFIG.former_home_seconds)
     assert home.record_count == 1
     home.housekeep([], 100.0 + 3.1 * CONFIG.former_home_seconds)
-    assert (home.record_count, home._views) == (0, {})
+    assert (home.record_count, home.directory.parts) == (0, {})
 
 
 def test_a_full_home_says_so_and_keeps_what_it_has() -> None:
-    home = HomeViews(PartitionConfig(max_records=200), lambda digest: None)
+    home = HomeViews(PartitionConfig(), Directory(DirectoryConfig(max_records=200)))
     records = [location(number) for number in range(10_000)]
     by_partition = {partition_of(record.digest): record for record in records}
     full = [p for p, record in by_partition.items() if take(home, run_of((1, record.encode())))]
@@ -587,10 +599,10 @@ def test_a_home_never_vouches_for_less_than_the_owner_confirmed(history: list[tu
         past = hashes.setdefault(partition, [0])
         if owner.pushes.sets.number(partition) == len(past):
             past.append(owner.pushes.sets.set_hash(partition))
-        for partition, views_of in home._views.items():
+        for partition, views_of in home.directory.parts.items():
             view = views_of.get(OWNER)
-            if view is not None and view.whole:
-                assert home._hash(view) == hashes.get(partition, [0])[view.number]
+            if view is not None and not view.diverged:
+                assert home.directory.index.hash(view.slot) == hashes.get(partition, [0])[view.number]
     for _ in range(60):
         now += 0.1
         exchange("deliver")
@@ -600,7 +612,7 @@ def test_a_home_never_vouches_for_less_than_the_owner_confirmed(history: list[tu
 
 
 def test_a_question_is_answered_once_or_given_up() -> None:
-    questions = Questions(GossipConfig())
+    questions = OpenRequests(GossipConfig())
     ping = questions.ask(peer_id_of(1), ControlKind.PING, Ping(1, []), 0.0)
     fetch = questions.fetch_snapshot(peer_id_of(2), 7, 0, 50.0)
     assert questions.asked(ControlKind.PING) == [peer_id_of(1)]

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.gets import reads as hot_objects
-from p2pstore.core.gets import reads as read_reports
+from p2pstore.core.gets import hot_objects
+from p2pstore.core.gets import hot_objects as read_reports
 from p2pstore.core.gets.fetch_operation import MAX_HOPS, FetchOperation
-from p2pstore.core.gets.reads import (
+from p2pstore.core.gets.hot_objects import (
     ANSWER_SECONDS,
     FIRST_PAUSE_SECONDS,
     HALF_LIFE_SECONDS,

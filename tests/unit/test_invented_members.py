@@ -79,7 +79,7 @@ def honest(net: Network) -> Iterator[Node]:
 def find(node: Node, number: int, now: float) -> bool:
     """Whether it knows a living holder of that peer's key, or is that peer."""
     return node.number == number or any(
-        not held.hidden for held in node.gossip.holders(digest_of(number), now)
+        not held.hidden for held in node.gossip.directory.holders(digest_of(number))
     )
 
 
@@ -207,7 +207,7 @@ def test_pings_a_second_and_all_tables_are_bounded() -> None:
     for number in range(3 * MAX_REMEMBERED):
         newcomers.told_of(peer_id_of(number), ["h:1"], peer_id_of(number), 100.0)
         newcomers.answered(peer_id_of(number))
-    assert len(newcomers._budgets) == len(newcomers._pinged_at) == MAX_REMEMBERED
+    assert len(newcomers._pings) == len(newcomers._pinged_at) == MAX_REMEMBERED
     for number in range(MAX_PINGED + 10):
         newcomers.told_of(peer_id_of(10_000 + number), ["h:1"], peer_id_of(number), 200.0)
     assert len(newcomers._in_flight) == MAX_PINGED
@@ -272,7 +272,7 @@ def hidden_share(net: Network, seconds: float) -> float:
                 if holder is not reader:
                     looked += 1
                     hidden += not any(
-                        map(_shown, reader.gossip.holders(digest_of(holder.number), net.now))
+                        map(_shown, reader.gossip.directory.holders(digest_of(holder.number)))
                     )
     return hidden / looked
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from p2pstore.core.operation import Operation
+from p2pstore.core.operation import LateBooks, Operation
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.home_messages import Push
 from p2pstore.local import local_messages as local
@@ -72,7 +72,7 @@ def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
     fill(world)
     loop.put("first")
     for number in range(20):
-        loop.puts.make_room_ahead()
+        loop.puts.make_ready()
         there = world.segment.object_count
         loop.put(f"k{number}")
         assert world.segment.object_count == there + 1
@@ -85,11 +85,11 @@ def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
     world = Harness(memory_bytes=256 * 1024)
     loop = Loop(world)
     loop.put("first")
-    loop.puts.make_room_ahead()
+    loop.puts.make_ready()
     loop.put("last", again=None)
     fill(world)
     there = world.segment.object_count
-    loop.puts.make_room_ahead()
+    loop.puts.make_ready()
     assert world.segment.object_count == there
 
 
@@ -100,8 +100,52 @@ def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
         entry = world.stored(f"k{world.segment.object_count}", b"x")
         world.segment.leases.lease(entry, session=HOLDER, now=world.core.unix(world.now))
     assert loop.put("the last one that fits").again[0].error.code == Code.CAPACITY_EXCEEDED
-    loop.puts.make_room_ahead()
+    loop.puts.make_ready()
     assert world.find("the last one that fits") is not None
+
+
+def test_an_answer_goes_before_its_books() -> None:
+    world = Harness(memory_bytes=256 * 1024)
+    loop, books = Loop(world), world.core.books
+    fill(world)
+    books.late = True
+    loop.put("k", again=None)
+    assert world.find("k") is not None
+    assert world.announced("k") is None
+    assert not world.core.proofs._unsigned.keys() & {key_digest("k", NAMESPACE)}
+    loop.puts.reserve(
+        CLIENT, local.Reserve([ROOM], NAMESPACE)
+    )  # evicts: what was put before is settled first
+    assert world.announced("k") is not None
+    assert world.find("before 0") is None
+    assert world.announced("before 0") is not None
+    books.settle()
+    assert world.announced("before 0") is None
+    [entry], _ = world.segment.listing.page(NAMESPACE, "k", "", 1)
+    assert entry in world.segment.objects.order
+    world.segment.drop_session(CLIENT.session)
+    check_segment(world.segment)
+
+
+def test_books_are_kept_in_order_and_none_is_lost() -> None:
+    books, kept = LateBooks(), list[int]()
+    books.keep(lambda: kept.append(0))
+    books.late = True
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    books.keep(lambda: kept.append(1))
+    books.keep(fail)
+    books.keep(lambda: books.keep(lambda: kept.append(2)))  # kept at once
+    books.keep(lambda: kept.append(3))
+    assert kept == [0]
+    with pytest.raises(ZeroDivisionError):
+        books.settle()
+    assert kept == [0, 1]
+    assert books.late
+    books.settle()
+    assert kept == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("item", [(-5, 1, 1), (1, 1 << 40, 1), (1 << 40, 1, 1)])
@@ -109,7 +153,7 @@ def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: tuple[int, int, int
     world = Harness(memory_bytes=64 * 1024)
     loop = Loop(world)
     assert loop.put("k", again=item).again[0].error.code
-    loop.puts.make_room_ahead()
+    loop.puts.make_ready()
     assert world.find("k") is not None
 
 

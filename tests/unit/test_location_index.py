@@ -83,9 +83,17 @@ class Model:
         wrong = self.rng.choice(keys)
         stamps[wrong] = self.rng.randbytes(10)
         held = [record for key in keys if key != wrong and (record := records.get(key))]
-        taken = self.index.take_out(slot, [key + stamp for key, stamp in stamps.items()])
+        taken, holes = self.index.take_out(slot, [key + stamp for key, stamp in stamps.items()])
         assert taken == held
         self.sets[slot].apply(b"".join(map(withdrawn, taken)))
+        if holes.size and self.rng.random() < 0.5:  # more records than there are holes, or less
+            keys = [key for key in self.keys if key not in self.sets[slot].records]
+            keys = self.rng.sample(keys, self.rng.randrange(len(keys)))
+            added = b"".join(key + self.rng.randbytes(LOCATION_BYTES - 17) + b"\0" for key in keys)
+            holes = self.index.load(slot, added, holes)
+            self.sets[slot].apply(added)
+        if holes.size:
+            self.index.close_holes(slot, holes)
 
     def operation(self, held: LocationSet, adds: float) -> bytes:
         rng, key = self.rng, self.rng.choice(self.keys)

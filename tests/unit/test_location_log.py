@@ -1,5 +1,6 @@
 """A peer's own log: numbers, ring, set hash; and copies of it while it changes."""
 
+import itertools
 from random import Random
 
 import pytest
@@ -13,6 +14,7 @@ from p2pstore.gossip.locations.log import OperationRing, OwnLog, SignedRun, newe
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, decode_location, location_hash
 from p2pstore.objects import Version
+from tests.present import present
 from tests.unit.gossip_network import digest_of, location, operations_after
 from tests.unit.location_set import LocationSet, iterate_locations
 
@@ -221,6 +223,25 @@ def test_a_copy_is_what_the_log_held_at_its_head(monkeypatch: pytest.MonkeyPatch
         assert (checked.count, checked.set_hash) == (each.head.count, each.head.set_hash)
         assert each.incarnation == 5
         assert records_of(b"".join(each.parts)) == records_of(at_head[each.head.sequence])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_windows_that_come_and_go_add_up_to_the_head(seed: int) -> None:
+    rng, log, reader, numbers = Random(seed), OwnLog(1), LocationSet(), itertools.count()
+    for _ in range(60):
+        before = log.sequence
+        count = rng.choice((1, 23, 24, 100, 600))
+        if rng.random() < 0.5:
+            log.add_many([location(next(numbers), 7).encode() for _ in range(count)])
+        else:
+            held = rng.sample([*reader.records.values()], min(count, len(reader)))
+            going = [(record[:16], decode_location(record).version) for record in held]
+            log.remove_many([*going, (digest_of(-1), Version(7, 1))])
+        if rng.random() < 0.2 and reader.records:
+            log.remove(next(iter(reader.records)), Version(7, 1))
+        reader.apply(present(log.after(before)))
+        assert log.head == LogHead(log.sequence, len(reader), reader.hash)
+    assert records_of(log.snapshot()) == set(reader.records.values())
 
 
 def records_of(packed: bytes) -> set[bytes]:

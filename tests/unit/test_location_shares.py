@@ -7,13 +7,7 @@ import pytest
 
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import (
-    PARTITION_COUNT,
-    ClusterLoad,
-    ModeLimits,
-    PartitionConfig,
-    partition_of,
-)
+from p2pstore.gossip.homes.partition_homes import ClusterLoad, ModeLimits, PartitionConfig
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.location_index import hash_of
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
@@ -21,7 +15,7 @@ from p2pstore.gossip.locations.snapshots import CatchUp, FollowedLogs, check_sna
 from p2pstore.gossip.locations.views import DirectoryConfig, LocationShares, Outcome, who_makes_room
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.records import LOCATION_BYTES, LogHead
+from p2pstore.gossip.records import LOCATION_BYTES, PARTITION_COUNT, LogHead, partition_of
 from p2pstore.home_messages import PartitionSet, Push
 from p2pstore.peer.node import Node
 from tests.unit.core_harness import OTHER_INCARNATION, Harness
@@ -82,13 +76,13 @@ def test_a_refusal_is_told_once_and_ends_with_the_reason_for_it() -> None:
 def test_who_announces_more_than_a_peer_can_hold_is_ignored() -> None:
     log = log_of(3)
     directory = reading(log)
-    directory.early(A, 1, [9], location(8).encode(), 0.0)
+    directory.heard(A, 1, [9], location(8).encode(), 0.0)
     directory.observe_head(A, 1, TOO_MANY)
     assert directory.record_count == 0
     assert directory.lag(A) == 0
     assert A not in directory.unsettled, "no snapshot is fetched"
     assert feed(directory, log).outcome is Outcome.STALE
-    assert directory.early(A, 1, [10], location(9).encode(), 0.0) == 0
+    assert directory.heard(A, 1, [10], location(9).encode(), 0.0) == 0
     assert not install(directory, log)
     assert held(directory, 1) == held(directory, 9) == []
     log.add(location(4))
@@ -211,7 +205,7 @@ def sets_of(first: int, count: int) -> Push:
 
 
 def test_the_owner_with_most_makes_room_at_a_home() -> None:
-    home = HomeViews(PartitionConfig(max_records=4_000), lambda digest: None)
+    home = HomeViews(PartitionConfig(), Directory(DirectoryConfig(max_records=4_000)))
     greedy = sets_of(0, 9_000)
     assert len(greedy.sets) == PARTITION_COUNT
     assert home.take(A, check_update(greedy), 0.0), "not all of it fits"
@@ -222,14 +216,14 @@ def test_the_owner_with_most_makes_room_at_a_home() -> None:
             break
     assert not behind
     for number in range(20_000, 20_300):
-        assert [found.member for found in home.holders(digest_of(number))] == [B]
+        assert [found.member for found in home.directory.holders(digest_of(number))] == [B]
 
 
 def test_an_owner_cannot_have_more_at_a_home_than_a_peer_can_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("p2pstore.gossip.homes.home_views.MAX_OWN_RECORDS", 1_000)
-    home = HomeViews(PartitionConfig(), lambda digest: None)
+    home = HomeViews(PartitionConfig(), Directory())
     assert home.take(A, check_update(sets_of(0, 900)), 0.0) == []
     assert home.take(A, check_update(sets_of(5_000, 1_500)), 0.0)
     assert home.record_count <= 1_000
@@ -247,7 +241,7 @@ def test_an_owner_cannot_have_more_at_a_home_than_a_peer_can_hold(
 
 def test_who_makes_room_is_gone_from_the_partition_that_it_makes_room_in() -> None:
     """Both have keys of one partition only; the one that takes the other's place is found and counted."""
-    home = HomeViews(PartitionConfig(max_records=300), lambda digest: None)
+    home = HomeViews(PartitionConfig(), Directory(DirectoryConfig(max_records=300)))
 
     def keys(first: int, count: int) -> list[bytes]:
         return [bytes(2) + location(first + each).encode()[2:] for each in range(count)]
@@ -269,6 +263,6 @@ def test_who_makes_room_is_gone_from_the_partition_that_it_makes_room_in() -> No
     assert not behind
     assert home.record_count == 50
     digest = bytes(2) + digest_of(9_000)[2:]
-    assert [found.member for found in home.holders(digest)] == [B]
+    assert [found.member for found in home.directory.holders(digest)] == [B]
     home.drop(B)
     assert home.record_count == 0

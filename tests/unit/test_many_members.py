@@ -328,7 +328,7 @@ def network() -> Iterator[Network]:
         ring_limit=KEYS,
         forget_seconds=KEPT_SECONDS,
         membership=MembershipConfig(dead_kept_seconds=DEAD_KEPT_SECONDS),
-        directory=DirectoryConfig(relay_limit=KEYS, relay_least=KEYS, early_seconds=KEPT_SECONDS),
+        directory=DirectoryConfig(relay_limit=KEYS, relay_least=KEYS, word_seconds=KEPT_SECONDS),
     )
     gc.collect()  # what another test left, and what is shared with it, would not be traced
     tracemalloc.start()

@@ -195,13 +195,3 @@ def test_who_missed_a_refutation_hears_of_it_in_the_next_exchange() -> None:
         inform_of_death(view, state.peer_id, cluster.peers[holder].now)
         assert state.incarnation == before
         assert cluster.run_until(lambda s=state: s.alive, 3.5) is not None  # type: ignore[misc]
-
-
-def test_who_leaves_is_not_suspected_and_does_not_come_back() -> None:
-    cluster = settled(5)
-    seen = watch(cluster)
-    gone = cluster.peers[2]
-    gone.leave()
-    cluster.run(30.0)
-    assert seen == []
-    assert {believes(peer, gone) for peer in cluster.running} == {Status.LEFT}

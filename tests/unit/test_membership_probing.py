@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.exchange.open_requests import OpenRequests
 from p2pstore.gossip.gossip_config import GossipConfig, preset
 from p2pstore.gossip.gossip_messages import (
     Ack,
@@ -44,7 +44,7 @@ class Prober:
         for number in range(count):
             self.membership.observe_record(peer_record(number), SignedRecord(b"", b""), 0.0)
         self.membership.take_changes()
-        self.questions = Questions(GossipConfig())
+        self.questions = OpenRequests(GossipConfig())
         self.probing = Probing(self.membership, self.questions, Random(seed))
         self.now = 0.0
 

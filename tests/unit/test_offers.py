@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.core.copies.coldest import (
+from p2pstore.core.copies.hand_over import (
     LOOK_SECONDS,
     MAX_OFFERED,
     MAX_OFFERED_BYTES,

@@ -13,7 +13,6 @@ from p2pstore.gossip.homes.partition_homes import (
     CANDIDATES,
     HOME_COUNT,
     NO_HOMES,
-    PARTITION_COUNT,
     ROOM,
     ClusterLoad,
     DirectoryMode,
@@ -23,12 +22,11 @@ from p2pstore.gossip.homes.partition_homes import (
     ModeLimits,
     Phase,
     kept_name,
-    partition_of,
     places_of,
     table_of,
 )
 from p2pstore.gossip.members.member_table import MemberState
-from p2pstore.gossip.records import LogHead, SignedRecord, member_of
+from p2pstore.gossip.records import PARTITION_COUNT, LogHead, SignedRecord, member_of, partition_of
 from tests.unit.gossip_network import digest_of, peer_id_of, peer_record
 
 WORD = (1 << 64) - 1

@@ -11,10 +11,10 @@ from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.memory.mapped.mapped_memory import create_memory
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.topology.hardware import Choice
 from p2pstore.transfer.rdma import rdma_serving as peer_rdma
 from p2pstore.transfer.rdma.rdma_serving import device_names, near_memory
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.rdma.rdma_topology import Choice
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from tests.commands import ran
 
 
@@ -63,7 +63,7 @@ async def test_a_topology_for_a_machine_without_devices(monkeypatch: pytest.Monk
     memory = create_memory(4096, "test")
     with pytest.raises(ConfigError, match="rdma_topology: cpu:0 names nope0"):
         async with peer_rdma.open_rdma(
-            config, memory.view, DataPool(TrioDriver()), trio.lowlevel.checkpoint
+            config, memory.view, ConnectionPool(TrioDriver()), trio.lowlevel.checkpoint
         ):
             raise AssertionError
     memory.close()

@@ -1,7 +1,7 @@
-"""The blocks that are likely to be read after a block, and how much of a chain of blocks each peer holds."""
+"""The block that a missing one follows in its chain, and how much of a chain of blocks each peer holds."""
 
 from p2pstore.client.answers import PrefixRuns
-from p2pstore.client.presence_calls import AHEAD, MAX_CHAINS, MAX_MISSING, PrefixChains
+from p2pstore.client.presence_calls import MAX_MISSING, PrefixChains
 from p2pstore.local.local_messages import Copy
 from p2pstore.objects import DIGEST_BYTES, format_peer_id
 
@@ -12,26 +12,6 @@ def digest(number: int) -> bytes:
 
 def chain(first: int, count: int) -> bytes:
     return b"".join(digest(first + number) for number in range(count))
-
-
-def test_behind_the_head_come_the_next_blocks_and_then_one_more_each_time() -> None:
-    chains = PrefixChains()
-    chains.matched(chain(0, 30), 20)
-    assert chains.after(digest(0)) == chain(1, AHEAD)
-    brought = AHEAD
-    for number in range(1, 20):
-        more = chains.after(digest(number))
-        assert more == (digest(number + AHEAD) if number + AHEAD < 20 else b"")
-        brought += bool(more)
-    assert brought == 19, "each of those that matched, once"
-
-
-def test_what_did_not_match_or_was_not_asked_about_is_not_brought() -> None:
-    chains = PrefixChains()
-    chains.matched(chain(0, 30), 1)
-    assert chains.after(digest(0)) == b""
-    chains.matched(chain(0, 30), 0)
-    assert chains.after(digest(77)) == b""
 
 
 def test_a_missing_block_follows_the_one_that_was_asked_about_before_it() -> None:
@@ -53,21 +33,6 @@ def test_missing_blocks_are_remembered_up_to_a_limit() -> None:
     chains.matched(chain(10**6, 3), 1)
     assert chains.before(digest(2)) == b""
     assert chains.before(digest(10**6 + 2)) == digest(10**6 + 1)
-
-
-def test_digests_are_found_whole() -> None:
-    chains = PrefixChains()
-    packed = bytes(8) + bytes(range(24)) + chain(5, 1)
-    chains.matched(packed, 3)
-    assert chains.after(packed[8:24]) == b"", "across two digests"
-
-
-def test_the_oldest_chains_are_forgotten() -> None:
-    chains = PrefixChains()
-    for number in range(MAX_CHAINS + 1):
-        chains.matched(chain(100 * number, 4), 4)
-    assert chains.after(digest(0)) == b""
-    assert chains.after(digest(100)) == chain(101, 3)
 
 
 DRAM, SSD = 0, 1

@@ -113,7 +113,7 @@ class Cluster:
         member, log = self.log()
         operation = operations_after(log, log.sequence - 1) if log.sequence else None
         if operation:
-            self.directory.early(member, log.incarnation, [log.sequence], operation, 0.0)
+            self.directory.heard(member, log.incarnation, [log.sequence], operation, 0.0)
 
     def deny(self) -> None:
         member, log = self.log()
@@ -145,7 +145,7 @@ class Cluster:
         self.directory.observe_head(member, log.incarnation + 1, LogHead())
 
     def expire(self) -> None:
-        self.directory.expire_early(100.0 * self.rng.randrange(2))
+        self.directory.expire_words(100.0 * self.rng.randrange(2))
 
     def forbid(self) -> None:
         if self.rng.random() < 0.1:
@@ -240,7 +240,7 @@ def asks(client: KnownElsewhere, digest: bytes) -> bool:
         lambda published, _: published.forbid_up_to(5),
         lambda published, _: published.vouch(time.monotonic(), 4),
         lambda _, directory: directory.mark_stale(1, KEYS[0], 1, 10),
-        lambda _, directory: directory.early(2, 1, [9], location(0).encode(), 0.0),
+        lambda _, directory: directory.heard(2, 1, [9], location(0).encode(), 0.0),
     ],
 )
 def test_what_is_not_plain_is_asked(unclear: Callable[[PublishedLocations, Directory], None]) -> None:
@@ -355,7 +355,7 @@ def test_of_slots_beyond_the_table_clients_ask() -> None:
     published, directory, client = known_table()
     published.count(MAX_COUNTED_SLOTS, 1, True)
     view = directory._views[1]
-    rows = directory._index._slots.rows(view.slot, 0, 1)
+    rows = directory.index._slots.rows(view.slot, 0, 1)
     published.table.row_owner[int(rows[0])] = MAX_COUNTED_SLOTS
     digest = bytes(published.table.whole[rows[0]])[:16]
     assert asks(client, digest)

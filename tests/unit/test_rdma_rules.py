@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import CHUNK_BYTES, KIB
-from p2pstore.transfer.rdma import rdma_addresses
-from p2pstore.transfer.rdma.rdma_addresses import (
+from p2pstore.transfer.rdma import rdma_hardware as rdma_addresses
+from p2pstore.transfer.rdma.rdma_hardware import (
     interface_of,
     network_bits,
     port_bytes_per_second,

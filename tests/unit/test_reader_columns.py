@@ -1,5 +1,6 @@
 """Many objects looked up at once: what each alone comes to, whatever collides, goes or expires."""
 
+import itertools
 import time
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.object_table import KeyIndex
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
@@ -37,25 +39,30 @@ def put(segment: Segment, key: str, value: bytes, *, expires_unix_ms: int = 0, c
     return stored(segment, trailer, value, clock=clock, writer=7, now=1.0).digest
 
 
-@given(st.lists(st.tuples(st.sampled_from(DIGESTS), st.booleans()), max_size=60))
-def test_a_column_is_found_as_the_index_has_it(steps: list[tuple[bytes, bool]]) -> None:
+WINDOWS = st.lists(st.sampled_from(DIGESTS), min_size=1, max_size=12, unique=True)
+
+
+@given(st.lists(st.tuples(WINDOWS, st.booleans()), max_size=40))
+def test_a_column_is_found_as_the_index_has_it(steps: list[tuple[list[bytes], bool]]) -> None:
     """Runs that collide and wrap around, with removals from their middle."""
     segment, view = new_segment(MIB)
     offset = segment.geometry.index_offset
     reader = SegmentReader(view)
     section = view[offset : offset + ENTRIES * INDEX_ENTRY_BYTES]
     reader._index, reader._index_entries = reader._index[:ENTRIES], ENTRIES
-    index = KeyIndex(section, ENTRIES)
-    slots: dict[bytes, int] = {}
-    for digest, adds in steps:
-        if adds:
-            slots[digest] = len(slots) + 1000 * (digest in slots)
-            made = entry(slots[digest])
-            made.digest = digest
-            index.set_all([made])
-        elif digest in slots:
-            index.remove(digest)
-            del slots[digest]
+    index, numbers = KeyIndex(section, ENTRIES, 1_000), itertools.count()
+    there: dict[bytes, ObjectEntry] = {}
+    for digests, adds in steps:
+        if not adds:
+            index.remove([there.pop(digest) for digest in digests if digest in there])
+            continue
+        made = [entry(next(numbers)) for _ in digests]
+        for each, digest in zip(made, digests, strict=True):
+            each.digest = digest
+        index.set_all(made, new=there.keys().isdisjoint(digests))
+        there.update(zip(digests, made, strict=True))
+    assert index.restore(0, ENTRIES) == 0
+    slots = {digest: each.slot for digest, each in there.items()}
     packed = b"".join(DIGESTS)
     assert reader.contains_many(packed).tolist() == [digest in slots for digest in DIGESTS]
     found = reader._find_slots(np.frombuffer(packed, "<u8").reshape(-1, 2)).tolist()

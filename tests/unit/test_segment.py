@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from msgspec.structs import replace
 
-from p2pstore.client.leases import LeaseBook
+from p2pstore.client.lease_book import LeaseBook
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.memory.entries import (
     MAX_RESERVATIONS_PER_SESSION,
@@ -26,7 +25,6 @@ from p2pstore.memory.entries import (
     Written,
 )
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
-from p2pstore.memory.key_listing import KeyListing
 from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import Segment
@@ -547,16 +545,6 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
     check_segment(segment)
 
 
-def test_what_is_given_up_is_not_lent() -> None:
-    segment, _ = new_segment(4)
-    entry = put(segment, "gone", one_granule(1), expires_unix_ms=150_000, now=100.0)
-    assert segment.leases.lend(entry.digest, 200.0) is None
-    segment.remove(entry.digest)
-    assert segment.leases.lend(entry.digest, 101.0) is None
-    assert segment.leases.lend(b"?" * 16, 101.0) is None
-    assert not segment.references.loans.any_known
-
-
 # --- what is evicted first -------------------------------------------------------------------
 
 
@@ -749,24 +737,6 @@ def test_reservations_of_one_holder_are_limited() -> None:
 # --- listing ---------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["put", "remove", "list"])), min_size=15))
-def test_listings_follow_every_change(steps: list[tuple[int, str]]) -> None:
-    listing = KeyListing()
-    segment, _ = new_segment(4)
-    entries = [replace(put(segment, "k", b"", clock=1), key=f"k{number}") for number in range(3)]
-    there: set[int] = set()
-    for number, step in [*steps, (0, "list")]:
-        if step == "put":
-            listing.add(entries[number])
-            there.add(number)
-        elif step == "remove":
-            listing.remove(entries[number])
-            there.discard(number)
-        else:
-            page, more = listing.page(NAMESPACE, "k", "", 10)
-            assert (page, more) == ([entries[number] for number in sorted(there)], False)
-
-
 def test_a_wrong_key_text_from_elsewhere_does_not_confuse_the_listing() -> None:
     """Two digests under one key text: only one is listed, and both can be removed."""
     segment, _ = new_segment(16)
@@ -783,17 +753,6 @@ def test_a_wrong_key_text_from_elsewhere_does_not_confuse_the_listing() -> None:
 
 
 # --- versions, pins, expiry ------------------------------------------------------------------
-
-
-def test_the_highest_version_wins_in_any_order() -> None:
-    for clocks in itertools.permutations([1, 2, 3]):
-        segment, _ = new_segment(16)
-        for clock in clocks:
-            put(segment, "k", one_granule(clock), clock=clock)
-        entry = present(segment.find(key_digest("k", NAMESPACE), 100))
-        assert segment.payload(entry) == one_granule(3)
-        assert segment.used_bytes == GRANULE_BYTES
-        check_segment(segment)
 
 
 def test_a_newer_version_under_another_key_text_replaces_the_listing() -> None:
@@ -814,16 +773,6 @@ def test_an_expired_version_does_not_stop_a_lower_one() -> None:
     check_segment(segment)
 
 
-def test_a_soft_replica_becomes_an_ordinary_copy_when_it_is_put_again() -> None:
-    segment, _ = new_segment(8)
-    entry = put(segment, "k", b"value", soft=True)
-    assert put(segment, "k", b"value") is entry
-    assert not entry.soft
-    assert put(segment, "k", b"value", soft=True) is entry
-    assert not entry.soft
-    check_segment(segment)
-
-
 def test_the_pin_is_in_the_trailer_that_others_copy() -> None:
     segment, _ = new_segment(8)
     entry = put(segment, "k", b"value")
@@ -833,16 +782,6 @@ def test_the_pin_is_in_the_trailer_that_others_copy() -> None:
     segment.remove(entry.digest)
     with pytest.raises(ValueError, match="withdrawn"):
         segment.objects.set_pin(entry, NONE, 0.0)
-
-
-def test_soft_pins_run_out() -> None:
-    segment, _ = new_segment(8)
-    entry = put(segment, "k", b"value", pin=SOFT, now=100)
-    assert segment.objects.expire(100 + SOFT_PIN_SECONDS - 1) == []
-    assert entry.pin is SOFT
-    assert segment.objects.expire(100 + SOFT_PIN_SECONDS) == []
-    assert entry.pin is NONE
-    check_segment(segment)
 
 
 def test_timers_of_overwritten_objects_do_not_pile_up() -> None:

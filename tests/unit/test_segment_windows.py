@@ -1,6 +1,6 @@
 """Windows of a batch in memory: published and evicted together, they leave what they leave one by one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import pytest
@@ -12,6 +12,7 @@ from p2pstore.memory.policies import PolicyName, make_policy
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin, TrailerBody, plan_geometry
 from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.runtime.stepping import call_now
 from simulation.segment_checks import check_segment
 
 KEYS = [f"k{number}" for number in range(12)]
@@ -86,7 +87,12 @@ class World:
                 seen.add(digest)
                 del open_lengths[number]
         windows = [written] if self.together else [[each] for each in written]
-        made = [self.segment.commit_new(each, session="c", now=self.now) for each in windows]
+        late: list[Callable[[], None]] = []
+        keep = late.append if self.together else call_now
+        made = [self.segment.commit_new(each, session="c", now=self.now, keep=keep) for each in windows]
+        self.segment.reserve_free([(4_000, 120)], session="c")
+        for books in late:
+            books()
         published = [entry.digest for window in made for entry in window if entry is not None]
         assert set(published) == seen
         self.segment.drop_session("c")

@@ -1,12 +1,9 @@
-"""Consequences of failures of the disk; percentiles, bandwidth and the rest of what the tier counts."""
+"""Consequences of failures of the disk; bandwidth and the rest of what the tier counts."""
 
 import errno
-import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from p2pstore.ssd_tier.health import (
     MAX_FAILED_DISCARDS,
@@ -14,7 +11,6 @@ from p2pstore.ssd_tier.health import (
     MAX_FAILED_SEGMENTS,
     Bandwidth,
     Health,
-    LatencyHistogram,
     Measures,
     TierState,
 )
@@ -83,39 +79,6 @@ def test_a_disk_that_nobody_will_find_again_is_read_only_and_says_what_to_do() -
         health.read_failed(EIO)
     assert health.state is TierState.OFF
     assert "replace it" in health.cure
-
-
-@given(st.lists(st.floats(2e-6, 1000), min_size=1, max_size=200), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
-def test_percentiles_are_right_to_within_a_bucket(durations: list[float], share: float) -> None:
-    histogram = LatencyHistogram()
-    for each in durations:
-        histogram.add(each)
-    exact = sorted(durations)[math.ceil(share * len(durations)) - 1]
-    assert exact <= histogram.percentile(share) * (1 + 1e-9)
-    assert histogram.percentile(share) <= exact * 2**0.25 * (1 + 1e-9)
-
-
-def test_a_histogram_is_told_by_powers_of_two() -> None:
-    histogram = LatencyHistogram()
-    assert histogram.octaves() == {"counts": [0], "total": 0}
-    for microseconds in (1.5, 3.0, 3.9, 5000.0):
-        histogram.add(microseconds / 1e6)
-    told = histogram.octaves()
-    assert told["counts"][:3] == [0, 1, 2]
-    assert told["counts"][13:] == [1]  # at most 8,192 us
-    assert told["total"] == 5008
-
-
-def test_no_durations_no_percentiles() -> None:
-    assert LatencyHistogram().percentile(0.5) == 0.0
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9])
-def test_durations_out_of_range_are_counted(seconds: float) -> None:
-    histogram = LatencyHistogram()
-    histogram.add(seconds)
-    assert histogram.count == 1
-    assert histogram.percentile(0.5) > 0
 
 
 def test_bandwidth_is_that_of_the_last_ten_seconds() -> None:

@@ -164,7 +164,7 @@ def test_a_second_process_is_told_who_has_it(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"in use by process {other.pid}.*--state-dir"):
             StateDirectory.open(tmp_path)
         other.kill()
-        other.wait(10)
+        other.wait(60)
         StateDirectory.open(tmp_path).close()  # the lock died with its process
 
 

@@ -5,17 +5,9 @@ from typing import Any
 
 import pytest
 
-from mooncake_p2p.commands.cluster import _Picture
-from mooncake_p2p.statistics_view import (
-    Reading,
-    clip,
-    duration,
-    memory_bar,
-    overview,
-    rates,
-    slow_lines,
-    totals,
-)
+from mooncake_p2p.commands.stats import _Picture
+from mooncake_p2p.output import format_duration
+from mooncake_p2p.statistics_view import Reading, clip, memory_bar, overview, rates, slow_lines, totals
 
 PEER: dict[str, Any] = {
     "name": "alpha",
@@ -217,10 +209,10 @@ def test_slow_operations_show_where_the_time_went() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.5, "0.5 s"), (119, "119.0 s"), (130, "2 min"), (200_000, "2 d")]
+    ("seconds", "shown"), [(0.5, "0.5 s"), (119, "119 s"), (130, "2 min"), (200_000, "2 d")]
 )
 def test_durations(seconds: float, shown: str) -> None:
-    assert duration(seconds) == shown
+    assert format_duration(seconds) == shown
 
 
 def test_a_cut_line_shows_that_it_was_cut() -> None:

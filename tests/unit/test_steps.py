@@ -32,7 +32,7 @@ from p2pstore.memory.key_listing import RUN_KEYS, KeyListing
 from p2pstore.memory.object_leases import DROPPED_PER_STEP
 from p2pstore.memory.references import References
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import Pin
+from p2pstore.memory.segment_layout import Pin, SlotState
 from p2pstore.memory.segment_objects import EXPIRED_PER_STEP, SegmentObjects
 from p2pstore.memory.victims import EVICTED_PER_STEP, LOOKED_AT_PER_STEP
 from p2pstore.objects import Version, chunk_sums
@@ -232,7 +232,10 @@ def test_room_of_what_has_expired_is_used_before_anything_else_goes() -> None:
 def test_keys_are_put_in_order_some_at_a_time() -> None:
     listing, count = KeyListing(), 10_000
     for number in range(count):
-        listing.add(SimpleNamespace(namespace="n", key=f"{number * 7919 % count:05d}"))  # type: ignore[arg-type]
+        entry: Any = SimpleNamespace(
+            namespace="n", key=f"{number * 7919 % count:05d}", state=SlotState.LIVE
+        )
+        listing.add(entry)
     steps = 1
     while not listing.prepare("n"):
         steps += 1

@@ -81,7 +81,7 @@ PURE = (
         f"p2pstore/transfer/{name}.py"
         for name in (
             *("data_messages", "peer_messages", "failover", "read_tickets", "transfer_trace"),
-            *("reading/arriving", "rdma/rdma_rules", "serving/session_rules"),
+            *("reading/arriving", "rdma/rdma_rules", "rdma/rdma_topology", "serving/session_rules"),
         )
     ),
     *(
@@ -101,7 +101,6 @@ PURE = (
         f"p2pstore/status/{name}.py"
         for name in ("slow_operations", "measures", "metric*", "problems", "survey")
     ),
-    *(f"p2pstore/topology/{name}.py" for name in ("hardware", "matrix")),
     "p2pstore/integrations/mooncake/mooncake_types.py",
     *(
         f"p2pstore/{name}.py"

@@ -429,20 +429,6 @@ def test_what_is_late_in_the_end_is_asked_for_twice_and_the_slower_one_is_given_
     assert peer.machine.complete
 
 
-def test_a_grant_in_the_end_is_used_for_what_is_late() -> None:
-    peer = Peer(list(range(6)))
-    peer.neighbour(1, *range(8))
-    peer.on(Received(1, Grant(6)))
-    peer.on(PieceArrived(1, 6), after=0.2)
-    peer.on(Received(1, Grant(7)))
-    peer.neighbour(2, *range(8))  # nothing is known of how quick it is
-    peer.on(Received(2, Grant()))
-    assert peer.told(Refuse) == [((2,), Refuse(Refusal.NOTHING))]
-    peer.now += 0.31
-    peer.on(Received(2, Grant()))
-    assert peer.asked(FetchPiece) == [FetchPiece(2, 7)]
-
-
 def test_a_slow_sender_takes_no_place_that_others_would_use() -> None:
     peer = Peer(pieces=40)
     peer.neighbour(1, *range(40))

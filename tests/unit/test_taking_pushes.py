@@ -15,9 +15,10 @@ from p2pstore.gossip.homes.home_updates import (
     in_steps,
 )
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, PartitionConfig, partition_of
+from p2pstore.gossip.homes.partition_homes import PartitionConfig
+from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.location_index import hash_of
-from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
+from p2pstore.gossip.records import LOCATION_BYTES, PARTITION_COUNT, LocationRecord, partition_of
 from p2pstore.home_messages import PartitionSet, Push, Pushed
 from p2pstore.objects import Version
 from p2pstore.transfer import data_messages as messages
@@ -100,7 +101,7 @@ def test_more_audits_than_partitions_are_refused() -> None:
 
 def test_a_large_push_leaves_the_loop_between_steps() -> None:
     world = acquainted(partitioned())
-    views, other = world.gossip.locations.views, world.others[0]
+    views, other = world.gossip.partitions.views, world.others[0]
     operation = begin(world, other, run_of(records(MANY)))
     counts = [views.record_count]
     while not operation.done:
@@ -119,7 +120,7 @@ def test_a_large_push_leaves_the_loop_between_steps() -> None:
 
 def test_one_step_a_tick_however_many_push() -> None:
     world = acquainted(partitioned())
-    views = world.gossip.locations.views
+    views = world.gossip.partitions.views
     operations = [
         begin(world, other, run_of(records(MANY, seed=place)))
         for place, other in enumerate(world.others)
@@ -180,7 +181,7 @@ def test_nonsense_that_is_found_late_is_said() -> None:
     reply = reply_of(operation)
     assert isinstance(reply, Failure)
     assert reply.code == Code.MALFORMED
-    assert world.gossip.locations.views.record_count == 0
+    assert world.gossip.partitions.views.record_count == 0
 
 
 def test_what_is_taken_in_by_steps_is_what_would_be_at_once() -> None:
@@ -192,7 +193,7 @@ def test_what_is_taken_in_by_steps_is_what_would_be_at_once() -> None:
         run.operations[: 10 * LOCATION_BYTES] + run.operations[11 * LOCATION_BYTES :],
         run.numbers[:40] + run.numbers[44:],
     )
-    at_once, by_steps = (HomeViews(PartitionConfig(), lambda digest: None) for _ in range(2))
+    at_once, by_steps = (HomeViews(PartitionConfig(), Directory()) for _ in range(2))
     behind = at_once.take(1, check_update(skipped), 0.0)
     said: set[int] = set()
     for part in in_steps(skipped):
@@ -201,11 +202,11 @@ def test_what_is_taken_in_by_steps_is_what_would_be_at_once() -> None:
     assert said == set(behind) == {partition_of(packed[10])}
     assert by_steps.record_count == at_once.record_count < len(packed) + 500
     for record in packed:
-        assert by_steps.holders(record[:16]) == at_once.holders(record[:16])
+        assert by_steps.directory.holders(record[:16]) == at_once.directory.holders(record[:16])
 
 
 def test_a_partition_that_is_too_large_is_not_kept() -> None:
-    home = HomeViews(PartitionConfig(), lambda digest: None)
+    home = HomeViews(PartitionConfig(), Directory())
     large = whole(in_one_partition(LARGEST_SET_RECORDS + 1))
     assert home.take(1, check_update(Push(5, [], b"", sets=[large])), 0.0) == [0]
     assert home.record_count == 0

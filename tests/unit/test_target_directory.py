@@ -211,7 +211,7 @@ def test_a_reader_of_current_never_sees_half_a_version(tmp_path: Path) -> None:
     for files in versions[1:]:
         fetch(tmp_path, files, keep=20)
     over.set()
-    reader.join(10)
+    reader.join(60)
     assert seen
     assert all(first == second for first, second in seen)
 
@@ -480,7 +480,7 @@ def test_after_kill_9_no_verified_piece_is_fetched_again(tmp_path: Path) -> None
         lines = [writer.stdout.readline() for _ in range(25)]
         writer.send_signal(signal.SIGKILL)
         lines += writer.stdout.read().splitlines(keepends=True)
-        writer.wait(10)
+        writer.wait(60)
         writer.stdout.close()
         written += [line.strip() for line in lines if line.endswith("\n")]
     pieces = [int(piece) for piece in written if piece != "complete"]

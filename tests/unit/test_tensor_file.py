@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2pstore.checkpoint.client import tensor_file
+from p2pstore.checkpoint.client import checkpoint_calls as tensor_file
+from p2pstore.checkpoint.client.checkpoint_calls import FILE_NAME, plan_image, write_image
 from p2pstore.checkpoint.client.checkpoint_tensors import CheckpointTensors, Place
-from p2pstore.checkpoint.client.tensor_file import FILE_NAME, plan_image, write_image
 from p2pstore.checkpoint.content.pieces import Extent
 from p2pstore.checkpoint.content.safetensors import DTYPES, read_header
 from p2pstore.checkpoint.content.sources import SourceMemory

@@ -11,13 +11,16 @@ import pytest
 
 from tests.waiting import eventually
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "test"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "test"
+FILES = [str(each.relative_to(ROOT)) for each in ROOT.glob("tests/**/test_*.py")]
+LANES = ("waiting", "connecting", "simulating", "computing", "mypy")
 
 PROGRAM = r"""#!/usr/bin/env bash
 # Waits for what $MEET names, if that stands in its arguments or in `rest`, and fails where $FAIL says so.
 name=${0##*/}
 lane=computing
-[[ " $* " == *" tests/cluster "* ]] && lane=waiting
+[[ " $* " == *" tests/cluster/"* ]] && lane=waiting
 [[ " $* " == *" tests/contract "* ]] && lane=connecting
 [[ " $* " == *" tests/simulation "* ]] && lane=simulating
 [[ " $* " == *" tests/rdma "* ]] && lane=rdma
@@ -27,10 +30,10 @@ ignored=$(sed -n 's/^SigIgn:\s*//p' /proc/self/status)
 printf '%s %s ignored=%s\n' "$lane" "$*" "$((0x$ignored >> 1 & 1))" >>"$NOTES"
 printf 'said by %s\n' "$lane"
 trap 'printf "%s ended\n" "$lane" >>"$NOTES"; exit 2' INT
-if [[ -n ${MEET:-} && " waiting connecting computing " == *" $lane "* ]]; then
+if [[ -n ${MEET:-} && " waiting connecting simulating " == *" $lane "* ]]; then
     touch "$NOTES.$lane"
     for _ in {1..1000}; do
-        [[ -e $NOTES.waiting && -e $NOTES.connecting && -e $NOTES.computing && $MEET != never ]] && exit 0
+        [[ -e $NOTES.waiting && -e $NOTES.connecting && -e $NOTES.simulating && $MEET != never ]] && exit 0
         sleep 0.02
     done
     exit 9
@@ -42,9 +45,12 @@ exit 0
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project of the script alone, where each program notes that it ran."""
+    """A project of the script and empty tests, where each program notes that it ran."""
     for folder in ("scripts", ".venv/bin"):
         (tmp_path / folder).mkdir(parents=True)
+    for each in FILES:
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / each).touch()
     shutil.copy(SCRIPT, tmp_path / "scripts" / "test")
     for name in ("scripts/setup", "scripts/rdma_vm", *(f".venv/bin/{n}" for n in PROGRAMS)):
         (tmp_path / name).write_text(PROGRAM)
@@ -77,30 +83,20 @@ def notes(project: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_all_lanes_run_at_once_and_their_output_does_not_mix(project: Path) -> None:
+def test_lanes_run_at_once_and_their_output_does_not_mix(project: Path) -> None:
     status, output = run(project, MEET="each other")
     assert status == 0, output
-    assert re.findall(r"said by ((?!ruff|setup)\w+)", output) == [
-        "waiting",
-        "connecting",
-        "simulating",
-        "mypy",
-        "computing",
-        "rdma_vm",
-    ]
+    said = re.findall(r"== tests that wait for (\w+).*\nsaid by (\w+)\n", output)
+    assert {("processes", "waiting"), ("connections", "connecting")} <= set(said)
+    assert {*LANES, "rdma_vm"} <= set(re.findall(r"said by (\w+)", output))
     assert output.endswith("== all passed\n")
 
 
-def test_every_folder_of_tests_is_run_exactly_once(project: Path) -> None:
+def test_every_test_is_run_exactly_once(project: Path) -> None:
     run(project)
-    lanes = dict(line.split(" ", 1) for line in notes(project).splitlines())
-    others = " ".join(lanes[each] for each in ("waiting", "connecting", "simulating"))
-    named = re.findall(r" (tests/\w+)", others)
-    in_vm = re.findall(r" (tests/\w+)", lanes["rdma_vm"])
-    left_out = re.findall(r"--ignore=(\S+)", lanes["computing"])
-    assert " tests " in lanes["computing"]
-    assert sorted(named + in_vm) == sorted(left_out)
-    assert all((SCRIPT.parents[1] / folder).is_dir() for folder in left_out)
+    named = re.findall(r" (tests/[\w/.]+)", notes(project))
+    run_of = {each: [name for name in named if f"{each}/".startswith(f"{name}/")] for each in FILES}
+    assert {each: names for each, names in run_of.items() if len(names) != 1} == {}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +109,7 @@ def test_a_lane_that_fails_fails_the_whole_after_the_others_have_ended(
     assert status == 1
     assert "== all passed" not in output
     assert "== FAILED: " in output
-    assert {"waiting", "connecting", "mypy"} <= set(re.findall(r"said by (\w+)", output))
+    assert {*LANES, "rdma_vm"} <= set(re.findall(r"said by (\w+)", output))
 
 
 def test_no_program_ignores_an_interrupt(project: Path) -> None:
@@ -125,23 +121,21 @@ def test_no_program_ignores_an_interrupt(project: Path) -> None:
 
 def test_an_interrupt_ends_all_lanes(project: Path) -> None:
     with start(project, MEET="never") as script:
-        lanes = ("waiting", "connecting", "computing")
+        lanes = ("waiting", "connecting", "simulating")
         eventually(lambda: all((project / f"notes.{each}").exists() for each in lanes))
         os.killpg(script.pid, signal.SIGINT)
         output, _ = script.communicate(timeout=30)
     assert script.returncode == 130
     assert {f"{each} ended" for each in lanes} <= set(notes(project).splitlines())
-    assert "said by computing" in output
+    assert "said by simulating" in output
+    assert "computing" not in notes(project)
 
 
 def test_fast_runs_each_unit_test_once_and_nothing_else(project: Path) -> None:
-    names = [f"tests/unit/test_{each}.py" for each in "abc"]
-    (project / "tests" / "unit").mkdir(parents=True)
-    for each in names:
-        (project / each).touch()
     status, output = run(project, "--fast")
     assert status == 0, output
-    assert sorted(re.findall(r"tests/\S+", notes(project))) == names
+    units = sorted(each for each in FILES if each.startswith("tests/unit/"))
+    assert sorted(re.findall(r"tests/\S+", notes(project))) == units
     assert {"ruff", "mypy"} <= set(re.findall(r"said by (\w+)", output))
 
 
@@ -149,7 +143,7 @@ def test_arguments_choose_tests_in_one_lane(project: Path) -> None:
     status, output = run(project, "-m", "not slow")
     assert status == 0
     assert "computing -m pytest -m not slow " in notes(project)
-    assert "rdma_vm" not in notes(project)
+    assert "\nrdma_vm " not in notes(project)
     assert "skipped: rdma" in output
 
 
@@ -157,6 +151,6 @@ def test_without_the_virtual_machine_rdma_is_skipped_or_required(project: Path) 
     status, output = run(project, NOT_READY="1")
     assert status == 0
     assert "== skipped: " in output
-    assert "rdma_vm" not in notes(project)
+    assert "\nrdma_vm " not in notes(project)
     run(project, NOT_READY="1", P2PSTORE_REQUIRE_RDMA="1")
-    assert "rdma_vm" in notes(project)
+    assert "\nrdma_vm " in notes(project)

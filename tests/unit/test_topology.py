@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from p2pstore.errors import ConfigError
-from p2pstore.topology.hardware import (
+from p2pstore.transfer.rdma.rdma_hardware import location_of, read_machine, read_matrix
+from p2pstore.transfer.rdma.rdma_topology import (
     Choice,
     Machine,
     Nic,
@@ -20,7 +21,6 @@ from p2pstore.topology.hardware import (
     parse_matrix,
     pci_distance,
 )
-from p2pstore.topology.sysfs import location_of, read_machine, read_matrix
 
 NVIDIA, MELLANOX, ASPEED = "0x10de", "0x15b3", "0x1a03"
 

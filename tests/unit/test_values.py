@@ -361,15 +361,27 @@ def test_reservations_ahead_follow_the_pattern_of_puts() -> None:
     assert ahead.wanted(a) == []
     assert ahead.wanted(a) == [a]
     assert ahead.granted(a, [(1, 0)]) == []
-    assert ahead.take(b) is None
-    assert ahead.take(a) == (1, 0)
-    assert ahead.take(a) is None
+    assert ahead.take(a) == ([(1, 0)], [])
+    assert ahead.take(a) == ([], [])
     assert ahead.granted(a, [(2, 0)]) == []
     assert ahead.held
-    assert ahead.drop_others(a) == []
-    assert ahead.drop_others(b) == [2]
+    assert ahead.take(b) == ([], [2])
+    assert not ahead.held
     assert ahead.wanted(b) == []
     assert ahead.granted(a, [(4, 0)]) == [4]  # asked for before the size changed
+    assert not ahead.held
+
+
+def test_a_batch_takes_the_rooms_of_single_puts_and_asks_for_what_lacks() -> None:
+    ahead = GrantedAhead(max_bytes=1000)
+    one, batch = (100, 64, 1), (100, 64, 6)
+    assert ahead.wanted(one) == []
+    assert ahead.wanted(batch) == [batch]
+    assert ahead.granted(batch, [(number, 0) for number in range(6)]) == []
+    assert ahead.take(one) == ([(0, 0)], [])
+    assert ahead.wanted(batch) == [one]
+    assert ahead.granted(one, [(6, 0)]) == []
+    assert ahead.take(batch) == ([(number, 0) for number in range(1, 7)], [])
     assert not ahead.held
 
 
@@ -384,9 +396,14 @@ def test_reservations_ahead_have_limits() -> None:
     assert ahead.wanted(small) == []
     assert ahead.drop_unused() == [0, 1, 2, 3]
     ahead.granted(small, [(9, 0)])
-    ahead.take(large)  # a put came: the reservation stays until the next look
+    assert ahead.take(large) == ([], [9])
+    ahead.wanted(small)
+    ahead.granted(small, [(10, 0)])  # a put came: the reservation stays until the next look
     assert ahead.drop_unused() == []
-    assert ahead.drop_unused() == [9]
+    assert ahead.drop_unused() == [10]
+    batch = (300, 64, 64)
+    assert ahead.wanted(batch) == []
+    assert ahead.wanted(batch) == [(300, 64, 13)]  # 4,000 bytes
 
 
 @pytest.mark.parametrize(

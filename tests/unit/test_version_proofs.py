@@ -114,7 +114,7 @@ def test_what_is_gone_meanwhile_is_not_adopted() -> None:
     world.core.objects.withdraw(entry, world.now)
     tick_for(world, LONG_SECONDS)
     assert world.core.counters["copies_adopted"] == 0
-    assert world.gossip.holders(digest_of("k"), world.now) == []
+    assert world.gossip.directory.holders(digest_of("k")) == []
 
 
 def test_who_did_not_answer_is_asked_again_for_what_is_newer() -> None:

@@ -359,28 +359,28 @@ def _figure(what: str, length: int, taken: tuple[float, float], *, moves: bool =
 
 
 def _show(figures: list[Figure]) -> None:
+    def ratio(figure: Figure) -> str:
+        base = figure.baseline_seconds
+        return "-" if base is None else f"{figure.seconds / base:.2f}"
+
     print_table(
-        ("WHAT", "MEDIAN", "RATE", "PLAIN COPY", "ITS RATE", "RATIO"),
-        [_row(figure) for figure in figures],
-        right=("MEDIAN", "RATE", "PLAIN COPY", "ITS RATE", "RATIO"),
+        figures,
+        {
+            "WHAT": lambda figure: figure.name,
+            ">MEDIAN": lambda figure: _length(figure.seconds),
+            ">RATE": lambda figure: _rate(figure.length_bytes, figure.seconds),
+            ">PLAIN COPY": lambda figure: _length(figure.baseline_seconds),
+            ">ITS RATE": lambda figure: _rate(figure.length_bytes, figure.baseline_seconds),
+            ">RATIO": ratio,
+        },
     )
 
 
-def _row(figure: Figure) -> tuple[str, ...]:
-    base = figure.baseline_seconds
-    return (
-        figure.name,
-        _length(figure.seconds),
-        _rate(figure.length_bytes, figure.seconds),
-        "-" if base is None else _length(base),
-        "-" if base is None else _rate(figure.length_bytes, base),
-        "-" if base is None else f"{figure.seconds / base:.2f}",
-    )
-
-
-def _length(seconds: float) -> str:
+def _length(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
     return f"{seconds * 1e6:,.1f} us" if seconds < 0.001 else f"{seconds * 1e3:,.2f} ms"
 
 
-def _rate(length_bytes: int, seconds: float) -> str:
-    return f"{length_bytes / seconds / 1e9:.2f} GB/s" if length_bytes else "-"
+def _rate(length_bytes: int, seconds: float | None) -> str:
+    return f"{length_bytes / seconds / 1e9:.2f} GB/s" if length_bytes and seconds else "-"

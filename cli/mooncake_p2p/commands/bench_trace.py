@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -241,8 +241,8 @@ def _replay_for_real(
         print_json({"results": results, "machine": machine()})
         return
     print_table(
-        ("WHAT", f"{settings.peers} PEERS, {settings.policy}"),
-        list(_real_rows(real, simulated, compression)),
+        _real_rows(real, simulated, compression),
+        {"WHAT": lambda row: row[0], f"{settings.peers} PEERS, {settings.policy}": lambda row: row[1]},
     )
 
 
@@ -323,20 +323,20 @@ def _results(replayed: Sequence[Replayed], model: Model) -> Iterator[Result]:
 def _show(replayed: Sequence[Replayed], model: Model) -> None:
     from p2pstore.trace.pool import Source
 
+    def read_from(source: Source) -> Callable[[Replayed], str]:
+        return lambda each: format_bytes(each.outcome.tokens_from[source] * model.kv_bytes_per_token)
+
     sources = [each for each in Source if any(one.outcome.tokens_from[each] for one in replayed)]
-    columns = ("HIT RATE", "TOKENS REUSED", "COMPUTE SAVED", *(each.upper() for each in sources))
-    rows = []
-    for each in replayed:
-        counts = each.outcome.counts
-        read = (
-            format_bytes(each.outcome.tokens_from[source] * model.kv_bytes_per_token)
-            for source in sources
-        )
-        reused = f"{counts.reused_tokens:,}"
-        rows.append(
-            (each.case.name, f"{counts.ratio:.4f}", reused, f"{counts.compute_saved:.1%}", *read)
-        )
-    print_table(("WHAT", *columns), rows, right=columns)
+    print_table(
+        replayed,
+        {
+            "WHAT": lambda each: each.case.name,
+            ">HIT RATE": lambda each: f"{each.outcome.counts.ratio:.4f}",
+            ">TOKENS REUSED": lambda each: f"{each.outcome.counts.reused_tokens:,}",
+            ">COMPUTE SAVED": lambda each: f"{each.outcome.counts.compute_saved:.1%}",
+            **{f">{source.upper()}": read_from(source) for source in sources},
+        },
+    )
 
 
 def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, path: str) -> None:

@@ -29,8 +29,10 @@ from mooncake_p2p.options import (
     with_records,
 )
 from mooncake_p2p.output import (
+    Columns,
     confirm,
     describe,
+    format_duration,
     print_json,
     print_json_line,
     print_table,
@@ -264,12 +266,7 @@ def _print_status(infos: Sequence[CheckpointInfo], json: bool, *, again: bool = 
         for line in status_lines(info):
             print(line)
         if info.members:
-            print_table(
-                ("PEER", "VERSION", "STATE", "DONE", "RATE", "LEFT", "USES", "WHY"),
-                [_member_row(info, each) for each in sorted(info.members, key=_slowest_first)],
-                right=("DONE", "RATE", "LEFT"),
-                fold=("WHY",),
-            )
+            print_table(sorted(info.members, key=_slowest_first), _member_columns(info))
     sys.stdout.flush()
 
 
@@ -296,7 +293,7 @@ def status_lines(info: CheckpointInfo) -> list[str]:
         figures.append(f"{len(fetching)} {'fetches' if len(fetching) == 1 else 'fetch'} it")
         seconds = [left for each in fetching if (left := _seconds_left(info, each)) is not None]
         if len(seconds) == len(fetching):
-            figures[-1] += f", {_duration(max(seconds))} left"
+            figures[-1] += f", {format_duration(max(seconds))} left"
     if have < len(done):
         figures.append(f"{len(done) - have} {'has' if len(done) - have == 1 else 'have'} a part")
     if failed:
@@ -312,19 +309,25 @@ def _slowest_first(member: CheckpointMember) -> tuple[bool, float, str]:
     return member.state != "failed", member.done, member.name
 
 
-def _member_row(info: CheckpointInfo, member: CheckpointMember) -> tuple[str, ...]:
-    left = _seconds_left(info, member)
-    rate = f"{format_bytes(member.bytes_per_second)}/s" if member.bytes_per_second else ""
-    return (
-        f"{member.name}{' (here)' if member.me else ''}",
-        member.version[:SHORT_DIGITS],
-        member.state,
-        "" if member.state in ("following", "publishing") else _done(member),
-        rate if member.state == "fetching" else "",
-        "" if left is None else _duration(left),
-        (member.current[:SHORT_DIGITS] or "none") if member.follows else "",
-        member.why,
-    )
+def _member_columns(info: CheckpointInfo) -> Columns[CheckpointMember]:
+    def rate(member: CheckpointMember) -> str:
+        known = member.state == "fetching" and member.bytes_per_second
+        return f"{format_bytes(member.bytes_per_second)}/s" if known else ""
+
+    def left(member: CheckpointMember) -> str:
+        seconds = _seconds_left(info, member)
+        return "" if seconds is None else format_duration(seconds)
+
+    return {
+        "PEER": lambda each: f"{each.name}{' (here)' if each.me else ''}",
+        "VERSION": lambda each: each.version[:SHORT_DIGITS],
+        "STATE": lambda each: each.state,
+        ">DONE": lambda each: "" if each.state in ("following", "publishing") else _done(each),
+        ">RATE": rate,
+        ">LEFT": left,
+        "USES": lambda each: (each.current[:SHORT_DIGITS] or "none") if each.follows else "",
+        "~WHY": lambda each: each.why,
+    }
 
 
 def _seconds_left(info: CheckpointInfo, member: CheckpointMember) -> float | None:
@@ -338,14 +341,8 @@ def _done(member: CheckpointMember) -> str:
     return f"{member.done:.0%}" + (f" of {member.needs:.0%}" if member.needs < 1 else "")
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def _ago(unix_seconds: float) -> str:
-    return f"{_duration(max(0.0, time.time() - unix_seconds))} ago"
+    return f"{format_duration(max(0.0, time.time() - unix_seconds))} ago"
 
 
 def _document(info: CheckpointInfo) -> dict[str, Any]:
@@ -368,23 +365,19 @@ def checkpoint_list(
             del document["members"]
         print_json(documents)
         return
-    spaces = ("NAMESPACE",) if everywhere else ()
+    spaces: Columns[CheckpointInfo] = {"NAMESPACE": lambda info: info.namespace} if everywhere else {}
     print_table(
-        (*spaces, "NAME", "VERSION", "SIZE", "FILES", "PUBLISHED", "BY", "IN USE"),
-        [
-            (
-                *((info.namespace,) if everywhere else ()),
-                info.name,
-                info.version,
-                format_bytes(info.total_bytes),
-                f"{info.files:,}",
-                _ago(info.published),
-                f"{info.publisher_name}{'' if info.alive else ' (not alive)'}",
-                info.switched[:SHORT_DIGITS],
-            )
-            for info in infos
-        ],
-        right=("SIZE", "FILES"),
+        infos,
+        {
+            **spaces,
+            "NAME": lambda info: info.name,
+            "VERSION": lambda info: info.version,
+            ">SIZE": lambda info: format_bytes(info.total_bytes),
+            ">FILES": lambda info: f"{info.files:,}",
+            "PUBLISHED": lambda info: _ago(info.published),
+            "BY": lambda info: f"{info.publisher_name}{'' if info.alive else ' (not alive)'}",
+            "IN USE": lambda info: info.switched[:SHORT_DIGITS],
+        },
     )
 
 

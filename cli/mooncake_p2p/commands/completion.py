@@ -10,7 +10,6 @@ The answer never fails and writes nothing to stderr: a message would land in the
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import shlex
 import signal
@@ -20,18 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
-from mooncake_p2p.main import (
-    COMMANDS,
-    COMPLETION_VARIABLE,
-    FILE_METAVARS,
-    PROGRAM,
-    LazyCommands,
-    function_of,
-)
+from mooncake_p2p.main import COMMANDS, COMPLETION_VARIABLE, FILE_METAVARS, PROGRAM, LazyCommands
 from mooncake_p2p.options import argument
 
 if TYPE_CHECKING:
@@ -236,7 +228,7 @@ def _of_command(typed: _Typed, words: Sequence[str], word: str) -> Candidates:
 def _values(typed: _Typed, parameter: Any, word: str, before: str = "") -> Candidates:
     """The completions of an option's or argument's value."""
     files = any(each in (parameter.metavar or "") for each in FILE_METAVARS)
-    found = _choices(function_of(typed.command), parameter.name)
+    found = list(getattr(parameter.type, "choices", ()))
     source = SOURCES.get(parameter.name)
     if parameter.name == "name" and typed.command.startswith("checkpoint "):
         source = CHECKPOINTS
@@ -244,17 +236,6 @@ def _values(typed: _Typed, parameter: Any, word: str, before: str = "") -> Candi
         found = in_time(source(typed.options, word))
     values = {f"{before}{each}": "" for each in found if each.startswith(word)}
     return Candidates(values, before + word, files)
-
-
-def _choices(function: Callable[..., Any], name: str) -> list[str]:
-    parameters = inspect.signature(function, eval_str=True).parameters
-    waiting: list[Any] = [parameters[name].annotation] if name in parameters else []
-    while waiting:
-        annotation = waiting.pop()
-        if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-            return [each.value for each in annotation]
-        waiting += get_args(annotation)
-    return []
 
 
 def _beginning(found: Mapping[str, str], word: str) -> Candidates:

@@ -45,14 +45,14 @@ MEMORY_SHARE: Final = 2
 assert TOKEN_BYTES == 320 * KIB
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """One step of the demo: its time, bytes and result."""
+    """One step of the demo: its time, bytes and result. A step that does not time itself takes its whole time."""
 
     name: str
-    seconds: float
-    bytes: int
-    note: str
+    seconds: float = 0.0
+    bytes: int = 0
+    note: str = ""
 
     @property
     def rate(self) -> str:
@@ -112,16 +112,14 @@ class _Show:
             print(text, flush=True)
 
     @contextmanager
-    def step(self, name: str, *, spins: bool = False) -> Iterator[_Running]:
+    def step(self, name: str, *, spins: bool = False) -> Iterator[Step]:
         """One step. `spins`: it takes a while, and drawing does not disturb what it measures."""
         self.current = name
-        running = _Running()
-        running.restart()
+        step, begin = Step(name), time.perf_counter()
         shown = spins and not self._quiet
         with progress(name, after_seconds=SPIN_AFTER_SECONDS) if shown else nullcontext():
-            yield running
-        running.pause()
-        step = Step(name, running.seconds, running.bytes, running.note)
+            yield step
+        step.seconds = step.seconds or time.perf_counter() - begin
         self.steps.append(step)
         rate = f", {format_bytes(step.bytes)} at {step.rate} GB/s" if step.bytes else ""
         self.say(f"  {name}: {step.seconds:.2f} s{rate}\n      {step.note}")
@@ -134,25 +132,6 @@ class _Show:
                 for step in self.steps
             ],
         }
-
-
-class _Running:
-    """A step that runs: its clock, and what it says about itself."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.bytes = 0
-        self.note = ""
-        self._since: float | None = None
-
-    def restart(self) -> None:
-        self._since = time.perf_counter()
-
-    def pause(self) -> None:
-        """Stop the clock: the demo's own work follows."""
-        if self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
 
 
 def _play(cluster: LocalCluster, show: _Show, block_count: int, memory: str) -> None:
@@ -219,11 +198,11 @@ def _blocks(name: str, count: int) -> Blocks:
     return {f"demo/{name}/{number:04}": os.urandom(BLOCK_BYTES) for number in range(count)}
 
 
-def _put(step: _Running, client: BlockingClient, blocks: Blocks, replicas: int = 1) -> None:
+def _put(step: Step, client: BlockingClient, blocks: Blocks, replicas: int = 1) -> None:
     step.bytes = len(blocks) * BLOCK_BYTES
-    step.restart()
+    begin = time.perf_counter()
     results = client.put_many(list(blocks.items()), replicas=replicas)
-    step.pause()
+    step.seconds = time.perf_counter() - begin
     for item in results:
         result = item.unwrap()
         if result.status != "created" or result.copies < replicas:
@@ -232,12 +211,12 @@ def _put(step: _Running, client: BlockingClient, blocks: Blocks, replicas: int =
             )
 
 
-def _get_and_compare(step: _Running, client: BlockingClient, blocks: Blocks) -> None:
+def _get_and_compare(step: Step, client: BlockingClient, blocks: Blocks) -> None:
     buffers = {key: bytearray(BLOCK_BYTES) for key in blocks}
     step.bytes = len(blocks) * BLOCK_BYTES
-    step.restart()
+    begin = time.perf_counter()
     results = client.get_many_into(list(buffers.items()))
-    step.pause()
+    step.seconds = time.perf_counter() - begin
     for item in results:
         if item.unwrap() != BLOCK_BYTES or buffers[item.key] != blocks[item.key]:
             raise CommandFailed(f"{item.key} came back with other bytes than were put")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any, Final, NamedTuple
@@ -31,158 +31,119 @@ from p2pstore.runtime.linux import survive_hangups
 MAX_ATTEMPTS: Final = 8
 
 
+SETTINGS_TEXT: Final = """\
+Options
+    name NAME: The peer's name, unique on this machine [hostname]
+    bootstrap HOST:PORT...: Control address of any peer of the cluster
+    invite LINE|-: The line that `invite` printed on another machine; - reads it from stdin
+    interface NAME|CIDR: Listen on this interface's address, or the one in this network
+    memory SIZE: Memory to offer; 0: none [an eighth, at most 4GiB]
+    ssd DIR|DEVICE: SSD for objects that memory has no room for [none]
+    cluster_key_file FILE: The cluster's key, see keygen. Without one: own user, loopback only
+    metrics [HOST:]PORT: A status page for browsers, /metrics, /livez and /readyz, open to all who can reach it [none;
+        a port alone: on loopback]
+    config FILE.toml: Settings: option names with underscores
+Cluster and network
+    cluster NAME: Only peers of one cluster meet [default]
+    join_timeout SECONDS: How long to try bootstrap peers at first [5]
+    network lan|wan|local: How soon silent peers are suspected [lan]
+    listen HOST:PORT: Control address [where bootstrap peers can call back]
+    data_listen HOST:PORT...: Address for bulk data
+    advertise HOST[:PORT]: Control address for others to use
+    data_advertise HOST[:PORT]...: Data address for others to use
+    transport auto|shm|rdma|tcp: How to read from peers; all but auto are strict [auto]
+    rdma_device NAME...: RDMA device to use [any]
+    rdma_topology FILE|JSON: RDMA devices near each memory [as the machine says]
+    directory auto|full|partitioned: How much this peer knows of where objects are [auto]
+Memory and SSD
+    memory_path FILE: File to have the memory in, removed at the end [none]
+    keep_memory: Keep that file, and begin with it the next time
+    more_memory SIZE@WHERE...: More memory, from node:N or in a FILE
+    eviction_policy prefix|lru|s3-fifo: Order of eviction when memory is full [prefix]
+    quota NAMESPACE=SIZE...: Memory kept for a namespace [none]
+    cap NAMESPACE=SIZE...: Most memory and SSD of a namespace with a quota
+    ssd_capacity SIZE: How much of the SSD to take [half of what is free]
+    ssd_writes_per_day SIZE: Most to write to the SSD in a day [no limit]
+    huge_pages auto|never|require: Huge pages for memory; auto: reserved ones if enough, else transparent [auto]
+    numa_node N: NUMA node that memory comes from [any]
+    max_objects N: Most objects to hold
+    max_leased SIZE|N%: Most that one client may hold leased [50%]
+    index_memory SIZE: Memory that the full directory may take before auto partitions it [1GiB]
+    checkpoint_memory SIZE: For checkpoints in memory [half of what is available]
+Access
+    data_tls off|on: Let others read this peer over TLS only [off]
+    allow_file FILE: Peer ids that may come in, one a line; SIGHUP rereads it
+    insecure: Admit every peer that reaches this one: no key
+    socket PATH: Socket for clients on this machine
+    socket_mode MODE: Its permissions [0600; with a group 0660]
+    socket_group GROUP: Its group
+    socket_others read|write: Rights of users other than this peer's there [write]
+Operation
+    state_dir DIR: Keeps the peer's identity [one per name]
+    drain_timeout SECONDS: How long a stopping peer may take to leave [10]
+    metrics_keys: Show keys on the status page, not just namespaces
+    http_token_file FILE: Token of routers' queries over HTTP; without one: on loopback only
+    kv_events ENDPOINT: Publish which keys are held at this ZeroMQ endpoint, such as tcp://127.0.0.1:5557, in
+        Mooncake's format, to all who can reach it [none]
+    kv_events_replay ENDPOINT: Endpoint where its consumers get what they missed, or all [none]
+    kv_events_of peer|fleet: Publish what this peer holds, or what all peers hold together [peer]
+    kv_events_namespace NAME: Publish the keys of this namespace [default]
+    slow_operation SECONDS: Shortest operation that `stats --slow` keeps; 0: none [0.1]
+    log_level debug|info|warning|error: Least level to log [info]
+    log_format text|json: Form of log lines [text]
+    log_file FILE: Log there instead of stderr
+"""
+"""The settings of `PeerConfig` (which takes 0.1 s to load; a test compares them), `invite` and `config`, by group; only
+--help-all shows those of the later groups. Each has its metavar, or the words to choose from, or nothing for a flag;
+... where it may be repeated; its help; and in brackets its default, in people's words."""
+
+
 class Setting(NamedTuple):
-    """The option of one setting. `form` is the metavar of its value, the words to choose from (joined by |), or
-    empty for a flag; `kind` the Python type of the value."""
+    """The option of one setting. `kind`: the Python type of its value."""
 
+    group: str
     form: str
+    kind: type
     help: str
-    kind: type = str
-    default: str = ""
-    """Text behind the help: the default, in people's words."""
+    default: str
 
 
-SETTINGS: Final[dict[str, Setting]] = {
-    "name": Setting("NAME", "The peer's name, unique on this machine", default="hostname"),
-    "cluster": Setting("NAME", "Only peers of one cluster meet", default="default"),
-    "bootstrap": Setting("HOST:PORT", "Control address of any peer of the cluster", list),
-    "invite": Setting(
-        "LINE|-", "The line that `invite` printed on another machine; - reads it from stdin"
-    ),
-    "join_timeout": Setting("SECONDS", "How long to try bootstrap peers at first", default="5"),
-    "network": Setting("lan|wan|local", "How soon silent peers are suspected", default="lan"),
-    "listen": Setting("HOST:PORT", "Control address", default="where bootstrap peers can call back"),
-    "interface": Setting("NAME|CIDR", "Listen on this interface's address, or the one in this network"),
-    "data_listen": Setting("HOST:PORT", "Address for bulk data", list),
-    "advertise": Setting("HOST[:PORT]", "Control address for others to use"),
-    "data_advertise": Setting("HOST[:PORT]", "Data address for others to use", list),
-    "memory": Setting("SIZE", "Memory to offer; 0: none", default="an eighth, at most 4GiB"),
-    "memory_path": Setting("FILE", "File to have the memory in, removed at the end", default="none"),
-    "keep_memory": Setting("", "Keep that file, and begin with it the next time", bool),
-    "more_memory": Setting("SIZE@WHERE", "More memory, from node:N or in a FILE", list),
-    "eviction_policy": Setting(
-        "prefix|lru|s3-fifo", "Order of eviction when memory is full", default="prefix"
-    ),
-    "quota": Setting("NAMESPACE=SIZE", "Memory kept for a namespace", list, "none"),
-    "cap": Setting("NAMESPACE=SIZE", "Most memory and SSD of a namespace with a quota", list),
-    "ssd": Setting("DIR|DEVICE", "SSD for objects that memory has no room for", default="none"),
-    "ssd_capacity": Setting("SIZE", "How much of the SSD to take", default="half of what is free"),
-    "ssd_writes_per_day": Setting("SIZE", "Most to write to the SSD in a day", default="no limit"),
-    "huge_pages": Setting(
-        "auto|never|require",
-        "Huge pages for memory; auto: reserved ones if enough, else transparent",
-        default="auto",
-    ),
-    "numa_node": Setting("N", "NUMA node that memory comes from", int, "any"),
-    "max_objects": Setting("N", "Most objects to hold", int),
-    "max_leased": Setting("SIZE|N%", "Most that one client may hold leased", default="50%"),
-    "transport": Setting(
-        "auto|shm|rdma|tcp", "How to read from peers; all but auto are strict", default="auto"
-    ),
-    "rdma_device": Setting("NAME", "RDMA device to use", list, "any"),
-    "rdma_topology": Setting(
-        "FILE|JSON", "RDMA devices near each memory", default="as the machine says"
-    ),
-    "data_tls": Setting("off|on", "Let others read this peer over TLS only", default="off"),
-    "directory": Setting(
-        "auto|full|partitioned", "How much this peer knows of where objects are", default="auto"
-    ),
-    "index_memory": Setting(
-        "SIZE", "Memory that the full directory may take before auto partitions it", default="1GiB"
-    ),
-    "checkpoint_memory": Setting(
-        "SIZE", "For checkpoints in memory", default="half of what is available"
-    ),
-    "cluster_key_file": Setting(
-        "FILE", "The cluster's key, see keygen. Without one: own user, loopback only"
-    ),
-    "allow_file": Setting("FILE", "Peer ids that may come in, one a line; SIGHUP rereads it"),
-    "insecure": Setting("", "Admit every peer that reaches this one: no key", bool),
-    "state_dir": Setting("DIR", "Keeps the peer's identity", default="one per name"),
-    "socket": Setting("PATH", "Socket for clients on this machine"),
-    "socket_mode": Setting("MODE", "Its permissions", default="0600; with a group 0660"),
-    "socket_group": Setting("GROUP", "Its group"),
-    "socket_others": Setting(
-        "read|write", "Rights of users other than this peer's there", default="write"
-    ),
-    "drain_timeout": Setting("SECONDS", "How long a stopping peer may take to leave", default="10"),
-    "metrics": Setting(
-        "[HOST:]PORT",
-        "A status page for browsers, /metrics, /livez and /readyz, open to all who can reach it",
-        default="none; a port alone: on loopback",
-    ),
-    "metrics_keys": Setting("", "Show keys on the status page, not just namespaces", bool),
-    "http_token_file": Setting(
-        "FILE", "Token of routers' queries over HTTP; without one: on loopback only"
-    ),
-    "kv_events": Setting(
-        "ENDPOINT",
-        "Publish which keys are held at this ZeroMQ endpoint, such as tcp://127.0.0.1:5557, in Mooncake's format, to "
-        "all who can reach it",
-        default="none",
-    ),
-    "kv_events_replay": Setting(
-        "ENDPOINT", "Endpoint where its consumers get what they missed, or all", default="none"
-    ),
-    "kv_events_of": Setting(
-        "peer|fleet", "Publish what this peer holds, or what all peers hold together", default="peer"
-    ),
-    "kv_events_namespace": Setting("NAME", "Publish the keys of this namespace", default="default"),
-    "slow_operation": Setting(
-        "SECONDS", "Shortest operation that `stats --slow` keeps; 0: none", default="0.1"
-    ),
-    "log_level": Setting("debug|info|warning|error", "Least level to log", default="info"),
-    "log_format": Setting("text|json", "Form of log lines", default="text"),
-    "log_file": Setting("FILE", "Log there instead of stderr"),
-    "config": Setting("FILE.toml", "Settings: option names with underscores"),
-}
-"""The settings of `PeerConfig` (which takes 0.1 s to load; a test compares them), `invite` and `config`."""
+def _parsed(text: str) -> Iterator[tuple[str, Setting]]:
+    group = ""
+    for line in text.replace("\n        ", " ").splitlines():
+        if not line.startswith(" "):
+            group = line
+            continue
+        head, _, help = line.strip().partition(": ")
+        name, _, form = head.partition(" ")
+        kind = list if form.endswith("...") else int if form == "N" else str if form else bool
+        help, _, default = help.rstrip("]").partition(" [")
+        yield name, Setting(group, form.removesuffix("..."), kind, help, default)
 
-GROUPS: Final[dict[str, tuple[str, ...]]] = {
-    "Cluster and network": (
-        *("cluster", "join_timeout", "network", "listen", "data_listen", "advertise"),
-        *("data_advertise", "transport", "rdma_device", "rdma_topology", "directory"),
-    ),
-    "Memory and SSD": (
-        *("memory_path", "keep_memory", "more_memory", "eviction_policy", "quota", "cap"),
-        *("ssd_capacity", "ssd_writes_per_day", "huge_pages", "numa_node", "max_objects"),
-        *("max_leased", "index_memory", "checkpoint_memory"),
-    ),
-    "Access": (
-        *("allow_file", "insecure", "data_tls"),
-        *("socket", "socket_mode", "socket_group", "socket_others"),
-    ),
-    "Operation": (
-        *("state_dir", "drain_timeout", "metrics_keys", "http_token_file", "slow_operation"),
-        *("kv_events", "kv_events_replay", "kv_events_of", "kv_events_namespace"),
-        *("log_level", "log_format", "log_file"),
-    ),
-}
-"""The settings that only --help-all shows."""
-GROUP_OF: Final = {name: group for group, names in GROUPS.items() for name in names}
+
+SETTINGS: Final = dict(_parsed(SETTINGS_TEXT))
 
 
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     """The option as a parameter for typer: None where it was not given."""
     text = setting.help
     names: tuple[str, ...] = ("--http", "--metrics") if name == "metrics" else ()
-    group = GROUP_OF.get(name)
     if setting.kind is list:
         text += "; may be repeated"
     text += f" [default: {setting.default}]." if setting.default else "."
     words = setting.form.split("|")
     kind: Any = list[str] if setting.kind is list else setting.kind
     enumeration: Any = StrEnum
+    metavar: str | None = setting.form
     if setting.form.islower():
         kind = enumeration(name, {word.replace("-", "_"): word for word in words})
-        option = typer.Option(help=text, show_default=False, rich_help_panel=group)
+        metavar = None
     elif setting.kind is bool:
         names = ("--" + name.replace("_", "-"),)
-        option = typer.Option(*names, help=text, show_default=False, rich_help_panel=group)
-    else:
-        option = typer.Option(
-            *names, metavar=setting.form, help=text, show_default=False, rich_help_panel=group
-        )
+        metavar = None
+    option = typer.Option(
+        *names, metavar=metavar, help=text, show_default=False, rich_help_panel=setting.group
+    )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
@@ -299,9 +260,12 @@ def config(
         print_json([asdict(each) for each in shown])
         return
     print_table(
-        ("SETTING", "VALUE", "ORIGIN"),
-        [(each.name, _text(each.name, each.value), each.origin) for each in shown],
-        fold=("VALUE", "ORIGIN"),
+        shown,
+        {
+            "SETTING": lambda each: each.name,
+            "~VALUE": lambda each: _text(each.name, each.value),
+            "~ORIGIN": lambda each: each.origin,
+        },
     )
 
 

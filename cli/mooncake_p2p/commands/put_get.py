@@ -25,6 +25,7 @@ from mooncake_p2p.output import (
     STANDARD_OUTPUT,
     CommandFailed,
     format_rate,
+    format_seconds,
     format_transfer,
     print_json,
     printable,
@@ -36,8 +37,6 @@ from p2pstore.errors import BufferTooSmall, ConfigError, KeyExists, NoSuchKey
 from p2pstore.objects import PART_BYTES, encode_key, format_bytes, parse_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from p2pstore.blocking import BlockingClient
     from p2pstore.transfer.transfer_trace import FetchTrace, TransportTry
 
@@ -241,7 +240,6 @@ class _Reading:
         """The explanation for `--json`."""
         if self._trace is None:
             return {}
-
         return {"explain": document(self._trace)}
 
 
@@ -307,15 +305,15 @@ def explanation(trace: FetchTrace) -> list[str]:
     if trace.source:
         lines.append(f"source    {printable(trace.source)}, {trace.tier}, over {trace.transport}")
         if not trace.local:
-            lines.append(f"queue     {_milliseconds(trace.queue_seconds)} until connected")
+            lines.append(f"queue     {format_seconds(trace.queue_seconds)} until connected")
         rate = format_rate(trace.length_bytes, trace.transfer_seconds)
         lines.append(
-            f"transfer  {_milliseconds(trace.transfer_seconds)} for "
+            f"transfer  {format_seconds(trace.transfer_seconds)} for "
             f"{format_bytes(trace.length_bytes)} ({rate})"
         )
         verify = "in the same pass as the copy"
         if trace.verify_seconds is not None:
-            verify = f"{_milliseconds(trace.verify_seconds)} for the checksums"
+            verify = f"{format_seconds(trace.verify_seconds)} for the checksums"
         lines.append(f"verify    {verify}")
     return lines
 
@@ -338,7 +336,7 @@ def _lookup(trace: FetchTrace) -> str:
     homes = "no other peer was asked"
     if trace.homes_asked:
         homes = f"home peers asked: {trace.homes_asked}"
-    return f"{_milliseconds(trace.lookup_seconds)}, {copies}; {homes}"
+    return f"{format_seconds(trace.lookup_seconds)}, {copies}; {homes}"
 
 
 def _tries(trace: FetchTrace) -> Iterator[str]:
@@ -353,13 +351,9 @@ def _tries(trace: FetchTrace) -> Iterator[str]:
 def _outcome(each: TransportTry) -> str:
     if not each.tried:
         return f"not tried, {_short(each.outcome)}"
-    return f"{_short(each.outcome) or 'interrupted'} after {_milliseconds(each.seconds)}"
+    return f"{_short(each.outcome) or 'interrupted'} after {format_seconds(each.seconds)}"
 
 
 def _short(reason: str) -> str:
     """The cause, without the cure, which the error names."""
     return textwrap.shorten(reason.partition("; ")[0], REASON_COLUMNS, placeholder=" ..")
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"

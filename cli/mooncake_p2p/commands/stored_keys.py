@@ -371,19 +371,14 @@ def ls(
         )
     elif page.keys:
         print_table(
-            ("KEY", "SIZE", "PINNED" if which.pinned else "COPIES", "PEERS", "NOTES"),
-            [
-                (
-                    entry.key,
-                    format_bytes(entry.length),
-                    str(entry.copies),
-                    ", ".join(entry.peers),
-                    _notes(entry.pin, entry.soft, entry.expires_unix),
-                )
-                for entry in page.keys
-            ],
-            right=("SIZE", "COPIES", "PINNED"),
-            fold=("PEERS", "NOTES"),
+            page.keys,
+            {
+                "KEY": lambda entry: entry.key,
+                ">SIZE": lambda entry: format_bytes(entry.length),
+                ">PINNED" if which.pinned else ">COPIES": lambda entry: str(entry.copies),
+                "~PEERS": lambda entry: ", ".join(entry.peers),
+                "~NOTES": lambda entry: ", ".join(_notes(entry.pin, entry.soft, entry.expires_unix)),
+            },
         )
     else:
         remark("no keys")
@@ -415,31 +410,26 @@ def locate(key: Key, *, peer: AtPeer) -> None:
         documents = [{**asdict(copy), "length": lengths.get(copy.version)} for copy in copies]
         print_json({"key": key, "copies": documents})
         return
+
+    def size(copy: Location) -> str:
+        length = lengths.get(copy.version)
+        return f"<= {format_bytes(copy.size_hint)}" if length is None else format_bytes(length)
+
+    def notes(copy: Location) -> str:
+        marks = {"local": copy.local, **dict.fromkeys(_notes(copy.pin, copy.soft, None), True)}
+        marks["unreachable"] = not copy.reachable
+        return ", ".join(mark for mark, is_set in marks.items() if is_set)
+
     print_table(
-        ("PEER", "TIER", "SIZE", "WRITTEN", "NOTES", "PEER ID"),
-        [
-            (
-                copy.peer,
-                copy.tier,
-                format_bytes(lengths[copy.version])
-                if copy.version in lengths
-                else f"<= {format_bytes(copy.size_hint)}",
-                _local_time(unix_seconds_from_clock(copy.version[0])),
-                ", ".join(
-                    note
-                    for note in (
-                        "local" if copy.local else "",
-                        _notes(copy.pin, copy.soft, None),
-                        "" if copy.reachable else "unreachable",
-                    )
-                    if note
-                ),
-                short_id(copy.peer_id),
-            )
-            for copy in copies
-        ],
-        right=("SIZE",),
-        fold=("NOTES",),
+        copies,
+        {
+            "PEER": lambda copy: copy.peer,
+            "TIER": lambda copy: copy.tier,
+            ">SIZE": size,
+            "WRITTEN": lambda copy: _local_time(unix_seconds_from_clock(copy.version[0])),
+            "~NOTES": notes,
+            "PEER ID": lambda copy: short_id(copy.peer_id),
+        },
     )
 
 
@@ -474,13 +464,13 @@ def _exact_lengths(
     return {own.version: listed[0].length} if listed and listed[0].key == key else {}
 
 
-def _notes(pin: str, soft: bool, expires_unix: float | None) -> str:
+def _notes(pin: str, soft: bool, expires_unix: float | None) -> list[str]:
     notes = [f"pinned ({pin})"] if pin != "none" else []
     if soft:
         notes.append("spare copy")
     if expires_unix is not None:
         notes.append(f"expires in {max(0, expires_unix - time.time()):.0f} s")
-    return ", ".join(notes)
+    return notes
 
 
 def _local_time(unix_seconds: float) -> str:

@@ -16,7 +16,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.checkpoint_records import HeadBody
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Member, Participation, PeerId
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.transport import RemotePeer
 
 THREADS: Final = 4
@@ -32,7 +32,7 @@ class CheckpointPeer:
     """This peer's records and connections, for publishing, fetching and following."""
 
     core: PeerCore
-    pool: DataPool
+    pool: ConnectionPool
     """Data connections to other peers."""
     host_id: bytes
     started_at: float

@@ -37,7 +37,7 @@ from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, Protoco
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import PeerId, TakesPart, member_of
 from p2pstore.transfer.data_messages import DataKind, GetManifest, ManifestReply
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Verifier
 
@@ -332,7 +332,11 @@ class Finder:
 
 
 async def ask_for_manifest(
-    pool: DataPool, ways: Sequence[RemotePeer], version: bytes, publisher: bytes, verifier: Verifier
+    pool: ConnectionPool,
+    ways: Sequence[RemotePeer],
+    version: bytes,
+    publisher: bytes,
+    verifier: Verifier,
 ) -> SignedManifest | None:
     """The manifest, from the first of these peers that has it; None when none has. Raises `CheckpointRefused` when
     the only manifests offered are not signed by this publisher."""

@@ -1,12 +1,14 @@
-"""Fetching pieces: which from which neighbour, answers to grants, failures, and late pieces near the end. Pure."""
+"""Fetching pieces: which from which neighbour, grants, pieces on their way, failures, late pieces at the end. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.swarm.selection import Flight, Flights, Neighbour, PieceNews, SwarmState
+from p2pstore.checkpoint.swarm.selection import Neighbour, PieceNews, SwarmState
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     Abandon,
@@ -33,6 +35,100 @@ SHARE_OF_NEWEST_GRANT: Final = 1 / 8
 """Weight of the newest grant in the mean number of slots of senders."""
 LATE: Final = 1.5
 """Near the end, a piece is late after this many times its sender's usual time."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A piece on its way from one member."""
+
+    member: int
+    same_host: bool
+    since: float
+    deadline: float
+    held_up_at: float
+    """When its sender turns out to be slow; -infinity when that is known."""
+
+
+class Flights:
+    """Pieces on their way, and places for more. A piece comes from one member, near the end from two at most. Pieces
+    held up by slow senders take no places of others, up to the number of places."""
+
+    def __init__(self) -> None:
+        self.over_network = 0
+        self.within_host = 0
+        self.held_up = 0
+        """Of those over the network."""
+        self._flights: dict[int, list[Flight]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._flights)
+
+    def __iter__(self) -> Iterator[tuple[int, Flight]]:
+        """All flights, with their pieces."""
+        for piece, flights in self._flights.items():
+            for flight in flights:
+                yield piece, flight
+
+    def of(self, piece: int) -> Sequence[Flight]:
+        """The flights of one piece, oldest first."""
+        return self._flights.get(piece, ())
+
+    def alone(self) -> list[tuple[int, Flight]]:
+        """Pieces that come from one member only."""
+        return [(piece, flights[0]) for piece, flights in self._flights.items() if len(flights) == 1]
+
+    def pieces_from(self, member: int) -> list[int]:
+        """Pieces that come from this member."""
+        return [piece for piece, flight in self if flight.member == member]
+
+    def has_room(self, places: int) -> bool:
+        """Whether another piece may come over the network with this number of places."""
+        return self.over_network - min(self.held_up, places) < places
+
+    def begin(self, piece: int, flight: Flight) -> None:
+        """A member was asked for a piece."""
+        self._flights.setdefault(piece, []).append(flight)
+        if flight.same_host:
+            self.within_host += 1
+        else:
+            self.over_network += 1
+            self.held_up += flight.held_up_at == -math.inf
+
+    def end(self, member: int, piece: int) -> Flight | None:
+        """End a flight; None when there was none."""
+        flights = self._flights.get(piece, [])
+        found = next((flight for flight in flights if flight.member == member), None)
+        if found is None:
+            return None
+        flights.remove(found)
+        if not flights:
+            del self._flights[piece]
+        if found.same_host:
+            self.within_host -= 1
+        else:
+            self.over_network -= 1
+            self.held_up -= found.held_up_at == -math.inf
+        return found
+
+    def overdue(self, now: float) -> list[tuple[int, Flight]]:
+        """Flights past their deadlines."""
+        return [(piece, flight) for piece, flight in self if flight.deadline <= now]
+
+    def mark_held_up(self, now: float) -> None:
+        """Mark the flights that are held up by now."""
+        for _, flight in self:
+            if -math.inf < flight.held_up_at <= now:
+                flight.held_up_at = -math.inf
+                self.held_up += not flight.same_host
+
+    def next_change(self) -> float:
+        """When the next flight is overdue or held up; infinity for never."""
+        soonest = math.inf
+        for _, flight in self:
+            soonest = min(soonest, flight.deadline)
+            if flight.held_up_at > -math.inf:
+                soonest = min(soonest, flight.held_up_at)
+        return soonest
 
 
 class Receiving:
@@ -70,7 +166,7 @@ class Receiving:
         refusal = Refusal.NOTHING
         if not self._room:
             refusal = Refusal.LATER if named == ANY_PIECE else Refusal.FULL
-        elif (piece := self._choose(neighbour, named, now)) is not None:
+        elif (piece := self._choose(neighbour, named)) is not None:
             self._fetch(neighbour, piece, now)
             return
         if named != ANY_PIECE:  # a publisher comes first: all wait for its link
@@ -108,13 +204,12 @@ class Receiving:
 
     # --- fetching --------------------------------------------------------------------------------
 
-    def _choose(self, neighbour: Neighbour, named: int, now: float) -> int | None:
+    def _choose(self, neighbour: Neighbour, named: int) -> int | None:
         state = self._state
         wanted = state.selection.wanted & state.host.mask
         if named != ANY_PIECE and 0 <= named < state.count and wanted >> named & 1:
             return named
-        piece = state.selection.choose(neighbour.pieces & state.host.mask)
-        return self._late_piece(neighbour, now) if piece is None and not wanted else piece
+        return state.selection.choose(neighbour.pieces & state.host.mask)
 
     def _fetch(self, neighbour: Neighbour, piece: int, now: float) -> None:
         state, member = self._state, neighbour.member
@@ -274,17 +369,6 @@ class Receiving:
             if holder is not None:
                 self._fetch(holder, piece, now)
         self.hurry_at = now + soonest
-
-    def _late_piece(self, neighbour: Neighbour, now: float) -> int | None:
-        """A piece on its way from another neighbour that this one would bring sooner."""
-        for piece, flight in self.flights.alone():
-            if (
-                neighbour.pieces >> piece & 1
-                and flight.member != neighbour.member
-                and self._would_be_sooner(neighbour, piece, flight, now)
-            ):
-                return piece
-        return None
 
     def _would_be_sooner(self, neighbour: Neighbour, piece: int, flight: Flight, now: float) -> bool:
         senders, size = self._state.senders, self._state.sizes[piece]

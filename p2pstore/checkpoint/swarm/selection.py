@@ -1,4 +1,4 @@
-"""The choice of the next piece (`Selection.choose`), the pieces on their way, and the state of a swarm member. Pure.
+"""The choice of the next piece (`Selection.choose`), and the state of a swarm member. Pure.
 
 The next piece is the rarest among the neighbours that is missing and not on its way; of equally rare ones a random one,
 so that neighbours take different pieces. (Rarest first keeps the numbers of copies alike: Legout, Urvoy-Keller and
@@ -8,7 +8,7 @@ Michiardi 2006.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final
@@ -275,97 +275,3 @@ def stripe(count: int, first: int, step: int) -> PieceMap:
     repeats = -(-count // step)
     every = ((1 << step * repeats) - 1) // ((1 << step) - 1)
     return every << first & full_map(count)
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A piece on its way from one member."""
-
-    member: int
-    same_host: bool
-    since: float
-    deadline: float
-    held_up_at: float
-    """When its sender turns out to be slow; -infinity when that is known."""
-
-
-class Flights:
-    """Pieces on their way, and places for more. A piece comes from one member, near the end from two at most. Pieces
-    held up by slow senders take no places of others, up to the number of places."""
-
-    def __init__(self) -> None:
-        self.over_network = 0
-        self.within_host = 0
-        self.held_up = 0
-        """Of those over the network."""
-        self._flights: dict[int, list[Flight]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._flights)
-
-    def __iter__(self) -> Iterator[tuple[int, Flight]]:
-        """All flights, with their pieces."""
-        for piece, flights in self._flights.items():
-            for flight in flights:
-                yield piece, flight
-
-    def of(self, piece: int) -> Sequence[Flight]:
-        """The flights of one piece, oldest first."""
-        return self._flights.get(piece, ())
-
-    def alone(self) -> list[tuple[int, Flight]]:
-        """Pieces that come from one member only."""
-        return [(piece, flights[0]) for piece, flights in self._flights.items() if len(flights) == 1]
-
-    def pieces_from(self, member: int) -> list[int]:
-        """Pieces that come from this member."""
-        return [piece for piece, flight in self if flight.member == member]
-
-    def has_room(self, places: int) -> bool:
-        """Whether another piece may come over the network with this number of places."""
-        return self.over_network - min(self.held_up, places) < places
-
-    def begin(self, piece: int, flight: Flight) -> None:
-        """A member was asked for a piece."""
-        self._flights.setdefault(piece, []).append(flight)
-        if flight.same_host:
-            self.within_host += 1
-        else:
-            self.over_network += 1
-            self.held_up += flight.held_up_at == -math.inf
-
-    def end(self, member: int, piece: int) -> Flight | None:
-        """End a flight; None when there was none."""
-        flights = self._flights.get(piece, [])
-        found = next((flight for flight in flights if flight.member == member), None)
-        if found is None:
-            return None
-        flights.remove(found)
-        if not flights:
-            del self._flights[piece]
-        if found.same_host:
-            self.within_host -= 1
-        else:
-            self.over_network -= 1
-            self.held_up -= found.held_up_at == -math.inf
-        return found
-
-    def overdue(self, now: float) -> list[tuple[int, Flight]]:
-        """Flights past their deadlines."""
-        return [(piece, flight) for piece, flight in self if flight.deadline <= now]
-
-    def mark_held_up(self, now: float) -> None:
-        """Mark the flights that are held up by now."""
-        for _, flight in self:
-            if -math.inf < flight.held_up_at <= now:
-                flight.held_up_at = -math.inf
-                self.held_up += not flight.same_host
-
-    def next_change(self) -> float:
-        """When the next flight is overdue or held up; infinity for never."""
-        soonest = math.inf
-        for _, flight in self:
-            soonest = min(soonest, flight.deadline)
-            if flight.held_up_at > -math.inf:
-                soonest = min(soonest, flight.held_up_at)
-        return soonest

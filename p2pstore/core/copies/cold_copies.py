@@ -186,7 +186,7 @@ class ColdCopies:
         core = self._core
         core.gossip.release_many([(entry.digest, entry.version) for entry in entries], now)
         gone = {entry.digest for entry in entries}
-        mentioned = core.gossip.locations.mentioned(gone)
+        mentioned = core.gossip.directory.mentioned(gone)
         known = mentioned | (gone & core.segment.digests())
         doubtful = [each for each in entries if each.expires_unix_ms or each.digest in known]
         reasons = Counter([self._why_gone(each, each.digest in mentioned, now) for each in doubtful])
@@ -202,7 +202,7 @@ class ColdCopies:
         if gone.digest in core.segment.digests():
             return Gone.REPLACED
         if not mentioned or all(
-            each.hidden or each.hearsay for each in core.gossip.holders(gone.digest, now)
+            each.hidden or each.hearsay for each in core.gossip.directory.holders(gone.digest)
         ):
             return Gone.LAST_COPY
         return Gone.SOFT_COPY if gone.soft else Gone.COPY_ELSEWHERE

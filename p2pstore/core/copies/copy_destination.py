@@ -365,7 +365,7 @@ class CopiesDestination:
 
     def _publish_new(self, rows: Sequence[tuple[int, Written]], now: float) -> None:
         core = self._core
-        known = core.gossip.locations.mentioned({row.digest for _, row in rows})
+        known = core.gossip.directory.mentioned({row.digest for _, row in rows})
         written = [row for _, row in rows]
         entries = core.segment.commit_new(written, session=self._session, now=core.unix(now))
         for (place, _), entry in zip(rows, entries, strict=True):

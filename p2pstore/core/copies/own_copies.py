@@ -82,14 +82,14 @@ def held_here(core: PeerCore, digest: bytes, now: float) -> ObjectEntry | ColdEn
 def are_kept_elsewhere(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> list[bool]:
     """Of each object whether a living peer holds a firm copy of the same version in memory, and comes before this one
     in rendezvous order: of those that hold it, one does not give it up because of the others."""
-    mentioned = core.gossip.locations.mentioned({entry.digest for entry in entries})
+    mentioned = core.gossip.directory.mentioned({entry.digest for entry in entries})
     return [entry.digest in mentioned and _is_kept_elsewhere(core, entry, now) for entry in entries]
 
 
 def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
     mine = (entry.version.clock, entry.version.writer)
     my_weight = -1
-    for holding in core.gossip.holders(entry.digest, now):
+    for holding in core.gossip.directory.holders(entry.digest):
         record = holding.record
         same = (record.version.clock, record.version.writer) == mine
         away = holding.hidden or holding.hearsay

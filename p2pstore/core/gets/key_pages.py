@@ -159,24 +159,8 @@ def is_known(core: PeerCore, digest: bytes, now: float, namespace: bytes | None 
     """`known_keys` for one key: without the sets, which cost more than looking it up."""
     if digest in core.segment.digests() or core.cold.find(digest, now) is not None:
         return True
-    locations = core.gossip.holders(digest, now)
-    if not locations:
-        return False
-    floors = core.gossip.cluster_records.floors
-    end = newest_accepted_clock(core.believed_unix(now)) + 1
-    for location in locations:
-        version = location.record.version
-        state = core.gossip.membership.resolve(location.member)
-        if (
-            not location.hidden
-            and state is not None
-            and state.alive
-            and version.clock < end
-            and not core.gossip.doubts(location.member, version, now)
-            and not floors.forbids(digest, namespace, version)
-        ):
-            return True
-    return False
+    copies = core.copies.believed(digest, now, namespace)
+    return any(state.alive and not location.hidden for location, state in copies)
 
 
 def known_keys(
@@ -188,7 +172,7 @@ def known_keys(
     here = wanted & core.segment.digests()
     here |= core.cold.held_only_here(wanted - here, now)
 
-    elsewhere = core.gossip.locations.held(wanted - here, believed_clocks(core, now, namespace), now)
+    elsewhere = core.gossip.directory.held(wanted - here, believed_clocks(core, now, namespace))
     floors = core.gossip.cluster_records.floors
     under_a_floor = (
         [digest for digest in elsewhere if floors.floor_for(digest) is not ZERO_VERSION]
@@ -237,9 +221,9 @@ def holdings_here(
 ) -> dict[Member, Holding] | None:
     """Holders of keys whose locations this peer knows all, at a microsecond or so a key. None: ask homes
     (`LookupOperation`), and use `holdings_of`."""
-    found = core.gossip.locations.holdings(digests, believed_clocks(core, now, namespace))
-    if found is None:
+    if not core.gossip.partitions.knows_all:
         return None
+    found = core.gossip.directory.holdings(digests, believed_clocks(core, now, namespace))
     floors = core.gossip.cluster_records.floors
     found[core.member] = _own_holding(core, digests, now)
     for place, digest in enumerate(digests) if floors.count else ():

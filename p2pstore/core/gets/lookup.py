@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -49,6 +49,18 @@ class _Question:
     hedge_at: float = math.inf
 
 
+@dataclass(slots=True)
+class _Sought:
+    """A key without a usable copy. The rest is for partitioned mode."""
+
+    homes: list[PeerId] | None = None
+    """Homes that are left to ask in this round; None where no more answers are waited for."""
+    deniers: int = 0
+    """How many homes vouched in this round that no peer holds the key."""
+    told: bool = False
+    """Whether a home ever answered, though it may not know all records."""
+
+
 class LookupOperation(Operation):
     """Find copies of keys: among the locations known here, else by asking the keys' home peers once.
 
@@ -90,31 +102,23 @@ class LookupOperation(Operation):
         self._ask_always = ask_always
         self._believed = believed
         self._patient_until = patience_seconds
-        self._denied_by: Counter[bytes] = Counter()
-        """How many homes vouched in this round that no peer holds a key; in partitioned mode."""
         self._to_look: deque[bytes] = deque()
         """Keys that this round has yet to look for."""
         self._to_ask: dict[PeerId, list[bytes]] = {}
         """Keys that this round has not found, by home."""
-        self._homes_left: dict[bytes, list[PeerId]] = {}
-        """Keys of this round without a definite answer yet, and the homes left to ask; in partitioned mode."""
-        self._told_of: set[bytes] = set()
-        """Keys for which a home answered, though it may not know all records; in partitioned mode."""
         self.vouched: set[bytes] = set()
         """Keys of which a home knows all there is."""
         self.at_unknown_members: dict[bytes, list[Version]] = {}
         """By key: versions that homes know at members that this peer does not know yet, as shortly after its start."""
         self._unsure_until = 0.0
         self.asked: dict[int, _Question] = {}
-        self._hedged: set[bytes] = set()
-        """Keys that were asked of two homes at a time."""
         self._asks_all = False
         """Whether all homes were asked at once, so that no answer alone says that a key is nowhere."""
         self._homes: set[PeerId] = set()
         self._retry_seconds = WAIT_FIRST_RETRY_SECONDS
         self._ask_again_at = float("inf")
         self._wait_until = 0.0
-        self._missed: dict[bytes, None] = {}
+        self._missed: dict[bytes, _Sought] = {}
         self._doubtful: dict[int, list[KnownCopy]] = {}
         """Copies that would have to be proved, of keys without newer ones: by their places."""
         self._unproved: set[bytes] = set()
@@ -152,7 +156,11 @@ class LookupOperation(Operation):
                 "peers say that they hold this key, and did not answer in time: try again (`mooncake-p2p peers` says "
                 "who can be reached)"
             )
-        if digest in self._missed and digest in self._homes_left and digest not in self._told_of:
+        if (
+            (sought := self._missed.get(digest)) is not None
+            and sought.homes is not None
+            and not sought.told
+        ):
             return Unavailable(
                 "this peer keeps a part of the directory only, and none of the peers that keep this key's can be "
                 "reached: try again (`mooncake-p2p peers` says who can be)"
@@ -169,7 +177,6 @@ class LookupOperation(Operation):
         unsure: Sequence[int] = range(len(digests))
         if isinstance(reply, Locations):
             self.core.copies.learn_locations(home, digests, reply, now)
-            self._told_of.update(self._homes_left.keys() & digests)
             unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
             for place, holdings in enumerate(reply.items[: len(digests)]):
                 if self._names_strangers(holdings):
@@ -179,13 +186,13 @@ class LookupOperation(Operation):
                     self.at_unknown_members.setdefault(digests[place], []).extend(versions)
             self.vouched.update(set(digests).difference(digests[place] for place in unsure))
             doubtful = {digests[place] for place in unsure} if self._ask_always else frozenset()
-            for digest in digests:
-                if digest in self._missed and digest not in doubtful and self._usable(digest, now):
+            for digest in [each for each in digests if each in self._missed]:
+                self._missed[digest].told = True
+                if digest not in doubtful and self._usable(digest, now):
                     del self._missed[digest]
         elif reply is None:
             self.core.holders.peer_failed(home, now)
-        if self._homes_left:
-            self._ask_others(digests, {digests[place] for place in unsure}, now)
+        self._ask_others(digests, {digests[place] for place in unsure}, now)
         self._settle(now)
 
     def _names_strangers(self, holdings: Sequence[Holding]) -> bool:
@@ -196,37 +203,27 @@ class LookupOperation(Operation):
 
     def _ask_others(self, digests: Sequence[bytes], unsure: set[bytes], now: float) -> None:
         """Ask the next home for what one was asked for and cannot tell, or knows no copy of."""
-        elsewhere: set[bytes] = set()
-        if self._hedged:
-            elsewhere = self._hedged.intersection(
-                digest for question in self.asked.values() for digest in question.digests
-            )
-        for digest in digests:
-            if digest not in self._homes_left:
-                continue
-            if self._is_settled(digest, digest in unsure, digest in elsewhere):
-                del self._homes_left[digest]
+        sought = [(each, self._missed[each]) for each in digests if each in self._missed]
+        sought = [(digest, each) for digest, each in sought if each.homes is not None]
+        if not sought:
+            return
+        elsewhere = {digest for question in self.asked.values() for digest in question.digests}
+        for digest, each in sought:
+            each.deniers += digest not in unsure
+            none_left = not each.homes and digest not in elsewhere
+            if each.deniers >= self._believed or (each.deniers and none_left):
+                each.homes = None
             elif digest not in elsewhere or digest not in unsure:
-                self._choose_home(digest)
+                self._choose_home(digest, each)
         self._ask_chosen(now)
-
-    def _is_settled(self, digest: bytes, unsure: bool, asked_elsewhere: bool) -> bool:
-        """Whether no home need be asked of the key any more, after one of them answered."""
-        if digest not in self._missed:
-            return True
-        self._denied_by[digest] += not unsure
-        deniers = self._denied_by[digest]
-        nobody_left = not self._homes_left[digest] and not asked_elsewhere
-        return deniers >= self._believed or (deniers > 0 and nobody_left)
 
     def _hedge(self, now: float) -> None:
         """Ask the next home as well for what one is silent about."""
         for question in [each for each in self.asked.values() if each.hedge_at <= now]:
             question.hedge_at = math.inf
             for digest in question.digests:
-                if digest in self._missed and self._homes_left.get(digest):
-                    self._hedged.add(digest)
-                    self._choose_home(digest)
+                if digest in self._missed:
+                    self._choose_home(digest, self._missed[digest])
         self._ask_chosen(now)
 
     def wake(self, now: float) -> None:
@@ -238,7 +235,9 @@ class LookupOperation(Operation):
         elif not self._needs_answers and now >= self._ask_again_at:
             waiting, claimed = now < self._wait_until, self.claimed.get
             self._to_look.extend(
-                d for d in self._missed if waiting or d in self._homes_left or claimed(d)
+                digest
+                for digest, sought in self._missed.items()
+                if waiting or sought.homes is not None or claimed(digest)
             )
             self._unproved.difference_update(self._to_look)
             self._look_on(now)
@@ -280,8 +279,8 @@ class LookupOperation(Operation):
                 self._ask(home, digests[start : start + DIGESTS_PER_LOOKUP], now)
 
     def _note_missed(self, digest: bytes, now: float) -> None:
-        self._missed[digest] = None
-        self._denied_by.pop(digest, None)
+        sought = self._missed.setdefault(digest, _Sought())
+        sought.deniers = 0
         if self._wait_seconds > 0:
             self.core.operations.await_keys(self, [digest])
         if not self._ask_homes:
@@ -294,14 +293,13 @@ class LookupOperation(Operation):
         elif homes and not self.core.gossip.partitions.vouches(digest, now):
             self.core.rng.shuffle(homes)
             homes.sort(key=lambda home: self.core.holders.is_avoided(member_of(home), now))
-            self._homes_left[digest] = homes
-            self._choose_home(digest)
+            sought.homes = homes
+            self._choose_home(digest, sought)
 
-    def _choose_home(self, digest: bytes) -> None:
+    def _choose_home(self, digest: bytes, sought: _Sought) -> None:
         """Choose the home to ask next for a key: one that is asked for other keys anyway, else the first one left. With
-        none left, the key stays in `_homes_left`: no home knows."""
-        homes = self._homes_left[digest]
-        if homes:
+        none left, no home knows."""
+        if homes := sought.homes:
             home = next((each for each in homes if each in self._to_ask), homes[0])
             homes.remove(home)
             self._to_ask.setdefault(home, []).append(digest)
@@ -309,17 +307,17 @@ class LookupOperation(Operation):
     def _ask(self, home: PeerId, digests: list[bytes], now: float) -> None:
         question = _Question(home, digests)
         self._homes.add(home)
-        others_are_left = any(digest in self._homes_left for digest in digests)
-        if any(self._homes_left.get(digest) for digest in digests):
+        left = [sought.homes for digest in digests if (sought := self._missed.get(digest)) is not None]
+        if any(left):
             patience = self.core.gossip.config.membership.probe_timeout_seconds
             question.hedge_at = now + HEDGE_PROBE_TIMEOUTS * patience
-        timeout = NEXT_HOME_SECONDS if others_are_left else LOOKUP_TIMEOUT_SECONDS
+        timeout = LOOKUP_TIMEOUT_SECONDS if all(homes is None for homes in left) else NEXT_HOME_SECONDS
         self.ask(question, home, DataKind.LOOKUP, Lookup(b"".join(digests)), timeout)
 
     @property
     def _is_unsure(self) -> bool:
         """Whether keys without a definite answer are left."""
-        return not self._missed.keys().isdisjoint(self._homes_left)
+        return any(sought.homes is not None for sought in self._missed.values())
 
     @property
     def _needs_answers(self) -> bool:
@@ -332,8 +330,8 @@ class LookupOperation(Operation):
             return
         needs_answers = self._needs_answers
         until = max(self._wait_until, self._unsure_until) if self._is_unsure else self._wait_until
-        unheard_of = self._missed.keys() & self._homes_left.keys() - self._told_of
-        if unheard_of or (self.claimed and any(map(self.claimed.get, self._missed))):
+        untold = any(each.homes is not None and not each.told for each in self._missed.values())
+        if untold or (self.claimed and any(map(self.claimed.get, self._missed))):
             until = max(until, self._patient_until)
         if not self._missed or (not needs_answers and now >= until):
             self._collected = []
@@ -364,8 +362,6 @@ class LookupOperation(Operation):
         """The copies known for sure of the key at `place`; copies announced as newer are noted."""
         known, doubtful = self.core.copies.sorted(digest, now, self._namespace, hearsay=True)
         copies = [copy for copy in known if copy.member not in self._exclude]
-        if copies and not copies[0].local:
-            self.core.gossip.partitions.hot.used(digest, now)
         newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
         self.claimed.pop(digest, None)
         if newest == (0, 0) and (open_claims := self.core.proofs.undenied(doubtful, now)):

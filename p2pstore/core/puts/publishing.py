@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import compress, count, cycle, takewhile
 from typing import TYPE_CHECKING, Final
 
@@ -49,10 +50,10 @@ def publish_new(
     if not all(plain):
         wanted = [each and is_plain for each, is_plain in zip(wanted, cycle(plain), strict=False)]
     written = list(compress(_written(columns, version, namespace, unix), wanted))
-    entries = core.segment.commit_new(written, session=session, now=unix)
+    keep = core.books.keep
+    entries = core.segment.commit_new(written, session=session, now=unix, keep=keep)
     published = [entry for entry in entries if entry is not None]
-    announce_new(core, published, now)
-    core.proofs.wrote([entry.digest for entry in published])
+    keep(partial(_announce_own, core, published, now))
     to_copy = [entry for entry in published if entry.replicas > 1]
     copying = ReplicateTogether(core, to_copy) if to_copy else None
     alone = PutEnd(PutStatus.CREATED, 1, 1, version)
@@ -66,6 +67,7 @@ def publish_new(
             ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
             row += 1
     if copying is not None:
+        core.books.settle()
         core.operations.start(copying, now)
     return ends
 
@@ -114,7 +116,7 @@ def _may_publish(core: PeerCore, now: float) -> bool:
 def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
     """Those that neither this peer nor any other is known to hold, or to have held."""
     new = new_here(core, digests)
-    return new - core.gossip.locations.mentioned(new)
+    return new - core.gossip.directory.mentioned(new)
 
 
 def new_here(core: PeerCore, digests: Iterable[bytes]) -> set[bytes]:
@@ -122,6 +124,11 @@ def new_here(core: PeerCore, digests: Iterable[bytes]) -> set[bytes]:
     here, cold = core.segment.digests(), core.cold.store
     new = {digest for digest in digests if digest not in here}
     return new if cold is None else {digest for digest in new if cold.find(digest) is None}
+
+
+def _announce_own(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
+    announce_new(core, entries, now)
+    core.proofs.wrote([entry.digest for entry in entries])
 
 
 def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:

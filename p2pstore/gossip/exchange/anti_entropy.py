@@ -17,7 +17,6 @@ from typing import Final
 
 import numpy as np
 
-from p2pstore.gossip.exchange.asking import MessageBudget, Questions
 from p2pstore.gossip.exchange.delta_checks import (
     MAX_CHECKS,
     MAX_CLUSTER_BYTES,
@@ -27,6 +26,8 @@ from p2pstore.gossip.exchange.delta_checks import (
     work_microseconds,
 )
 from p2pstore.gossip.exchange.digests import MAX_PACKED_SEQUENCE, Digest, DigestTable, Run, pack_runs
+from p2pstore.gossip.exchange.message_budget import MessageBudget
+from p2pstore.gossip.exchange.open_requests import OpenRequests
 from p2pstore.gossip.floors.cluster_records import ClusterRecords, TheirRecords, records_for
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import MAX_CLAIMS, Ask, ControlKind, Delta
@@ -266,7 +267,7 @@ class FreshNews:
         config: GossipConfig,
         knowledge: Knowledge,
         view: ActiveView,
-        questions: Questions,
+        questions: OpenRequests,
         rate: OperationRate,
     ) -> None:
         self._config = config

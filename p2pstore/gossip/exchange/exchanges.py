@@ -23,7 +23,6 @@ from typing import Final
 from msgspec.structs import replace
 
 from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge, OperationRate
-from p2pstore.gossip.exchange.asking import Asked, Questions
 from p2pstore.gossip.exchange.digests import (
     Digest,
     DigestTable,
@@ -33,6 +32,7 @@ from p2pstore.gossip.exchange.digests import (
     unpack_digest,
     unpack_positions,
 )
+from p2pstore.gossip.exchange.open_requests import OpenRequest, OpenRequests
 from p2pstore.gossip.floors.cluster_records import (
     COMPARED_BUCKETS,
     TheirRecords,
@@ -106,7 +106,7 @@ class Exchanges:
         config: GossipConfig,
         knowledge: Knowledge,
         floors: FloorSync,
-        questions: Questions,
+        questions: OpenRequests,
         view: ActiveView,
         rng: Random,
         rate: OperationRate,
@@ -120,8 +120,6 @@ class Exchanges:
         self._view = view
         self._rng = rng
         self._rate = rate
-        self.hot_for: Callable[[PeerId, float], bytes] = lambda peer_id, now: b""
-        """Hot locations to tell a peer now (`known_locations`)."""
         self.unix_ms: Callable[[float], int] = lambda now: 0
         """This peer's wall clock; 0 says nothing."""
         self._pause_seconds = config.exchange_seconds
@@ -231,8 +229,7 @@ class Exchanges:
             members_hash,
             positions,
             cells,
-            self.hot_for(peer_id, now),
-            self.unix_ms(now),
+            unix_ms=self.unix_ms(now),
         )
         return self._questions.ask(peer_id, ControlKind.EXCHANGE, request, now, floors_epoch=epoch)
 
@@ -265,8 +262,7 @@ class Exchanges:
         elif theirs.digest is not None and self._knowledge.lacks(theirs.digest):
             self._invite(sender, now)
         told = self._told(delta, floors, theirs, differs, now)
-        hot = self.hot_for(sender, now)
-        return replace(told, digest=digest, positions=positions, members_hash=members_hash, hot=hot)
+        return replace(told, digest=digest, positions=positions, members_hash=members_hash)
 
     def answer_reader(
         self, sender: PeerId, request: Exchange, theirs: Theirs, now: float
@@ -306,7 +302,7 @@ class Exchanges:
         return newest + INVITED_SECONDS > now or any(until > now for until in self._invited.values())
 
     def learn(
-        self, asked: Asked, reply: ExchangeReply, theirs: Theirs, now: float, *, new_records: int
+        self, asked: OpenRequest, reply: ExchangeReply, theirs: Theirs, now: float, *, new_records: int
     ) -> None:
         """Compare members and cluster records with a reply whose delta brought `new_records` new cluster records."""
         peer_id = asked.peer_id

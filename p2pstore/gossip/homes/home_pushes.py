@@ -26,15 +26,9 @@ from typing import Final
 
 from p2pstore.gossip.gossip_messages import HomePush
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, LARGEST_SET_RECORDS, PartitionSets
-from p2pstore.gossip.homes.partition_homes import (
-    NO_HOMES,
-    PARTITION_COUNT,
-    HomeTable,
-    PartitionConfig,
-    partition_of,
-)
+from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, PartitionConfig
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId
+from p2pstore.gossip.records import LOCATION_BYTES, PARTITION_COUNT, Member, PeerId, partition_of
 from p2pstore.home_messages import PartitionSet, Push
 
 MAX_RUNS: Final = 4_096

@@ -10,13 +10,12 @@ from typing import Final
 import numpy
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
 from p2pstore.gossip.locations.location_index import LocationIndex
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog, check_run
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.member_table import MAX_INCARNATION
-from p2pstore.gossip.records import LOCATION_BYTES, Member
+from p2pstore.gossip.records import LOCATION_BYTES, PARTITION_COUNT, Member, partition_of
 from p2pstore.home_messages import PartitionSet, Push
 from p2pstore.location_table import WHOLE
 

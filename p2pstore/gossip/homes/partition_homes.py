@@ -24,10 +24,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
-from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import PARTITION_COUNT, Member
 
-PARTITION_COUNT: Final = 1_024
-"""Operation numbers within one travel in 32 bits: 100 changes a second fill them in 1,300 years."""
 HOME_COUNT: Final = 3
 CANDIDATES: Final = 32
 """Of each partition. Where many are full, as many may have to be asked."""
@@ -82,16 +80,6 @@ class PartitionConfig:
     """How long a member that is home no longer is told of operations, and keeps what it has."""
     complete_seconds: float = 0.25
     """How long a home goes by what it found when it looked whether all owners had told it."""
-    max_records: int = 20_000_000
-    """Of others, kept as their home."""
-    cached_locations: int = 100_000
-    cached_seconds: float = 30.0
-    max_denied: int = 100_000
-
-
-def partition_of(digest: bytes) -> int:
-    """The first ten bits, as a number."""
-    return digest[0] << 2 | digest[1] >> 6
 
 
 def weight(member: Member, digest: bytes) -> int:

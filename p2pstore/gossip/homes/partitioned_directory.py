@@ -1,8 +1,8 @@
 """The directory of locations, whichever part of it this peer keeps. Pure.
 
-Puts together the views of whole logs (`directory`), what this peer knows as a home and has merely heard of
-(`known_locations`), and its own pushes to homes (`home_pushes`); follows the live members, of which the table of homes
-is made; and moves from one way of keeping the directory to the other (`DirectoryMode`).
+Puts together the views (`directory`), those of them that this peer keeps as a home (`home_views`), and its own pushes
+to homes (`home_pushes`); follows the live members, of which the table of homes is made; and moves from one way of
+keeping the directory to the other (`DirectoryMode`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import HomePush
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate
-from p2pstore.gossip.homes.known_locations import HotKeyNews, KnownLocations, Word
+from p2pstore.gossip.homes.home_views import HomeViews
 from p2pstore.gossip.homes.partition_homes import (
     NO_HOMES,
     ClusterLoad,
@@ -24,7 +24,6 @@ from p2pstore.gossip.homes.partition_homes import (
     HomeTable,
     KeptDirectory,
     Phase,
-    partition_of,
 )
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
@@ -32,7 +31,15 @@ from p2pstore.gossip.locations.snapshots import FollowedLogs
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId, PeerRecord, member_of
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    Member,
+    PeerId,
+    PeerRecord,
+    decode_location,
+    member_of,
+    partition_of,
+)
 from p2pstore.home_messages import PartitionSet
 from p2pstore.objects import DIGEST_BYTES
 
@@ -71,11 +78,9 @@ class PartitionedDirectory:
         self.pushes = HomePushes(
             self._own, log, config.partitions, rng, self._peer_of, self.current.keeps_partitions
         )
-        self.known = KnownLocations(
-            config.partitions, directory, log, self.mode, self._own, rng.getrandbits(128)
-        )
+        self.views = HomeViews(config.partitions, directory)
+        directory.follows_logs = self.mode.follows_logs
         self._followed = FollowedLogs(membership, directory)
-        self.hot = HotKeyNews(self.mode, membership, self.known, self.current.keeps_partitions)
         self._follow_at = -math.inf
         self._agreed_at = math.inf
         """When another peer knew the same members, for the first time."""
@@ -91,9 +96,8 @@ class PartitionedDirectory:
             "mode": self.mode.phase.value,
             "changes_per_second": round(self.load.changes_per_second, 1),
             "home_partitions": len(self.current.table.by_home.get(self._own, ())),
-            "home_locations": self.known.views.record_count,
-            "cached_locations": self.known.cache.count,
-            "hot_keys": len(self.hot.keys.hottest()),
+            "home_locations": self.views.record_count,
+            "cached_locations": self._directory.word_count,
             "not_confirmed_by_homes": self.pushes.lacking(),
             "partitions_sent_whole": self.pushes.whole_partitions_sent,
         }
@@ -126,8 +130,8 @@ class PartitionedDirectory:
             if held is None or rival.member == self._own:
                 continue
             if rival.member == home:
-                position = (rival.incarnation, rival.sequence)
-                self.known.heard(rival.member, position, rival.record.encode(), now, word=Word.OWN)
+                place, packed = (rival.incarnation, [rival.sequence]), rival.record.encode()
+                self._directory.heard(rival.member, *place, packed, now)
             else:
                 self.pushes.tell(rival.member, held)
 
@@ -140,22 +144,13 @@ class PartitionedDirectory:
         many other versions of what it pushed."""
         behind: list[int] = []
         if self.mode.shown is KeptDirectory.PARTITIONED:
-            with self.known.lock:
-                behind = self.known.views.take(owner, checked, now)
-        if self.mode.follows_logs:
-            self._directory.early(
-                owner,
-                checked.incarnation,
-                [sequence for _, sequence, _ in checked.operations],
-                checked.packed_operations,
-                now,
-            )
-        else:
-            for number, sequence, operation in checked.operations:
-                if not number:
-                    position = checked.incarnation, sequence
-                    self.known.heard(owner, position, operation, now, word=Word.OWN)
-        return behind, self._rivals(owner, checked.operations, checked.sets, max_rivals, now)
+            with self._directory.changing_rows():
+                behind = self.views.take(owner, checked, now)
+        words = [each for each in checked.operations if self.mode.follows_logs or not each[0]]
+        sequences = [sequence for _, sequence, _ in words]
+        packed = b"".join(operation for _, _, operation in words)
+        self._directory.heard(owner, checked.incarnation, sequences, packed, now)
+        return behind, self._rivals(owner, checked.operations, checked.sets, max_rivals)
 
     def _rivals(
         self,
@@ -163,7 +158,6 @@ class PartitionedDirectory:
         operations: list[tuple[int, int, bytes]],
         sets: Iterable[PartitionSet],
         limit: int,
-        now: float,
     ) -> list[Location]:
         """Other versions of the same keys at others, where one of the two holders is in partitioned mode: it may not
         hear of the other one otherwise."""
@@ -177,17 +171,18 @@ class PartitionedDirectory:
             if not operation[_FLAGS] & _REMOVED
         ]
         found: list[Location] = []
-        for digest in dict.fromkeys([*digests, *self.known.views.contested(sets)]):
-            others = self._other_versions(owner, digest, now)
+        for digest in dict.fromkeys([*digests, *self.views.contested(sets)]):
+            others = self._other_versions(owner, digest)
             found += [each for each in others if owner_keeps or keeps(each.member)]
             if len(found) >= limit:
                 break
         return found[:limit]
 
-    def _other_versions(self, owner: Member, digest: bytes, now: float) -> list[Location]:
-        known = [each for each in self.known.holders(digest, now) if not each.hearsay]
-        if (own := self.known.own(digest)) is not None:
-            known.append(own)
+    def _other_versions(self, owner: Member, digest: bytes) -> list[Location]:
+        known = [each for each in self._directory.holders(digest) if not each.hearsay]
+        if (held := self._log.held(digest)) is not None:
+            place = self._log.incarnation, self._log.sequence
+            known.append(Location(self._own, *place, decode_location(held)))
         mine = {location.record.version for location in known if location.member == owner}
         return [
             location
@@ -218,7 +213,7 @@ class PartitionedDirectory:
         if self.mode.shown is not KeptDirectory.PARTITIONED:
             return False
         partition = partition_of(digest)
-        return self._own in self.current.table.homes[partition] and self.known.views.complete(
+        return self._own in self.current.table.homes[partition] and self.views.complete(
             partition, self._membership.version, self._live_owners(), now
         )
 
@@ -241,8 +236,8 @@ class PartitionedDirectory:
     def hide(self, member: Member) -> None:
         """The member is believed dead."""
         self._directory.hide(member)
-        with self.known.lock:
-            self.known.views.hide(member)
+        with self._directory.changing_rows():
+            self.views.hide(member)
 
     def show(self, member: Member) -> None:
         """The member is back. Where it was dropped meanwhile, what its record says of its log counts again."""
@@ -251,14 +246,14 @@ class PartitionedDirectory:
         if record is not None:
             self._directory.observe_head(member, record.incarnation, record.head)
         self._directory.show(member)
-        with self.known.lock:
-            self.known.views.show(member)
+        with self._directory.changing_rows():
+            self.views.show(member)
 
     def drop(self, member: Member) -> None:
         """Forget that the member ever had a log, and what it held."""
         self._directory.drop(member)
-        with self.known.lock:
-            self.known.views.drop(member)
+        with self._directory.changing_rows():
+            self.views.drop(member)
 
     # --- time --------------------------------------------------------------------------------
 
@@ -280,11 +275,11 @@ class PartitionedDirectory:
         return self._decide(now)
 
     def _tidy_views(self, now: float) -> None:
-        with self.known.lock:
-            self.known.views.housekeep(self.current.table.by_home.get(self._own, ()), now)
-            for member in self.known.views.owners():
+        with self._directory.changing_rows():
+            self.views.housekeep(self.current.table.by_home.get(self._own, ()), now)
+            for member in self.views.owners():
                 if self._membership.resolve(member) is None:
-                    self.known.views.drop(member)
+                    self.views.drop(member)
 
     def _decide(self, now: float) -> bool:
         """Go to another mode if it is time. Whether the record says something else then."""
@@ -302,13 +297,15 @@ class PartitionedDirectory:
         return self.mode.shown is not before
 
     def _change_phase(self) -> None:
+        self._directory.follows_logs = self.mode.follows_logs
         if self.mode.phase is Phase.PARTITIONED:
             self._to_forget = [state.member for state in self._membership.states()]
         elif self.mode.phase is Phase.WIDENING:
             self._to_forget = []
             self._followed.begin_anew()
         elif self.mode.phase is Phase.FULL:
-            self.known.forget_parts()
+            with self._directory.changing_rows():
+                self.views.clear()
 
     def _let_go(self) -> None:
         """Free the views of logs that are not followed any more, a few at a time."""
@@ -329,7 +326,7 @@ class PartitionedDirectory:
 
     def _homes_complete(self, now: float) -> bool:
         return all(
-            self.known.views.complete(partition, self._membership.version, self._live_owners(), now)
+            self.views.complete(partition, self._membership.version, self._live_owners(), now)
             for partition in self.current.table.by_home.get(self._own, ())
         )
 

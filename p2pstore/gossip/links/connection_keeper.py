@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -284,8 +285,8 @@ class Connection:
         self.key_ids: list[bytes] = []
         """The cluster key with which each admitted stream was admitted."""
         self._sock = sock
-        self._used = trio.Event()
-        self._unused = trio.Event()
+        self.useless = trio.CancelScope(deadline=trio.current_time() + ADMISSION_SECONDS)
+        """Cancelled when there has been no admitted stream for 10 s."""
         sock.lift_allowance(self._check_received)
 
     @property
@@ -329,25 +330,13 @@ class Connection:
         """An admitted stream exists inside."""
         self.ever_admitted = True
         self.key_ids.append(key_id)
-        if len(self.key_ids) == 1:
-            self._used.set()
-            self._unused = trio.Event()
+        self.useless.deadline = math.inf
         try:
             yield
         finally:
             self.key_ids.remove(key_id)
             if not self.key_ids:
-                self._unused.set()
-                self._used = trio.Event()
-
-    async def wait_useless(self) -> None:
-        """Return when there has been no admitted stream for 10 s."""
-        while True:
-            with trio.move_on_after(ADMISSION_SECONDS) as scope:
-                await self._used.wait()
-            if scope.cancelled_caught:
-                return
-            await self._unused.wait()
+                self.useless.deadline = trio.current_time() + ADMISSION_SECONDS
 
     def _check_received(self) -> None:
         if not self.ever_admitted and self._sock.received_bytes > _STRANGER_BYTES:

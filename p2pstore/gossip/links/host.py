@@ -359,7 +359,8 @@ class ControlHost:
             connection.abort()
 
     async def _end_when_useless(self, connection: Connection) -> None:
-        await connection.wait_useless()
+        with connection.useless:
+            await trio.sleep_forever()
         who = format_peer_id(connection.peer_id)
         self._refusals.dropped(connection.address, f"{who} opened no stream that was admitted")
         connection.abort()

@@ -14,7 +14,8 @@ import trio
 
 from p2pstore.addresses import DEFAULT_CONTROL_PORT, join_address, split_address
 from p2pstore.errors import ConfigError
-from p2pstore.runtime.streams import tune_tcp
+from p2pstore.runtime.streams import connect_first, tune_tcp
+from p2pstore.runtime.trio_streams import connect_socket
 
 T = TypeVar("T")
 
@@ -240,19 +241,8 @@ async def resolve(addresses: Sequence[str]) -> list[Endpoint]:
 
 async def connect(endpoint: Endpoint) -> socket.socket:
     """A connected socket. Raises `OSError`."""
-    sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        code = sock.connect_ex(endpoint.address)
-        if code == errno.EINPROGRESS:
-            await trio.lowlevel.wait_writable(sock)
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, os.strerror(code))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    record = endpoint.family, socket.SOCK_STREAM, 0, "", endpoint.address
+    return await connect_first([record], connect_socket)
 
 
 async def first_success(

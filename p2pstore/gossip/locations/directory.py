@@ -38,14 +38,14 @@ class Directory(LocationLookups):
         published: PublishedLocations | None = None,
     ) -> None:
         super().__init__(config, salt, published)
-        self._staging = Staging(self._index)
+        self._staging = Staging(self.index)
         self._own_slot: int | None = None
 
     @property
     def record_count(self) -> int:
         """Records in all views."""
-        own = 0 if self._own_slot is None else self._index.count(self._own_slot)
-        return self._index.record_count - self._staging.done_count - own
+        own = 0 if self._own_slot is None else self.index.count(self._own_slot)
+        return self.index.record_count - self._staging.done_count - own
 
     # --- views -------------------------------------------------------------------------------
 
@@ -111,24 +111,24 @@ class Directory(LocationLookups):
         """Whether that many more records fit, besides snapshots that are being put in."""
         coming = self.record_count + self._staging.coming_count + count
         fits = coming <= self.config.max_records
-        return fits and self._index.has_room(count)
+        return fits and self.index.has_room(count)
 
     def may_take(self, member: Member, count: int) -> bool:
         """Whether a set of that many records of a member would be taken: see `shares`."""
-        held = 0 if (view := self._views.get(member)) is None else self._index.count(view.slot)
+        held = 0 if (view := self._views.get(member)) is None else self.index.count(view.slot)
         return self.has_room(count - held) or bool(self._would_go(member, count, count - held))
 
     def _would_go(self, member: Member, wanted: int, more: int) -> list[Member]:
         """Members whose views are to be dropped so that this one has `wanted` records, `more` of them new."""
         coming = self.record_count + self._staging.coming_count + more
-        counts = {other: self._index.count(view.slot) for other, view in self._views.items()}
+        counts = {other: self.index.count(view.slot) for other, view in self._views.items()}
         for staged in self._staging:
             counts[staged.member] = max(counts[staged.member], staged.snapshot.count)
         return who_makes_room(counts, member, wanted, coming - self.config.max_records)
 
     def _make_room(self, view: View, more: int) -> bool:
         """Whether a view has room for more records, now that larger ones may have gone."""
-        count = self._index.count(view.slot)
+        count = self.index.count(view.slot)
         if not self.shares.allows(view.member, count):
             self._refuse(view)
             return False
@@ -183,6 +183,23 @@ class Directory(LocationLookups):
             self._moved.add(member)
             self._share_relay()
 
+    # --- partitions --------------------------------------------------------------------------
+
+    def open_part(self, partition: int, member: Member, incarnation: int, *, hidden: bool) -> View:
+        """A view of a member's part of a partition, in place of the one that there was."""
+        self.close_part(partition, member)
+        view = View(member, incarnation, self.index.open(), hidden=hidden)
+        self._of_slot[view.slot] = self.parts.setdefault(partition, {})[member] = view
+        return view
+
+    def close_part(self, partition: int, member: Member) -> None:
+        """Forget such a view, if there is one."""
+        views = self.parts.get(partition, {})
+        if (view := views.pop(member, None)) is not None:
+            self._discard(view.slot)
+            if not views:
+                del self.parts[partition]
+
     # --- snapshots ---------------------------------------------------------------------------
 
     @changing
@@ -203,7 +220,7 @@ class Directory(LocationLookups):
         ):
             raise ProtocolError("a snapshot of locations does not have the hash that its owner signed")
         self._staging.drop(member)
-        if not self._make_room(view, count - self._index.count(view.slot)):
+        if not self._make_room(view, count - self.index.count(view.slot)):
             return False
         staged = self._staging.begin(member, sequence, snapshot)
         if count <= STEP_RECORDS:
@@ -217,13 +234,13 @@ class Directory(LocationLookups):
     @property
     def work_pending(self) -> bool:
         """Whether `work` has something to do."""
-        return bool(self._staging or self.watched.work_pending or self._index.any_discarded)
+        return bool(self._staging or self.watched.work_pending or self.index.any_discarded)
 
     @changing
     def work(self, limit_records: int | None = None) -> bool:
         """Go on with what takes long, a few milliseconds of it (`STEP_RECORDS`). Whether a view was replaced."""
         limit_records = STEP_RECORDS if limit_records is None else limit_records
-        self._index.sweep(limit_records)
+        self.index.sweep(limit_records)
         self.watched.work(limit_records)
         staged = self._staging.first
         return staged is not None and self._stage(self._views[staged.member], staged, limit_records)
@@ -250,8 +267,6 @@ class Directory(LocationLookups):
     def _wants(self, view: View, sequence: int) -> bool:
         return sequence > view.sequence or view.diverged
 
-    # --- ahead of the log --------------------------------------------------------------------
-
     # --- looking up --------------------------------------------------------------------------
 
     def show_own(self, member: Member, operation: bytes) -> None:
@@ -260,9 +275,9 @@ class Directory(LocationLookups):
         if self._published is None:
             return
         if self._own_slot is None:
-            self._own_slot = self._index.open()
+            self._own_slot = self.index.open()
             self._published.count(self._own_slot, member, True)
-        if self._index.has_room(1):
+        if self.index.has_room(1):
             self._change_own(self._own_slot, operation)
 
     def hide_own(self, digests: Iterable[bytes]) -> None:
@@ -270,12 +285,10 @@ class Directory(LocationLookups):
         if self._own_slot is None or self._published is None:
             return
         for digest in digests:
-            shown = self._index.get(self._own_slot, digest)
+            shown = self.index.get(self._own_slot, digest)
             if shown is not None:
                 self._change_own(self._own_slot, shown[:-1] + bytes((shown[-1] | REMOVED,)))
 
     @changing
     def _change_own(self, slot: int, operation: bytes) -> None:
-        self._index.apply(slot, operation)
-
-    # --- inside ------------------------------------------------------------------------------
+        self.index.apply(slot, operation)

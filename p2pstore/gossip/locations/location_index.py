@@ -47,8 +47,9 @@ _STAMPED: Final = np.dtype([("first", "<u8"), ("second", "<u8"), ("clock", "<u8"
 """Digest and stamp: the beginning of a record."""
 _FEW: Final = 64
 """Fewer operations than this are quicker one by one."""
-_FEW_NEW: Final = 24
+FEW_NEW: Final = 24
 """The same for records of new digests, and for records that go."""
+NO_ROWS: Final[Rows] = np.empty(0, np.intp)
 DEFAULT_SALT: Final = 0x9E3779B97F4A7C15F39CC0605CEDC835
 """For tables whose digests are this process's own."""
 
@@ -221,23 +222,25 @@ class LocationIndex(LocationRows):
         self._slots.drop_last(slot, 0)  # blocks only where they are needed
 
     def add_new(self, slot: int, records: Sequence[bytes]) -> None:
-        """Put in records of digests new to the slot, each of another one. A slot of few rows has no blocks."""
-        if len(records) >= _FEW_NEW:
-            self.load(slot, b"".join(records))
-        else:
-            for record in records:
-                self._put(slot, 0, record)
+        """`load` of few, for which a slot of few rows takes no blocks."""
+        for record in records:
+            self._put(slot, 0, record)
 
-    def load(self, slot: int, records: bytes | memoryview) -> None:
-        """Put in many records of digests that the slot does not hold, each of another one."""
+    def load(self, slot: int, records: bytes | memoryview, holes: Rows = NO_ROWS) -> Rows:
+        """Put in many records of digests that the slot does not hold, each of another one, and first where `take_out`
+        left holes. Returns the holes that are left."""
         self._slots.use_blocks(slot)
         whole = np.frombuffer(records, WHOLE)
-        rows = self._slots.take_many(slot, whole.size)
+        rows, holes = holes[: whole.size], holes[whole.size :]
+        if rows.size < whole.size:
+            rows = np.concatenate((rows, self._slots.take_many(slot, whole.size - rows.size)))
         self._whole[rows] = whole
         self._chains.add_many(rows)
         self._hashes[slot] ^= hash_of(whole.tolist())
         self.record_count += whole.size
-        self._slots.drop_last(slot, 0)
+        if not holes.size:
+            self._slots.drop_last(slot, 0)
+        return holes
 
     def _apply_in_rounds(
         self, slot: int, whole: npt.NDArray[np.void], fields: npt.NDArray[np.void], mixed: Words
@@ -295,13 +298,14 @@ class LocationIndex(LocationRows):
             self._whole[rows] = added
             self._chains.add_many(rows, mixed)
         if dropped.size > added.size:
-            self._close(slot, dropped[added.size :])
+            self.close_holes(slot, dropped[added.size :])
         self.record_count += added.size - dropped.size
 
-    def take_out(self, slot: int, stamped: Sequence[bytes]) -> list[bytes]:
-        """Remove the records that begin with these digests and stamps, each of another digest. Returns them."""
-        if len(stamped) < _FEW_NEW:
-            return [held for each in stamped if (held := self._take_one_out(slot, each))]
+    def take_out(self, slot: int, stamped: Sequence[bytes]) -> tuple[list[bytes], Rows]:
+        """Remove the records that begin with these digests and stamps, each of another digest. Returns them, and the
+        holes that they leave: only `load`, `take_out` of as many and `hash` may be called before `close_holes`."""
+        if len(stamped) < FEW_NEW:
+            return [held for each in stamped if (held := self._take_one_out(slot, each))], NO_ROWS
         fields = np.frombuffer(b"".join(stamped), _STAMPED)
         mixed = self.table.mix(fields["first"], fields["second"])
         self._slots.use_blocks(slot)
@@ -314,8 +318,7 @@ class LocationIndex(LocationRows):
         self._hashes[slot] ^= hash_of(taken)
         self._chains.remove_many(rows, links)
         self.record_count -= rows.size
-        self._close(slot, rows)
-        return taken
+        return taken, rows
 
     def _take_one_out(self, slot: int, stamped: bytes) -> bytes:
         row, at = self._locate(slot, stamped[:DIGEST_BYTES])
@@ -325,7 +328,7 @@ class LocationIndex(LocationRows):
         self._withdraw(slot, row, at, held)
         return held
 
-    def _close(self, slot: int, holes: Rows) -> None:
+    def close_holes(self, slot: int, holes: Rows) -> None:
         """Move the last rows of a slot into unlinked ones, and free those at the end."""
         count = self._slots.count(slot)
         last = self._slots.rows(slot, count - holes.size, count)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.location_index import LocationIndex
+from p2pstore.gossip.locations.location_index import FEW_NEW, NO_ROWS, LocationIndex
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, PeerId
 from p2pstore.location_table import RECORD, WHOLE
 from p2pstore.objects import DIGEST_BYTES, MIB, Version
@@ -39,6 +39,7 @@ Position = tuple[int, int]
 """(incarnation, sequence): a place in a member's log."""
 
 MAX_STAMP: Final = (1 << 64) - 1
+MAX_HOLES: Final = 1_024
 MAX_OWN_RECORDS: Final = 1 << 22
 """As many as a segment has slots."""
 REMOVED: Final = 0x80
@@ -178,8 +179,10 @@ class OwnLog:
 
     def __init__(self, incarnation: int, ring_limit: int = DEFAULT_RING_LIMIT) -> None:
         self.incarnation = incarnation
-        self._records = LocationIndex(MAX_OWN_RECORDS)
-        self._slot = self._records.open()
+        self._index = LocationIndex(MAX_OWN_RECORDS)
+        self._slot = self._index.open()
+        self._holes = NO_ROWS
+        """Rows of records that went: in full memory as many others come next."""
         self._ring = OperationRing(ring_limit)
         self._copies: set[LogCopy] = set()
 
@@ -194,10 +197,17 @@ class OwnLog:
         return self._ring.signed
 
     @property
+    def _records(self) -> LocationIndex:
+        """The index, without holes."""
+        if self._holes.size:
+            self._index.close_holes(self._slot, self._holes)
+            self._holes = NO_ROWS
+        return self._index
+
+    @property
     def head(self) -> LogHead:
         """Sequence, count and set hash, as the signed peer record carries them."""
-        records = self._records
-        return LogHead(self.sequence, records.count(self._slot), records.hash(self._slot))
+        return LogHead(self.sequence, self.count, self._index.hash(self._slot))
 
     def add(self, record: LocationRecord) -> bytes | None:
         """Note that this peer holds `record`. The packed operation; None when nothing changed."""
@@ -212,7 +222,10 @@ class OwnLog:
     def add_many(self, operations: Sequence[bytes]) -> None:
         """`add` of many packed records of digests that are not held."""
         packed = b"".join(operations)
-        self._records.add_new(self._slot, operations)
+        if len(operations) < FEW_NEW:
+            self._records.add_new(self._slot, operations)
+        else:
+            self._holes = self._index.load(self._slot, packed, self._holes)
         for copy in self._copies:
             for operation in operations:
                 copy.note(operation[:DIGEST_BYTES])
@@ -226,13 +239,17 @@ class OwnLog:
     def remove_many(self, gone: Sequence[tuple[bytes, Version]]) -> list[bytes]:
         """`remove` of many, each of another digest: the packed operations."""
         stamped = [digest + _STAMPED.pack(clock, writer) for digest, (clock, writer, _) in gone]
+        taken: list[bytes] = []
         if self._copies:  # the last record fills the gap of each that goes
-            taken = []
             for each in stamped:
                 self._tell_copies(each[:DIGEST_BYTES])
-                taken += self._records.take_out(self._slot, [each])
+                taken += self._records.take_out(self._slot, [each])[0]
         else:
-            taken = self._records.take_out(self._slot, stamped)
+            index = (
+                self._records if len(stamped) < FEW_NEW or self._holes.size > MAX_HOLES else self._index
+            )
+            taken, holes = index.take_out(self._slot, stamped)
+            self._holes = np.concatenate((self._holes, holes))
         operations = [held[:_FLAGS] + _WITHDRAWN[held[_FLAGS]] for held in taken]
         self._ring.extend(b"".join(operations))
         return operations
@@ -278,12 +295,12 @@ class OwnLog:
 
     def held(self, digest: bytes) -> bytes | None:
         """The packed record of a digest."""
-        return self._records.get(self._slot, digest)
+        return self._index.get(self._slot, digest)
 
     @property
     def count(self) -> int:
         """How many records are held."""
-        return self._records.count(self._slot)
+        return self._index.count(self._slot) - self._holes.size
 
     def records(self, start: int, stop: int) -> bytes:
         """Packed held records at these positions, 0 to `count` - 1. A record keeps its position, or takes that of

@@ -1,14 +1,15 @@
-"""Views of other members' logs, one per owner. Pure.
+"""Views of other members' logs, one per owner, and of the partitions that this peer is a home of. Pure.
 
-A view stands at (incarnation, sequence) and holds exactly the set that its owner's log had there. The records of all
-views are in one `LocationIndex`, a slot per view. The owner's signed head names the hash of the set at some sequence; a
-view that passes there with another hash is dropped until its owner gives a snapshot.
+A view stands at (incarnation, sequence) and holds exactly the set that its owner's log, or the keys of a partition
+among it, had there. The records of all views are in one `LocationIndex`, a slot per view. The owner's signed head names
+the hash of the set at some sequence; a view that passes there with another hash is dropped until its owner gives a
+snapshot. What moves the views of partitions is in `homes.home_views`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
@@ -32,8 +33,9 @@ class DirectoryConfig:
     relay_total: int = 131_072
     """Of all owners together, about; but at least `relay_least` of each."""
     relay_least: int = 512
-    max_early: int = 100_000
-    early_seconds: float = 60.0
+    max_words: int = 100_000
+    word_seconds: float = 60.0
+    """How long a word counts that no log has told of since."""
     max_stale: int = 100_000
 
     @property
@@ -86,6 +88,9 @@ class View:
     head: LogHead = field(default_factory=LogHead)
     hidden: bool = False
     diverged: bool = False
+    """Whether it lacks something, and only its owner can give that."""
+    number: int = 0
+    """Of the last operation, in a view of a partition."""
 
     @property
     def position(self) -> Position:
@@ -123,15 +128,8 @@ def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[
 
     @wraps(method)
     def locked(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self._lock:
-            published = self._published
-            if published is None:
-                return method(self, *args, **kwargs)
-            published.begin()
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                published.end()
+        with self.changing_rows():
+            return method(self, *args, **kwargs)
 
     return locked
 
@@ -149,29 +147,36 @@ class ViewTable:
         self.config = config or DirectoryConfig()
         self._published = published
         table = published.table if published else None
-        self._index = LocationIndex(self.config.max_rows, salt, table)
+        self.index = LocationIndex(self.config.max_rows, salt, table)
         self._lock: AbstractContextManager[object] = nullcontext()
         self._views: dict[Member, View] = {}
         self._of_slot: dict[int, View] = {}
         """The slots that count. A snapshot's does not before it is whole."""
-        self.watched = WatchedKeys(self._index)
+        self.parts: dict[int, dict[Member, View]] = {}
+        """The views of each partition, by owner. To be changed inside `changing_rows`."""
+        self.watched = WatchedKeys(self.index)
         self.shares = LocationShares()
         self._relay_limit = self.config.relay_limit
         self._unsettled: set[Member] = set()
         self._moved: set[Member] = set()
 
-    @exclusive
-    def close(self) -> None:
-        """Let go of the table and forget all. Nothing but `holders` may be called after that."""
-        self._published = None
-        self._views.clear()
-        self._of_slot.clear()
-        index, self._index = self._index, LocationIndex(0)
-        index.close()
-
     def share(self, lock: AbstractContextManager[object]) -> None:
         """From now on other threads may call `holders`; `lock` keeps them apart."""
         self._lock = lock
+
+    @contextmanager
+    def changing_rows(self) -> Iterator[None]:
+        """Hold the lock, and tell clients that rows move."""
+        with self._lock:
+            published = self._published
+            if published is None:
+                yield
+                return
+            published.begin()
+            try:
+                yield
+            finally:
+                published.end()
 
     def has_view(self, member: Member) -> bool:
         """Whether there is a view of the member's log, if only an empty one."""
@@ -222,7 +227,7 @@ class ViewTable:
         view = self._views.get(member)
         if view is None or not view.sequence:
             return None
-        return *view.position, self._index.hash(view.slot), self._index.pack(view.slot)
+        return *view.position, self.index.hash(view.slot), self.index.pack(view.slot)
 
     def places(self) -> dict[Member, ViewPlace]:
         """Where every view stands now."""
@@ -240,11 +245,11 @@ class ViewTable:
     def count_of(self, member: Member) -> int:
         """How many records a view has."""
         view = self._views.get(member)
-        return 0 if view is None else self._index.count(view.slot)
+        return 0 if view is None else self.index.count(view.slot)
 
     def digests_between(self, member: Member, start: int, stop: int) -> list[bytes]:
         """Digests at these positions of a view: see `LocationIndex.digests`."""
-        return self._index.digests(self._views[member].slot, start, stop)
+        return self.index.digests(self._views[member].slot, start, stop)
 
     def lag(self, member: Member) -> int:
         """How many operations the view is behind the latest signed head."""
@@ -252,14 +257,14 @@ class ViewTable:
         return 0 if view is None else max(0, view.head.sequence - view.sequence)
 
     def open_view(self, member: Member, incarnation: int) -> View:
-        view = self._views[member] = View(member, incarnation, self._index.open())
+        view = self._views[member] = View(member, incarnation, self.index.open())
         self._claim_slot(view)
         self._share_relay()
         return view
 
     def _agrees(self, view: View) -> bool:
         """Whether the view may be right. A wrong one is dropped."""
-        held = self._index.hash(view.slot), self._index.count(view.slot)
+        held = self.index.hash(view.slot), self.index.count(view.slot)
         if (
             view.diverged
             or view.sequence != view.head.sequence
@@ -272,7 +277,7 @@ class ViewTable:
 
     def _reset(self, view: View) -> None:
         self._discard(view.slot)
-        view.slot = self._index.open()
+        view.slot = self.index.open()
         self._claim_slot(view)
         view.ring = None
         view.sequence = 0
@@ -299,7 +304,7 @@ class ViewTable:
             self._published.count(slot, 0, False)
         del self._of_slot[slot]
         self.watched.forget(slot)
-        self._index.discard(slot)
+        self.index.discard(slot)
 
     def _share_relay(self) -> None:
         """The operations kept to pass on are bounded over all owners: halve each one's share when there are many."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final, NamedTuple, TypeVar
 
-from p2pstore.gossip.exchange.asking import MessageBudget
+from p2pstore.gossip.exchange.message_budget import MemberBudgets
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.records import PeerId
 from p2pstore.objects import put_newest
@@ -241,7 +241,7 @@ class Newcomers:
     """Peers that a member told of. Each is pinged before it counts as a member, so that invented peers never do."""
 
     def __init__(self) -> None:
-        self._budgets: OrderedDict[PeerId, MessageBudget] = OrderedDict()
+        self._pings = MemberBudgets[PeerId](PINGS_A_SECOND, PINGS_AT_ONCE, MAX_REMEMBERED)
         self._pinged_at: OrderedDict[PeerId, float] = OrderedDict()
         self._in_flight: dict[PeerId, _Ping] = {}
         self._to_ping: list[PeerId] = []
@@ -253,7 +253,7 @@ class Newcomers:
         if now < self._pinged_at.get(peer_id, -AGAIN_SECONDS) + AGAIN_SECONDS:
             return
         under_way = Counter(ping.by for ping in self._in_flight.values())
-        if under_way[by] >= MAX_IN_FLIGHT_A_MEMBER or not self._affords(by, now):
+        if under_way[by] >= MAX_IN_FLIGHT_A_MEMBER or not self._pings.affords(by, now):
             return
         self._in_flight[peer_id] = _Ping(by, tuple(control))
         put_newest(self._pinged_at, peer_id, now, MAX_REMEMBERED)
@@ -277,11 +277,3 @@ class Newcomers:
     def is_due(self) -> bool:
         """Whether `take` would give a peer."""
         return bool(self._to_ping)
-
-    def _affords(self, by: PeerId, now: float) -> bool:
-        budget = self._budgets.get(by) or MessageBudget(PINGS_A_SECOND, PINGS_AT_ONCE)
-        if not budget.has(1, now):
-            return False
-        budget.take(1, now)
-        put_newest(self._budgets, by, budget, MAX_REMEMBERED)
-        return True

@@ -43,7 +43,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from p2pstore.gossip.exchange.asking import MessageBudget
+from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.exchange.rumors import ClaimRumors
 from p2pstore.gossip.gossip_messages import Claim, Status
 from p2pstore.gossip.members.contacts import Newcomers
@@ -164,7 +164,7 @@ class Membership(MemberTable):
 
     def _may_be_remembered(self, sender: PeerId | None, now: float) -> bool:
         """Whether there is room for what `sender` claims of a peer that is not known here."""
-        if sender is not None and not self._accusers.may_claim(member_of(sender), now):
+        if sender is not None and not self._accusers.claims.affords(member_of(sender), now):
             return False
         return self.make_room_for_hearsay()
 

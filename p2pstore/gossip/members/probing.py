@@ -20,7 +20,7 @@ from random import Random
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.asking import Asked, Questions
+from p2pstore.gossip.exchange.open_requests import OpenRequest, OpenRequests
 from p2pstore.gossip.gossip_messages import (
     Ack,
     Answer,
@@ -78,7 +78,7 @@ class _Probe:
 class Probing:
     """See the module's docstring. `questions` makes the effects."""
 
-    def __init__(self, membership: Membership, questions: Questions, rng: Random) -> None:
+    def __init__(self, membership: Membership, questions: OpenRequests, rng: Random) -> None:
         self._membership = membership
         self._config = membership.config
         self._questions = questions
@@ -140,7 +140,7 @@ class Probing:
             asks += self.probe(peer_id, now)
         return asks
 
-    def answered(self, token: int, asked: Asked, reply: Message | None) -> list[Answer]:
+    def answered(self, token: int, asked: OpenRequest, reply: Message | None) -> list[Answer]:
         """The outcome of a PING or PING_REQUEST; what an `Ack` says has been taken in already."""
         if token in self._relayed:
             self._relayed.discard(token)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-from p2pstore.gossip.exchange.asking import MessageBudget
+from p2pstore.gossip.exchange.message_budget import MemberBudgets
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.objects import put_newest
@@ -148,34 +148,24 @@ class Accusers:
     that refuted this accuser twice within 180 s. Members are named by their short names."""
 
     def __init__(self) -> None:
-        self._budgets: OrderedDict[Member, MessageBudget] = OrderedDict()
+        self.claims = MemberBudgets[Member](ACCUSATIONS_A_SECOND, ACCUSATIONS_AT_ONCE, MAX_ACCUSERS)
+        """Each member's budget of claims."""
         self._unrefuted: OrderedDict[Member, set[Member]] = OrderedDict()
         """Accused -> who accused it since this peer heard from it last."""
         self._refuted: OrderedDict[tuple[Member, Member], tuple[int, float]] = OrderedDict()
         """(accuser, accused) -> how often that was refuted, and when last."""
 
     def __len__(self) -> int:
-        return len(self._budgets) + len(self._unrefuted) + len(self._refuted)
+        return len(self.claims) + len(self._unrefuted) + len(self._refuted)
 
     def may_accuse(self, accuser: Member, accused: Member, now: float) -> bool:
         """Whether to look at the accused for what `accuser` says. Counts it, if so."""
         times, at = self._refuted.get((accuser, accused), (0, 0.0))
         if times >= REFUTATIONS and now < at + DISBELIEVED_SECONDS:
             return False
-        if not self.may_claim(accuser, now):
+        if not self.claims.affords(accuser, now):
             return False
         put_newest(self._unrefuted, accused, self._unrefuted.get(accused, set()) | {accuser}, MAX_PAIRS)
-        return True
-
-    def may_claim(self, accuser: Member, now: float) -> bool:
-        """Whether this member's budget of claims has room for one more. Counts it, if so."""
-        budget = self._budgets.get(accuser)
-        if budget is None:
-            budget = MessageBudget(ACCUSATIONS_A_SECOND, ACCUSATIONS_AT_ONCE)
-        if not budget.has(1, now):
-            return False
-        budget.take(1, now)
-        put_newest(self._budgets, accuser, budget, MAX_ACCUSERS)
         return True
 
     def heard(self, accused: Member, now: float) -> None:

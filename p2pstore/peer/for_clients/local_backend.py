@@ -55,6 +55,8 @@ from p2pstore.wire import Empty, Message
 
 logger = logging.getLogger("p2pstore.peer")
 
+_ANSWERED_FIRST: Final = frozenset({LocalKind.RESERVE, LocalKind.COMMIT})
+"""Requests whose answers do not wait for the books."""
 _WITH_EFFECTS: Final = frozenset(
     {
         LocalKind.RESERVE,
@@ -199,16 +201,19 @@ class PeerLocalBackend:
             page.close_descriptor()
 
     def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
+        books = self._core.books
+        books.settle()
         if kind not in _WHILE_LEAVING:
             self._node.check_open()
         if kind in _FOR_MEMBERS:
             check_rights(self._node.credentials.ring, kind, message)
+        has_effects = kind in _WITH_EFFECTS  # not LEASE: its round trip should cost nothing else
+        self._has_effects |= has_effects
+        books.late = kind in _ANSWERED_FIRST
         made = self._handlers[kind](client, message)
         answer: Answer = in_turns(made) if type(made) is GeneratorType else made
-        if kind in _WITH_EFFECTS:  # not LEASE: its round trip should cost nothing else
-            self._has_effects = True
-            if isinstance(answer, Awaitable):
-                return self._carry_out(answer)
+        if has_effects and isinstance(answer, Awaitable):
+            return self._carry_out(answer)
         return answer
 
     async def _carry_out(self, answer: Awaitable[Message | None]) -> Message | None:
@@ -218,15 +223,23 @@ class PeerLocalBackend:
         finally:
             self._node.process()
 
+    def make_ready(self) -> None:
+        """Keep the books of what was answered, and make room for the next put."""
+        if self._has_effects:
+            books = self._core.books
+            books.late = False
+            books.settle()
+            self._puts.make_ready()
+
     def handled(self) -> None:
-        """Carry out what the requests had the core decide, and make room for the next put."""
+        """Carry out what the requests had the core decide."""
         if self._has_effects:
             self._has_effects = False
-            self._puts.make_room_ahead()
             self._node.process()
 
     def client_gone(self, client: LocalClient) -> None:
         self._node.local_clients -= 1
+        self._puts.client_gone(client)
         self._checkpoints.client_gone(client)
         self._node.carry_out(self._segment.drop_session_in_steps(client.session))
         page = self._hazard_pages.pop(client.session, None)

@@ -17,7 +17,6 @@ from p2pstore.core.puts.placing import place
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, Reserved, publish_new, reserve_many
 from p2pstore.core.puts.put_operation import PutOperation, check_put
 from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
-from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalClient
@@ -35,6 +34,8 @@ from p2pstore.wire import Empty
 _NO_ROOM_AHEAD: Final = CapacityExceeded("no room can be spared for puts to come")
 ABORTED_PER_STEP: Final = 64
 
+RoomAhead: TypeAlias = tuple[int, int, int, str]
+"""Length, trailer length, count, namespace."""
 Started: TypeAlias = Operation | PutAmongMany | PutEnd | Exception
 """A put that was begun, or that ended at once."""
 
@@ -47,8 +48,10 @@ class LocalPuts:
         self._issuer = issuer
         self._core = node.core
         self._segment = node.core.segment
-        self._next_put: tuple[int, int, str] | None = None
-        """The likely next reservation of a client that puts in a loop: length, trailer length, namespace."""
+        self._next_put: tuple[int, RoomAhead] | None = None
+        """Session of a client that puts in a loop, and the room that it is likely to want after the next put."""
+        self._ready: dict[int, tuple[RoomAhead, Reservation]] = {}
+        """Room of each session, of which its next COMMIT is told."""
 
     def reserve(self, client: LocalClient, message: local.Reserve) -> Answer:
         """Room for each value, or why there is none."""
@@ -104,6 +107,7 @@ class LocalPuts:
                 raise ValueError(
                     "durable: this peer has no SSD tier to keep the object on: give it --ssd"
                 )
+            self._core.books.settle()
             operation = PutOperation(self._core, item, session=client.session, namespace=namespace)
             return self._core.operations.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
@@ -164,43 +168,58 @@ class LocalPuts:
             return local.Committed(outcomes, _spans(rooms))
         ahead: list[Reserved] = []
         try:
-            for size in again:
+            for room in message.again:
                 if ahead:
                     yield
-                ahead.append((yield from self._reserve_ahead(client, size, message.namespace)))
+                ahead += yield from self._reserve_ahead(client, room, message.namespace)
         except BaseException:  # the client will not release them
             self._abort_all(client, [each.number for each in ahead if isinstance(each, Reservation)])
             raise
         return local.Committed(outcomes, _spans(ahead))
 
     def _reserve_ahead(
-        self, client: LocalClient, size: tuple[int, int], namespace: str
-    ) -> Steps[Reserved]:
-        """Room for a put that may never come, where some can be spared."""
-        if not self._segment.room.can_spare(*size, namespace=namespace):
-            return _NO_ROOM_AHEAD
-        [reserved] = yield from self._rooms_for(client, [size], namespace)
-        if isinstance(reserved, Reservation):
-            self._next_put = *size, namespace
-        return reserved
+        self, client: LocalClient, room: tuple[int, int, int], namespace: str
+    ) -> Steps[list[Reserved]]:
+        """Room for puts that may never come, where some can be spared."""
+        length, trailer_length, count = room
+        wanted = *room, namespace
+        self._next_put = client.session, wanted
+        before, ready = self._ready.get(client.session, (None, None))
+        if ready is not None and before == wanted:
+            del self._ready[client.session]
+            return [ready]
+        if not self._segment.room.can_spare(*room, namespace=namespace):
+            return [_NO_ROOM_AHEAD] * count
+        return (yield from self._rooms_for(client, [(length, trailer_length)] * count, namespace))
 
-    def make_room_ahead(self) -> None:
-        """Evict for the next put while no put waits for room: one value's room, however many clients put."""
+    def make_ready(self) -> None:
+        """Evict for the next put or batch of a client while none waits for room. That of a single put is held ready."""
         if self._next_put is None:
             return
-        length, trailer_length, namespace = self._next_put
+        session, wanted = self._next_put
         self._next_put = None
+        length, trailer_length, count, namespace = wanted
         now = self._node.now
         self._segment.room.make_ahead(
-            length, trailer_length, now=self._core.unix(now), namespace=namespace
+            length, trailer_length, count, now=self._core.unix(now), namespace=namespace
         )
         self._core.objects.announce_withdrawn(now)
+        if count == 1 and session not in self._ready:
+            size = [(length, trailer_length)]
+            for each in self._segment.reserve_free(size, session=session, namespace=namespace):
+                self._ready[session] = wanted, each
+
+    def client_gone(self, client: LocalClient) -> None:
+        self._ready.pop(client.session, None)
 
     def abort(self, client: LocalClient, message: local.Abort) -> Answer:
         """Give reservations back; one that has ended already is passed over."""
         return in_turns(self._abort_in_steps(client, message.reservations))
 
     def _abort_in_steps(self, client: LocalClient, numbers: Sequence[int]) -> Steps[Empty]:
+        _, ready = self._ready.pop(client.session, (None, None))
+        if ready is not None:
+            self._abort_all(client, [ready.number])
         for begin in range(0, len(numbers), ABORTED_PER_STEP):
             if begin:
                 yield
@@ -250,10 +269,8 @@ class LocalPuts:
             raise ProtocolError("not a location record")
         if message.peer_id != self._core.peer_id:
             now = self._node.now
-            position = (message.incarnation, message.sequence)
-            self._core.gossip.locations.heard(
-                member_of(message.peer_id), position, message.record, now, word=Word.OWN
-            )
+            place = message.incarnation, [message.sequence]
+            self._core.gossip.directory.heard(member_of(message.peer_id), *place, message.record, now)
             stamp = decode_location(message.record).version.clock
             self._core.clock.observe(stamp, self._core.believed_unix(now))  # later puts are above it
         self._core.counters["puts_elsewhere"] += 1

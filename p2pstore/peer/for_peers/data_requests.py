@@ -30,7 +30,7 @@ from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.failover import HolderReport, PullFailed
 from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
-from p2pstore.transfer.reading.shm import copy_many
+from p2pstore.transfer.reading.shm_transport import copy_many
 from p2pstore.transfer.reading.small_reads import MAX_ITEMS, Part
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import PullReport, RemoteCopy, RemotePeer, pull_with_failover

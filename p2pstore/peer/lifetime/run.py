@@ -32,7 +32,7 @@ from p2pstore.peer.lifetime.logs import configure_logs, reopen_logs, send_stderr
 from p2pstore.runtime.linux import has_terminal
 from p2pstore.runtime.trio_tasks import open_background_nursery, sole_cause
 from p2pstore.state.places import kept
-from p2pstore.topology.hardware import is_matrix
+from p2pstore.transfer.rdma.rdma_topology import is_matrix
 
 logger = logging.getLogger("p2pstore.peer")
 

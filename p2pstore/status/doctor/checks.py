@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import p2pstore
 from p2pstore import blocking
@@ -22,14 +22,8 @@ from p2pstore.local.socket_paths import SOCKET_VARIABLE, find_socket, live_socke
 from p2pstore.memory.mapped.mapped_memory import makes_huge_pages
 from p2pstore.status.doctor import machine_rules, network_rules, readings
 from p2pstore.status.doctor.finding import Finding, broken, fine, skipped, warning
-from p2pstore.status.doctor.network_rules import (
-    LocalPeerReading,
-    absent_local_peer,
-    judge_local_peer,
-    silent_local_peer,
-    ssd_reading,
-)
-from p2pstore.topology.sysfs import read_machine, read_matrix
+from p2pstore.status.doctor.network_rules import absent_local_peer, judge_local_peer, silent_local_peer
+from p2pstore.transfer.rdma.rdma_hardware import read_machine, read_matrix
 
 CHECK_SECONDS: Final = 5.0
 
@@ -259,17 +253,4 @@ class LocalPeers:
         peer = document["peer"]
         for address in (*peer.get("control", ()), *peer.get("data", ())):
             self.ports[split_address(address, "address")[1]] = peer["name"]
-        return judge_local_peer(_reading(document), p2pstore.__version__)
-
-
-def _reading(document: dict[str, Any]) -> LocalPeerReading:
-    peer = document["peer"]
-    return LocalPeerReading(
-        name=peer["name"],
-        software=peer["software"],
-        cluster=document["cluster"]["name"],
-        live=document["cluster"]["peers"],
-        clock_ahead_seconds=peer.get("clock_ahead_seconds"),
-        ssd=ssd_reading(peer["ssd"]) if "ssd" in peer else None,
-        problems=peer.get("problems"),
-    )
+        return judge_local_peer(document, p2pstore.__version__)

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from p2pstore.objects import counted, format_bytes
 from p2pstore.status.doctor.finding import Finding, Status, broken, fine, skipped, warning
-from p2pstore.topology.hardware import Machine, Matrix
 from p2pstore.transfer.rdma.rdma_rules import GidEntry, choose_gid
+from p2pstore.transfer.rdma.rdma_topology import Machine, Matrix
 
 CONTROL_PORT: Final = 17946
 DATA_PORT: Final = 17947
@@ -213,48 +213,22 @@ def judge_gpus(gpus: Sequence[GpuReading]) -> Finding:
 # --- SSDs of peers ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SsdReading:
-    """A peer's SSD tier as its statistics have it. `why` is empty as long as `state` is ok."""
-
-    state: str
-    why: str
-    capacity_bytes: int
-    live_bytes: int
-    objects: int
-    damaged: int
-    read_p99_ms: float
-    cure: str = ""
-
-
-def ssd_reading(ssd: Mapping[str, Any]) -> SsdReading:
-    """The reading of `ssd` in a statistics document."""
-    return SsdReading(
-        state=ssd["state"],
-        why=ssd["why"],
-        cure=ssd.get("cure", ""),
-        capacity_bytes=ssd["capacity_bytes"],
-        live_bytes=ssd["live_bytes"],
-        objects=ssd["objects"],
-        damaged=ssd["damaged"],
-        read_p99_ms=ssd["read_latency"].get("p99_ms") or 0.0,
-    )
-
-
-def judge_ssd(name: str, ssd: SsdReading) -> Finding:
-    """The SSD of a peer on this machine."""
+def judge_ssd(name: str, ssd: Mapping[str, Any]) -> Finding:
+    """The SSD of a peer on this machine, by its statistics."""
+    read_p99_ms = ssd["read_latency"].get("p99_ms") or 0.0
     text = (
-        f"{format_bytes(ssd.live_bytes)} of {format_bytes(ssd.capacity_bytes)}, {counted(ssd.objects, 'object')}, "
-        f"99 % of reads in {ssd.read_p99_ms:.1f} ms"
+        f"{format_bytes(ssd['live_bytes'])} of {format_bytes(ssd['capacity_bytes'])}, "
+        f"{counted(ssd['objects'], 'object')}, 99 % of reads in {read_p99_ms:.1f} ms"
     )
-    measured = {"read_p99_ms": ssd.read_p99_ms, "capacity_bytes": ssd.capacity_bytes}
-    if ssd.state != "ok":
-        state = "is only read" if ssd.state == "read_only" else "is not used any more"
-        return broken(f"{name}: ssd", f"{state}: {text}", ssd.why, ssd.cure or "start the peer again")
-    if ssd.damaged:
+    measured = {"read_p99_ms": read_p99_ms, "capacity_bytes": ssd["capacity_bytes"]}
+    if ssd["state"] != "ok":
+        state = "is only read" if ssd["state"] == "read_only" else "is not used any more"
+        cure = ssd.get("cure") or "start the peer again"
+        return broken(f"{name}: ssd", f"{state}: {text}", ssd["why"], cure)
+    if ssd["damaged"]:
         return warning(
             f"{name}: ssd",
-            f"{text}; {counted(ssd.damaged, 'damaged object')}",
+            f"{text}; {counted(ssd['damaged'], 'damaged object')}",
             "what was read was not what had been written; other copies were used, if there were any",
             "if that number grows, replace the disk",
             **measured,
@@ -262,38 +236,25 @@ def judge_ssd(name: str, ssd: SsdReading) -> Finding:
     return fine(f"{name}: ssd", text, **measured)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalPeerReading:
-    """A peer on this machine as it answered. `clock_ahead_seconds`: of this machine's clock against the median of the
-    others'; None where it is not known. `problems`: as its status page shows them; None of an older peer, which does
-    not say."""
-
-    name: str
-    software: str
-    cluster: str
-    live: int
-    clock_ahead_seconds: float | None = None
-    ssd: SsdReading | None = None
-    problems: Sequence[Mapping[str, str]] | None = ()
-
-
-def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Finding]:
-    """The peer, its problems in its own words, and readings of it that are as they should be."""
-    name = f"peer {reading.name}"
-    members = f"{counted(reading.live, 'live member')}"
-    text = f"p2pstore {reading.software}, cluster {reading.cluster}, {members}"
-    findings = [fine(name, text)]
-    if reading.problems is None:
+def judge_local_peer(document: Mapping[str, Any], own_version: str) -> list[Finding]:
+    """A peer on this machine by its statistics document: its problems in its own words, and readings of it that are as
+    they should be."""
+    peer, cluster = document["peer"], document["cluster"]
+    name, software = f"peer {peer['name']}", peer["software"]
+    members = counted(cluster["peers"], "live member")
+    findings = [fine(name, f"p2pstore {software}, cluster {cluster['name']}, {members}")]
+    if "problems" not in peer:
         findings.append(
             skipped(f"{name}: problems", "it is older, and does not say: see its status page")
         )
-    problems = [_finding(name, each) for each in reading.problems or ()]
+    problems = [_finding(name, each) for each in peer.get("problems", ())]
     told = {finding.name for finding in problems}
-    if reading.clock_ahead_seconds is not None and f"{name}: clock" not in told:
-        findings.append(_clock(name, reading.clock_ahead_seconds))
-    if reading.ssd is not None and f"{name}: ssd" not in told:
-        findings.append(judge_ssd(name, reading.ssd))
-    if reading.software != own_version:
+    ahead = peer.get("clock_ahead_seconds")  # of this machine's clock, against the median of the others'
+    if ahead is not None and f"{name}: clock" not in told:
+        findings.append(_clock(name, ahead))
+    if "ssd" in peer and f"{name}: ssd" not in told:
+        findings.append(judge_ssd(name, peer["ssd"]))
+    if software != own_version:
         findings.append(
             warning(
                 f"{name}: this command",

@@ -26,7 +26,8 @@ from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.links.sockets import Endpoint, connect
-from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id, open_peer_record
+from p2pstore.gossip.records import PeerId, PeerRecord, open_peer_record
+from p2pstore.runtime.linux import host_identity
 from p2pstore.runtime.trio_tasks import sole_cause
 from p2pstore.state.folder import ephemeral
 from p2pstore.status.doctor import way_rules
@@ -36,7 +37,6 @@ from p2pstore.status.doctor.way_transports import (
     examine_rdma,
     examine_shared_memory,
 )
-from p2pstore.topology.sysfs import host_identity
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.ticket_issuer import TicketIssuer
@@ -215,20 +215,10 @@ class _Examination:
             raise self._end(
                 broken("peer", "", str(error), "look at its log; its version may be too new")
             ) from None
-        self.report(self._who(record, members))
+        protocols = MIN_DATA_VERSION, MAX_DATA_VERSION
+        self.report(way_rules.judge_who(record, members, p2pstore.__version__, protocols))
         self.report(way_rules.judge_round_trip("control round trip", round_trips))
         return record
-
-    def _who(self, record: PeerRecord, members: int) -> Finding:
-        reading = way_rules.PeerReading(
-            record.name,
-            format_peer_id(record.peer_id),
-            record.software,
-            (record.min_protocol, record.max_protocol),
-            tuple(record.data),
-            members,
-        )
-        return way_rules.judge_who(reading, p2pstore.__version__, (MIN_DATA_VERSION, MAX_DATA_VERSION))
 
     # --- its data ----------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from p2pstore.gossip.records import PeerRecord, format_peer_id
 from p2pstore.objects import counted
 from p2pstore.status.doctor.finding import Failure, Finding, broken, fine, skipped, warning
 from p2pstore.wire import Code
@@ -145,25 +146,15 @@ def judge_no_admission(
     return broken("admission", "", reason, "look at the peer's log")
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReading:
-    """The answering peer, from its own signed record."""
-
-    name: str
-    peer_id: str
-    software: str
-    protocols: tuple[int, int]
-    data: tuple[str, ...]
-    members: int
-
-
-def judge_who(reading: PeerReading, own_software: str, own_protocols: tuple[int, int]) -> Finding:
-    low, high = reading.protocols
+def judge_who(
+    record: PeerRecord, members: int, own_software: str, own_protocols: tuple[int, int]
+) -> Finding:
+    """The answering peer by its own signed record, and how many members it knows."""
     text = (
-        f"{reading.name}, {reading.peer_id}, p2pstore {reading.software}, protocol {low} to {high}, "
-        f"knows {counted(reading.members, 'member')}"
+        f"{record.name}, {format_peer_id(record.peer_id)}, p2pstore {record.software}, "
+        f"protocol {record.min_protocol} to {record.max_protocol}, knows {counted(members, 'member')}"
     )
-    if reading.software != own_software:
+    if record.software != own_software:
         return warning(
             "peer",
             text,

@@ -39,8 +39,8 @@ from p2pstore.transfer.rdma.rdma_serving import device_names, open_devices
 from p2pstore.transfer.rdma.rdma_staging import Staging
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.read_tickets import GrantedTicket
+from p2pstore.transfer.reading.connection_pool import ConnectionPool, open_connection
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.data_pool import DataPool, open_connection
 from p2pstore.transfer.transport import RemoteCopy
 
 PINGS: Final = 20
@@ -211,7 +211,7 @@ async def _measure_rdma(
     names: Sequence[str], copy: RemoteCopy, seconds: float
 ) -> tuple[str, int, float]:
     """(device, bytes, seconds)."""
-    pool = DataPool(TrioDriver())
+    pool = ConnectionPool(TrioDriver())
     try:
         (device,) = open_devices(names, most=1)
         with device:

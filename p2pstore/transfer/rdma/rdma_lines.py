@@ -19,7 +19,7 @@ from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.memory.segment_layout import SEGMENT_HEADER_BYTES, Geometry, decode_segment_header
 from p2pstore.transfer.data_messages import DataKind, Ping, RdmaConnect, RdmaConnected
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.rdma.rdma_addresses import wake_neighbour
+from p2pstore.transfer.rdma.rdma_hardware import wake_neighbour
 from p2pstore.transfer.rdma.rdma_payload import read_bytes
 from p2pstore.transfer.rdma.rdma_reads import Line, ReadEngine, ReadFailed, SeenSlots
 from p2pstore.transfer.rdma.rdma_rules import (
@@ -32,8 +32,8 @@ from p2pstore.transfer.rdma.rdma_rules import (
 )
 from p2pstore.transfer.rdma.rdma_staging import BlockPool
 from p2pstore.transfer.rdma.rdma_verbs import LinkDown, QueuePair
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import Code
 
@@ -90,7 +90,7 @@ class Lines:
         self,
         engines: Sequence[ReadEngine],
         preferred: int,
-        pool: DataPool,
+        pool: ConnectionPool,
         nursery: trio.Nursery,
         small: BlockPool,
         progress_seconds: float,

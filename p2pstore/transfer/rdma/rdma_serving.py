@@ -22,10 +22,8 @@ import trio
 from p2pstore.config import PeerConfig
 from p2pstore.errors import CapacityExceeded, ConfigError, P2PStoreError, Unavailable
 from p2pstore.objects import CHUNK_BYTES
-from p2pstore.topology.hardware import Choice, Matrix, natural_order
-from p2pstore.topology.sysfs import location_of, read_matrix
 from p2pstore.transfer.data_messages import RdmaConnect, RdmaConnected
-from p2pstore.transfer.rdma.rdma_addresses import wake_neighbour
+from p2pstore.transfer.rdma.rdma_hardware import location_of, read_matrix, wake_neighbour
 from p2pstore.transfer.rdma.rdma_rules import (
     MAX_PACKET_NUMBER,
     Endpoint,
@@ -35,9 +33,10 @@ from p2pstore.transfer.rdma.rdma_rules import (
     same_network,
 )
 from p2pstore.transfer.rdma.rdma_staging import Registered
+from p2pstore.transfer.rdma.rdma_topology import Choice, Matrix, natural_order
 from p2pstore.transfer.rdma.rdma_verbs import Device, QueuePair, Region
 from p2pstore.transfer.read_tickets import TicketClaims
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 
 if TYPE_CHECKING:
     from p2pstore.transfer.rdma.rdma_reads import ReadEngine
@@ -189,7 +188,10 @@ class PeerRdma:
 
 @asynccontextmanager
 async def open_rdma(
-    config: PeerConfig, view: memoryview, pool: DataPool, provide_pages: Callable[[], Awaitable[None]]
+    config: PeerConfig,
+    view: memoryview,
+    pool: ConnectionPool,
+    provide_pages: Callable[[], Awaitable[None]],
 ) -> AsyncIterator[PeerRdma | None]:
     """RDMA for the length of the block, with the memory of `view` registered; None when this peer is not to use it, or
     has no device. `provide_pages` has the kernel provide that memory.

@@ -60,9 +60,9 @@ from p2pstore.transfer.rdma.rdma_staging import (
 )
 from p2pstore.transfer.rdma.rdma_verbs import Device
 from p2pstore.transfer.reading.arriving import Destination, checked_view, resume, watch_of
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.reading.segment_reader import expired
-from p2pstore.transfer.reading.shm import ON_SSD
+from p2pstore.transfer.reading.shm_transport import ON_SSD
 from p2pstore.transfer.reading.span_reads import failure_of
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import Pulled, RemoteCopy
@@ -99,7 +99,7 @@ class RdmaTransport:
     def __init__(
         self,
         engines: Sequence[ReadEngine],
-        pool: DataPool,
+        pool: ConnectionPool,
         nursery: trio.Nursery,
         *,
         staging: Staging,

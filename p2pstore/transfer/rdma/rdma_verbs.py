@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.objects import format_bytes
-from p2pstore.transfer.rdma.rdma_addresses import (
+from p2pstore.transfer.rdma.rdma_hardware import (
     interface_of,
     network_bits,
     port_bytes_per_second,

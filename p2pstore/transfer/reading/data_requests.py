@@ -1,8 +1,8 @@
 """Requests and their replies on a data connection, from the hello on. Over any `ByteStream`.
 
-One task or thread uses a connection at a time (`p2pstore.transfer.reading.data_pool` sees to that), so replies come
-in the order of requests. When an operation ends in the middle of a reply, by error or cancellation, the
-connection is closed: its remaining bytes would be taken for the next reply.
+One task or thread uses a connection at a time (`connection_pool` sees to that), so replies come in the order of
+requests. When an operation ends in the middle of a reply, by error or cancellation, the connection is closed: its
+remaining bytes would be taken for the next reply.
 """
 
 from __future__ import annotations
@@ -307,10 +307,6 @@ class Inbox:
             return None
         self._start = end
         return self._buffer[start:end]
-
-    def put_back(self, length: int) -> None:
-        """Undo the last `held` or `take` in place."""
-        self._start -= length
 
     async def take(self, length: int, *, soon: bool = False) -> memoryview:
         """The next `length` bytes: in place, until the next call, unless they are too many for that. `soon`: they

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from p2pstore.errors import P2PStoreError, ProtocolError
-from p2pstore.memory.segment_layout import Slot, TrailerBody, is_only_chunk, slot_version
+from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, chunk_count, chunk_sum
 from p2pstore.runtime.flow import NO_LIMITS, HolderLimits, Outrun
 from p2pstore.transfer.data_messages import (
@@ -42,12 +42,11 @@ from p2pstore.transfer.reading.arriving import (
     watch_of,
 )
 from p2pstore.transfer.reading.data_requests import DataRequests, is_damage
-from p2pstore.transfer.transport import BufferDestination, Pulled, check_object
+from p2pstore.transfer.transport import Pulled, check_object
 from p2pstore.wire import Code, code_of
 
-ItemOutcome = Pulled | int | P2PStoreError | ValueError
-"""One item of a batch: pulled, just the length of what was (an object of one chunk that went into a plain buffer), or
-why not."""
+ItemOutcome = Pulled | P2PStoreError | ValueError
+"""One item of a batch: pulled, or why not."""
 BatchItem = tuple[bytes, Destination]
 """A digest, and where the object goes."""
 
@@ -61,7 +60,7 @@ DISCARD_BYTES: Final = CHUNK_BYTES
 """Bytes that nothing needs which are read to keep a connection; for more, a new connection is cheaper."""
 
 SMALL_BYTES: Final = 64 * KIB
-"""Payloads that are checked before they are copied to where they belong: a batch of them takes few receives."""
+"""Payloads that are copied to where they belong: a batch of them takes few receives."""
 TRANSPORT_NAME: Final = "tcp"
 NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
 """Beyond the end of any object: asks for its slot and trailer alone."""
@@ -270,11 +269,6 @@ class SpanReader:
         destination, connection, bulk_bytes = wanted.destination, self._connection, reply.bulk_bytes
         assert destination is not None
         watched = watch_of(destination) is not None
-        if 0 < bulk_bytes <= SMALL_BYTES and not watched:
-            payload = await connection.inbox.take(bulk_bytes)
-            connection.bulk_left -= bulk_bytes
-            wanted.outcome = _deliver_small(reply, asked, destination, payload)
-            return
         slot, trailer = check_reply(reply, asked)
         # Without bytes, chunks were asked for that a longer version had.
         if slot.length > CHUNK_BYTES or (slot.length and (watched or not bulk_bytes)):
@@ -286,7 +280,11 @@ class SpanReader:
             return
         view = checked_view(destination, slot, trailer)
         if bulk_bytes:  # of one chunk: keeping account of that would take as long as a small one
-            value_sum = await connection.inbox.read_summed(view)
+            if bulk_bytes <= SMALL_BYTES:
+                await connection.inbox.read_into(view)
+                value_sum = chunk_sum(view)
+            else:
+                value_sum = await connection.inbox.read_summed(view)
             connection.bulk_left -= bulk_bytes
             check_sum(value_sum, int.from_bytes(trailer.sums, "little"), 0)
         wanted.outcome = Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
@@ -380,25 +378,6 @@ async def look(
         number = await connection.send(DataKind.GET, Get([item]))
         (reply,) = await receive_answer(connection, Asked(number, (item,)))
         return check_reply(reply, item)
-
-
-def _deliver_small(
-    reply: ObjectReply, asked: GetItem, destination: Destination, payload: memoryview
-) -> Pulled | int:
-    """A payload that is here: it is checked in place, and copied to where it belongs."""
-    if (
-        type(destination) is BufferDestination
-        and not reply.status
-        and is_only_chunk(reply.slot, asked.digest, len(payload), chunk_sum(payload))
-        and (destination.announced is None or destination.announced.allows(slot_version(reply.slot)))
-        and destination.take_in(payload)
-    ):
-        return len(payload)
-    slot, trailer = check_reply(reply, asked)
-    view = checked_view(destination, slot, trailer)
-    check_sum(chunk_sum(payload), int.from_bytes(trailer.sums, "little"), 0)
-    view[:] = payload
-    return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
 
 
 class Asked(NamedTuple):

@@ -29,15 +29,15 @@ from p2pstore.transfer.reading.arriving import (
     Sharing,
     Step,
 )
+from p2pstore.transfer.reading.connection_pool import MAX_READERS, ConnectionPool
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.data_pool import MAX_READERS, DataPool
 from p2pstore.transfer.reading.data_requests import is_damage
 from p2pstore.transfer.reading.span_reads import TRANSPORT_NAME
 from p2pstore.transfer.transport import SLICED_BYTES, Helpers, Pulled, RemoteCopy, with_alternatives
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
-    from p2pstore.transfer.reading.data_pool import DataPool
+    from p2pstore.transfer.reading.connection_pool import ConnectionPool
 
 SLICE_CHUNKS: Final = 16 * MIB // CHUNK_BYTES
 RECHECK_SECONDS: Final = 1.0
@@ -72,7 +72,7 @@ class _Reader:
         self._connection: DataConnection | None = None
 
     def began(self, connection: DataConnection) -> None:
-        """It has a connection; as `data_pool.Using`."""
+        """It has a connection; as `connection_pool.Using`."""
         with self._team.lock:
             self._connection = connection
             if self._team.is_abandoned:
@@ -100,7 +100,7 @@ class TeamRead:
     """One read. `lock` guards all that several readers touch; it is held for microseconds."""
 
     def __init__(
-        self, pool: DataPool, digest: bytes, destination: ResumableDestination, helpers: Helpers
+        self, pool: ConnectionPool, digest: bytes, destination: ResumableDestination, helpers: Helpers
     ) -> None:
         self.lock = threading.RLock()
         self._pool = pool
@@ -324,11 +324,11 @@ class TeamRead:
 
 
 class TcpTransport:
-    """`Transport` over a `DataPool`: reaches every peer that advertises a data address."""
+    """`Transport` over a `ConnectionPool`: reaches every peer that advertises a data address."""
 
     name = TRANSPORT_NAME
 
-    def __init__(self, pool: DataPool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
 
     def why_not(self, copy: RemoteCopy) -> str:

@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from p2pstore.gossip.exchange.anti_entropy import OperationRate
-from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, MessageBudget, Questions, SharedBudget
+from p2pstore.gossip.exchange.message_budget import MessageBudget, SharedBudget
+from p2pstore.gossip.exchange.open_requests import LOST_ANSWER_SECONDS, OpenRequests
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.wire import Empty
@@ -16,7 +17,7 @@ KINDS = (ControlKind.EXCHANGE, ControlKind.DELTA, ControlKind.PING)
 
 
 def test_questions_are_counted_by_kind_until_they_are_answered_or_lost() -> None:
-    rng, questions, now = Random(3), Questions(GossipConfig()), 0.0
+    rng, questions, now = Random(3), OpenRequests(GossipConfig()), 0.0
     model: dict[int, tuple[ControlKind | None, int, float]] = {}
     for step in range(2000):
         now += rng.choice((0.0, 0.1, 20.0))

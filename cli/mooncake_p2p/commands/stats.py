@@ -3,8 +3,7 @@
 `stats --watch`: reads the statistics again and again, and shows what changed.
 
 On a terminal it draws on the alternate screen, which the terminal puts away at the end whatever happened
-on it meanwhile: resizing, scrolling, Ctrl-C. The last picture is then printed once more, to stay.
-"""
+on it meanwhile: resizing, scrolling, Ctrl-C. The last picture is then printed once more, to stay."""
 
 from __future__ import annotations
 
@@ -30,8 +29,10 @@ from mooncake_p2p.options import (
     was_given,
 )
 from mooncake_p2p.output import (
+    Columns,
     ProgressBar,
     describe,
+    format_seconds,
     print_json,
     print_json_line,
     print_table,
@@ -139,29 +140,25 @@ def peers(
         _print_reads(members)
         return
     from mooncake_p2p.statistics_view import ago, share
-    from mooncake_p2p.statistics_view import seconds as length
 
-    knows = ("KNOWS",) if any(member.directory == "partitioned" for member in members) else ()
-    print_table(
-        ("NAME", "STATUS", "RTT", "HEARD", "USED", "LOAD", *knows, "CONTROL", "READ BY", "PEER ID"),
-        [
-            (
-                member.name,
-                "leaving" if member.leaving else member.status,
-                "-" if member.round_trip_seconds is None else length(member.round_trip_seconds),
-                "me" if member.me else ago(_finite(member.heard_seconds_ago)),
-                share(member.memory_used, member.memory_capacity).partition(" of")[0],
-                f"{100 * member.load:.0f} %",
-                *(KNOWN_PART.get(member.directory, "-") for _ in knows),
-                ", ".join(member.control),
-                _read_by(member),
-                short_id(member.peer_id),
-            )
-            for member in members
-        ],
-        right=("RTT", "HEARD", "USED", "LOAD"),
-        fold=("CONTROL", "READ BY"),
-    )
+    def round_trip(member: PeerInfo) -> str:
+        return "-" if member.round_trip_seconds is None else format_seconds(member.round_trip_seconds)
+
+    columns: Columns[PeerInfo] = {
+        "NAME": lambda member: member.name,
+        "STATUS": lambda member: "leaving" if member.leaving else member.status,
+        ">RTT": round_trip,
+        ">HEARD": lambda member: "me" if member.me else ago(_finite(member.heard_seconds_ago)),
+        ">USED": lambda member: share(member.memory_used, member.memory_capacity).partition(" of")[0],
+        ">LOAD": lambda member: f"{100 * member.load:.0f} %",
+        "KNOWS": lambda member: KNOWN_PART.get(member.directory, "-"),
+        "~CONTROL": lambda member: ", ".join(member.control),
+        "~READ BY": _read_by,
+        "PEER ID": lambda member: short_id(member.peer_id),
+    }
+    if all(member.directory != "partitioned" for member in members):
+        columns = {header: cell for header, cell in columns.items() if header != "KNOWS"}
+    print_table(members, columns)
 
 
 def _finite(seconds: float) -> float | None:
@@ -179,28 +176,22 @@ def _read_by(member: PeerInfo) -> str:
 
 
 def _print_reads(members: Sequence[PeerInfo]) -> None:
-    from mooncake_p2p.statistics_view import seconds as length
 
     def took(microseconds: int) -> str:
-        return length(microseconds / 1e6) if microseconds else "-"
+        return format_seconds(microseconds / 1e6) if microseconds else "-"
 
     print_table(
-        ("NAME", "TRANSPORT", "OBJECTS", "BYTES", "P50", "P99", "FAILED", "PEER ID"),
-        [
-            (
-                member.name,
-                name,
-                f"{use['objects']:,}",
-                format_bytes(use["bytes"]),
-                took(use["median_microseconds"]),
-                took(use["p99_microseconds"]),
-                f"{use['failures']:,}",
-                short_id(member.peer_id),
-            )
-            for member in members
-            for name, use in member.transports.items()
-        ],
-        right=("OBJECTS", "BYTES", "P50", "P99", "FAILED"),
+        [(member, name, use) for member in members for name, use in member.transports.items()],
+        {
+            "NAME": lambda each: each[0].name,
+            "TRANSPORT": lambda each: each[1],
+            ">OBJECTS": lambda each: f"{each[2]['objects']:,}",
+            ">BYTES": lambda each: format_bytes(each[2]["bytes"]),
+            ">P50": lambda each: took(each[2]["median_microseconds"]),
+            ">P99": lambda each: took(each[2]["p99_microseconds"]),
+            ">FAILED": lambda each: f"{each[2]['failures']:,}",
+            "PEER ID": lambda each: short_id(each[0].peer_id),
+        },
     )
 
 

@@ -71,7 +71,7 @@ def carried_ticket(peer: RemotePeer) -> GrantedTicket:
     return peer.ticket
 
 
-class DataPool(ConnectionPlaces):
+class ConnectionPool(ConnectionPlaces):
     """Connections to any number of peers, for any number of tasks (or threads, with blocking sockets).
 
     At most `max_places` connections to one peer; of those `idle_per_peer` are kept when idle, and

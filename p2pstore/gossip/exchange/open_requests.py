@@ -1,10 +1,4 @@
-"""Open requests of gossip, and the budget of messages. Pure.
-
-A message costs some half millisecond of CPU at each end, so gossip is bounded by their number, whatever the size and
-load of the cluster. Probes and answers never wait: what they take is missing for exchanges and eager messages. Messages
-of others take two thirds at most (about half among equals): so the sum keeps to the bound, and no other peer can keep
-this one from beginning exchanges. A sender is answered only as often as a peer with the same bounds may ask.
-"""
+"""Open requests of gossip: each counts against the message budget, and ends by its answer or as failed. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from p2pstore.gossip.exchange.message_budget import SharedBudget
 from p2pstore.gossip.gossip_messages import Ask, ControlKind, FetchSnapshot
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.wire import Message
@@ -26,7 +21,7 @@ LOST_ANSWER_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OpenRequest:
     """One question to `peer_id`. `kind`: None for a snapshot of `member`; `floors_epoch`: which an exchange asks of."""
 
     kind: ControlKind | None
@@ -40,7 +35,7 @@ class Asked:
     """Of a snapshot that is asked for."""
 
 
-class Questions:
+class OpenRequests:
     """Makes the effects that are answered, and knows them again by their tokens."""
 
     def __init__(self, config: GossipConfig) -> None:
@@ -49,8 +44,8 @@ class Questions:
         """Each question is taken from it together with its answer; so are the questions of others."""
         self.count = 0
         """How many were asked so far."""
-        self._open: dict[int, Asked] = {}
-        self._of_kind: defaultdict[ControlKind | None, dict[int, Asked]] = defaultdict(dict)
+        self._open: dict[int, OpenRequest] = {}
+        self._of_kind: defaultdict[ControlKind | None, dict[int, OpenRequest]] = defaultdict(dict)
         """The same by kind: the number of a kind is asked for after every event."""
         self._overdue_up_to = 0
 
@@ -75,18 +70,18 @@ class Questions:
         elif timeout is None:
             timeout = self._config.exchange_timeout_seconds
         self.budget.ask(now)
-        token = self._note(Asked(kind, peer_id, 0, now, floors_epoch, about))
+        token = self._note(OpenRequest(kind, peer_id, 0, now, floors_epoch, about))
         return Ask(token, peer_id, kind, request, timeout)
 
     def fetch_snapshot(
         self, peer_id: PeerId, member: Member, most_bytes: int, now: float
     ) -> FetchSnapshot:
         """Ask a peer for all that it holds."""
-        token = self._note(Asked(None, peer_id, member, now, most_bytes=most_bytes))
+        token = self._note(OpenRequest(None, peer_id, member, now, most_bytes=most_bytes))
         timeout = self._config.snapshot_timeout_seconds
         return FetchSnapshot(token, peer_id, member, timeout, most_bytes)
 
-    def take(self, token: int) -> Asked | None:
+    def take(self, token: int) -> OpenRequest | None:
         """The request of this token; None when it is no longer open."""
         asked = self._open.pop(token, None)
         if asked is not None:
@@ -129,80 +124,7 @@ class Questions:
         for token in [t for t, a in self._open.items() if a.sent_at + LOST_ANSWER_SECONDS < now]:
             self.take(token)
 
-    def _note(self, asked: Asked) -> int:
+    def _note(self, asked: OpenRequest) -> int:
         self.count += 1
         self._open[self.count] = self._of_kind[asked.kind][self.count] = asked
         return self.count
-
-
-OTHERS_SHARE: Final = 2 / 3
-"""Of the messages, that requests of others and their answers may take."""
-MESSAGES_PER_REQUEST: Final = 2
-"""The request and its answer."""
-SENDER_SECONDS: Final = 1.0
-
-
-class MessageBudget:
-    """`per_second` messages, of which `burst` may come at once."""
-
-    def __init__(self, per_second: float, burst: float) -> None:
-        if per_second <= 0 or burst <= 0:
-            raise ValueError("a message budget must let some messages pass")
-        self._per_second = per_second
-        self._burst = burst
-        self._left = burst
-        self._at = -math.inf
-
-    def take(self, count: int, now: float) -> None:
-        """This number of messages is sent or came. It may go below nothing, down to an empty bucket's depth: after many
-        messages that did not wait this peer begins others again within a second or so."""
-        self._left = max(-self._burst, self._level(now) - count)
-        self._at = max(now, self._at)
-
-    def ready_at(self, count: int) -> float:
-        """The time from which this number is there."""
-        missing = min(count, self._burst) - self._left
-        return -math.inf if missing <= 0 else self._at + missing / self._per_second
-
-    def has(self, count: int, now: float) -> bool:
-        """Whether this number is there now."""
-        return self._level(now) >= count
-
-    def _level(self, now: float) -> float:
-        if self._at == -math.inf:
-            return self._burst
-        return min(self._burst, self._left + max(0.0, now - self._at) * self._per_second)
-
-
-class SharedBudget:
-    """One peer's messages of gossip, its own and those of others."""
-
-    def __init__(self, per_second: float, burst: float) -> None:
-        self._all = MessageBudget(per_second, burst)
-        self._others = MessageBudget(OTHERS_SHARE * per_second, OTHERS_SHARE * burst)
-        self._requests_per_sender = SENDER_SECONDS * per_second
-        """In a second: twice what a peer may ask for long, since it may save up some, and probes do not wait."""
-        self._served: dict[PeerId, int] = {}
-        """How many requests each sender made since `_counted_from`."""
-        self._counted_from = -math.inf
-
-    def ask(self, now: float) -> None:
-        """This peer asks another one something."""
-        self._all.take(MESSAGES_PER_REQUEST, now)
-
-    def ready_at(self, count: int) -> float:
-        """The time from which this peer may send and be sent this number of messages for its own questions."""
-        return self._all.ready_at(count)
-
-    def serve(self, sender: PeerId, now: float) -> bool:
-        """Another peer asks something. Whether to answer: not when it asks more than any peer may."""
-        if not self._counted_from <= now < self._counted_from + SENDER_SECONDS:
-            self._served.clear()
-            self._counted_from = now
-        served = self._served[sender] = self._served.get(sender, 0) + 1
-        if served > self._requests_per_sender:
-            return False
-        if self._others.has(MESSAGES_PER_REQUEST, now):
-            self._others.take(MESSAGES_PER_REQUEST, now)
-            self._all.take(MESSAGES_PER_REQUEST, now)
-        return True

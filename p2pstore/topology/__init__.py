@@ -1,1 +1,0 @@
-"""Which network cards are near which memory of this machine."""
