@@ -5,21 +5,16 @@ the namespaces that were used first.
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
+from typing import Any, Final, NamedTuple
+
+from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local.local_messages import PullCount
 from p2pstore.runtime.histograms import Histogram
-from typing import Any
-from typing import Final
-from typing import NamedTuple
 
 MAX_NAMESPACES: Final = 32
 """Namespaces with labels of their own: those that were used first. All others count as `OTHERS`."""
@@ -27,6 +22,7 @@ OTHERS: Final = "other"
 IN_PLACE: Final = "local"
 """In place of a transport: read in this peer's own memory."""
 ON_SSD: Final = "ssd"
+
 
 @dataclass(slots=True)
 class NamespaceUse:
@@ -37,6 +33,7 @@ class NamespaceUse:
     reads: int = 0
     read_bytes: int = 0
     misses: int = 0
+
 
 class Measures:
     """Since the peer's start."""
@@ -141,11 +138,13 @@ class Measures:
             "event_loop_lag": _quantiles({"lag": self.loop_lag}),
         }
 
+
 def _of(histograms: dict[str, Histogram], label: str) -> Histogram:
     histogram = histograms.get(label)
     if histogram is None:
         histogram = histograms[label] = Histogram()
     return histogram
+
 
 def _quantiles(histograms: dict[str, Histogram]) -> dict[str, dict[str, float]]:
     return {
@@ -157,10 +156,12 @@ def _quantiles(histograms: dict[str, Histogram]) -> dict[str, dict[str, float]]:
         for label, histogram in sorted(histograms.items())
     }
 
+
 MAX_PEERS: Final = 10_000
 """As many as a cluster may have members."""
 ROUND_TRIPS: Final = 8
 """Round trips remembered per peer; the shortest of them is the way itself, the others met a busy process."""
+
 
 @dataclass(slots=True)
 class Use:
@@ -182,6 +183,7 @@ class Use:
         """For JSON."""
         return {"objects": self.objects, "bytes": self.bytes, "failures": self.failures}
 
+
 class Came(NamedTuple):
     """Objects that came from a member, and attempts that failed. `durations`: counts of a `Histogram`."""
 
@@ -190,6 +192,7 @@ class Came(NamedTuple):
     failures: int = 0
     durations: Sequence[int] = ()
     microseconds: int = 0
+
 
 class Traffic:
     """Traffic from other peers to this one and its clients, and round trips."""
@@ -231,9 +234,11 @@ class Traffic:
         """Totals for the statistics document."""
         return {name: use.document() for name, use in sorted(self.totals.items())}
 
+
 INTERVAL_SECONDS: Final = 2.0
 WORTH_TELLING_PERMILLE: Final = 250
 """An announcement costs a signature here, and a check at each other peer."""
+
 
 class LoadMeter:
     """Measures what the process takes of a core, and its large answers of the upload slots, over some seconds each. The
@@ -262,6 +267,7 @@ class LoadMeter:
         self.told_permille = permille
         return True
 
+
 # --- slow operations -----------------------------------------------------------------------------
 
 RING_ENTRIES: Final = 128
@@ -271,6 +277,7 @@ MAX_DIGESTS: Final = 16
 """Keys of a batch that stages are matched with."""
 LOG_INTERVAL_SECONDS: Final = 10.0
 """A peer that is slow as a whole must not fill its disk with lines that say so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -297,6 +304,7 @@ class Stage:
         }
         return {name: value for name, value in whole.items() if value not in ("", {})}
 
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A client's request that has ended. `key` is its text where the peer knows it, else the digest in hexadecimal;
@@ -308,6 +316,7 @@ class Request:
     client: str
     unix: float
     outcome: str = "ok"
+
 
 @dataclass(frozen=True, slots=True)
 class SlowOperation:
@@ -328,6 +337,7 @@ class SlowOperation:
             "stages": [stage.document() for stage in self.stages],
         }
 
+
 @dataclass(slots=True, eq=False)
 class Watched:
     """An operation under way. `began` is monotonic; `may_wait_seconds` the waiting that was asked for."""
@@ -337,6 +347,7 @@ class Watched:
     may_wait_seconds: float = 0.0
     stages: list[Stage] = field(default_factory=list)
     busy: list[tuple[float, float]] = field(default_factory=list)
+
 
 class SlowOperations:
     """A ring of the latest operations that took `threshold_seconds` or more. Zero keeps none.
@@ -417,6 +428,7 @@ class SlowOperations:
             "operations": [operation.document() for operation in reversed(self._ring)],
         }
 
+
 def describe(operation: SlowOperation) -> str:
     """One line for the log."""
     stages = "".join(f", {_described(stage)}" for stage in operation.stages)
@@ -427,6 +439,7 @@ def describe(operation: SlowOperation) -> str:
         f"waiting {operation.waiting_seconds:.3f} s{stages}; {request.outcome}"
     )
 
+
 def _described(stage: Stage) -> str:
     parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stage.parts)
     return (
@@ -435,6 +448,7 @@ def _described(stage: Stage) -> str:
         f"{f' ({parts})' if parts else ''}"
         f"{'' if stage.outcome == 'ok' else ' (' + stage.outcome + ')'}"
     )
+
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
     total, end = 0.0, float("-inf")

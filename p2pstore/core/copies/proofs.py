@@ -12,37 +12,32 @@ which is 98 bytes for a version alone, and at most 194. Of an odd number of node
 """
 
 from __future__ import annotations
-from collections import OrderedDict
-from collections.abc import Iterable
-from collections.abc import Sequence
-from itertools import islice
-from p2pstore.core.operation import KnownCopy
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import Reply
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import peer_id_from_public_key
-from p2pstore.gossip.records import public_key_from_peer_id
-from p2pstore.gossip.records import writer_of
-from p2pstore.gossip.records import writer_of_member
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.objects import Version
-from p2pstore.objects import put_newest
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_PROVED
-from p2pstore.transfer.peer_messages import Proofs
-from p2pstore.transfer.peer_messages import Prove
-from p2pstore.wire import Signer
-from typing import Any
-from typing import Final
-from typing import NamedTuple
-from typing import TYPE_CHECKING
+
 import hashlib
 import heapq
 import math
 import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from p2pstore.core.operation import KnownCopy, Operation, Reply
+from p2pstore.gossip.records import (
+    Member,
+    PeerId,
+    Tier,
+    peer_id_from_public_key,
+    public_key_from_peer_id,
+    writer_of,
+    writer_of_member,
+)
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.segment_layout import decode_trailer
+from p2pstore.objects import Version, put_newest
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
+from p2pstore.wire import Signer
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -71,6 +66,7 @@ MAX_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version, at first."""
 MAX_HOLDERS_ASKED: Final = 8
+
 
 class VersionProofs:
     """See the module's docstring."""
@@ -249,6 +245,7 @@ class VersionProofs:
         """The member did not prove what it has of a key, or, where that is empty, does not answer or lies."""
         put_newest(self._doubted_until, (member, digest), now + DOUBT_SECONDS, MAX_DOUBTED)
 
+
 class ProveOperation(Operation):
     """Ask holders for proofs of copies that nothing else vouches for, and wait for `seconds`: beyond `ASK_SECONDS` only
     for keys without a proved copy, of more holders. The result is of how many keys one was proved."""
@@ -311,6 +308,7 @@ class ProveOperation(Operation):
         if entry is not None and entry.version == version and not self.core.is_own(version):
             self.core.segment.objects.set_proof(entry, proof)
 
+
 MAX_LEAVES: Final = 64
 _HASH_BYTES: Final = 16
 SIGNATURE_BYTES: Final = 64
@@ -321,6 +319,7 @@ _LEAF_PERSON: Final = b"p2pstore.vleaf.1"
 _NODE_PERSON: Final = b"p2pstore.vnode.1"
 _CONTEXT: Final = b"p2pstore versions 1\0"
 
+
 class SignedTree(NamedTuple):
     """The statement of a proof, if its signature is good: `signer` signed `message`."""
 
@@ -328,14 +327,17 @@ class SignedTree(NamedTuple):
     message: bytes
     signature: bytes
 
+
 def sign_versions(versions: Sequence[tuple[bytes, Version]], signer: Signer) -> list[bytes]:
     """A proof for each version, by the digests of their keys."""
     return signed_proofs(versions, signer.peer_id, sign_trees(versions, signer))
+
 
 def sign_trees(versions: Sequence[tuple[bytes, Version]], signer: Signer) -> bytes:
     """Signatures for versions, by the digests of their keys: 64 bytes for the tree of each 64."""
     trees = [(len(some), _levels(some)[-1][0]) for some in _trees_of(versions)]
     return b"".join(signer.sign(_message(count, root)) for count, root in trees)
+
 
 def signed_proofs(
     versions: Sequence[tuple[bytes, Version]], signer: PeerId, signatures: bytes
@@ -350,6 +352,7 @@ def signed_proofs(
         signature = signatures[number * SIGNATURE_BYTES : (number + 1) * SIGNATURE_BYTES]
         proofs += _proofs(_levels(some), signer, signature)
     return proofs
+
 
 def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | None:
     """The statement of a proof of this version, its signature unchecked; None when it is of another version."""
@@ -372,8 +375,10 @@ def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | No
         return None
     return SignedTree(signer, _message(count, node), signature)
 
+
 def _trees_of(versions: Sequence[tuple[bytes, Version]]) -> list[Sequence[tuple[bytes, Version]]]:
     return [versions[at : at + MAX_LEAVES] for at in range(0, len(versions), MAX_LEAVES)]
+
 
 def _levels(versions: Sequence[tuple[bytes, Version]]) -> list[list[bytes]]:
     """The tree's hashes, from the leaves up to the root."""
@@ -382,25 +387,31 @@ def _levels(versions: Sequence[tuple[bytes, Version]]) -> list[list[bytes]]:
         levels.append(_above(levels[-1]))
     return levels
 
+
 def _proofs(levels: list[list[bytes]], signer: PeerId, signature: bytes) -> list[bytes]:
     count = len(levels[0])
     begin = public_key_from_peer_id(signer) + signature
     return [begin + bytes((place, count)) + b"".join(_path(levels, place)) for place in range(count)]
 
+
 def _message(count: int, root: bytes) -> bytes:
     return _CONTEXT + bytes((count,)) + root
+
 
 def _leaf(digest: bytes, version: Version) -> bytes:
     return hashlib.blake2b(
         _LEAF.pack(digest, *version), digest_size=_HASH_BYTES, person=_LEAF_PERSON
     ).digest()
 
+
 def _node(left: bytes, right: bytes) -> bytes:
     return hashlib.blake2b(left + right, digest_size=_HASH_BYTES, person=_NODE_PERSON).digest()
+
 
 def _above(nodes: list[bytes]) -> list[bytes]:
     pairs = zip(nodes[::2], nodes[1::2], strict=False)
     return [_node(left, right) for left, right in pairs] + nodes[len(nodes) & ~1 :]
+
 
 def _path(levels: list[list[bytes]], place: int) -> list[bytes]:
     path = []

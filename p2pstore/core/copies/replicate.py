@@ -1,31 +1,27 @@
 """Having copies of an object made."""
 
 from __future__ import annotations
+
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from p2pstore.core.operation import Operation
-from p2pstore.core.operation import PutEnd
-from p2pstore.core.operation import Reply
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from p2pstore.core.operation import Operation, PutEnd, Reply
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
+from p2pstore.objects import MIB, Version
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_REPLICATED
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import ReplicateMany
-from p2pstore.transfer.peer_messages import Replicated
-from p2pstore.transfer.peer_messages import ReplicatedMany
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from typing import Any
-from typing import Final
-from typing import NamedTuple
-from typing import TYPE_CHECKING
+from p2pstore.transfer.peer_messages import (
+    MAX_REPLICATED,
+    Replicate,
+    Replicated,
+    ReplicatedMany,
+    ReplicateMany,
+)
+from p2pstore.wire import Code, Failure
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -35,6 +31,7 @@ REPLICATE_BYTES_PER_SECOND: Final = 50e6
 
 MAX_ANNOUNCED: Final = 4
 """Location records count wanted copies up to here."""
+
 
 class ReplicateOperation(Operation):
     """Have `wanted` copies of a local object made; the result is how many there are.
@@ -140,10 +137,12 @@ class ReplicateOperation(Operation):
             self.core.segment.references.let_go(self._entry)
         super().cancel(now)
 
+
 def offers_memory(core: PeerCore, peer_id: PeerId) -> bool:
     """Whether the member can hold copies at all."""
     state = core.gossip.membership.get(peer_id)
     return state is not None and state.memory_capacity > 0
+
 
 def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId]) -> PeerId:
     """Take out the first candidate on a host without a copy (`taken`: holders, and makers, of one), else the first."""
@@ -155,10 +154,12 @@ def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId
     )
     return candidates.pop(next(elsewhere, 0))
 
+
 def _host_of(core: PeerCore, peer_id: PeerId) -> bytes:
     state = core.gossip.membership.get(peer_id)
     record = None if state is None else state.record
     return peer_id if record is None else record.host_id
+
 
 WINDOW_BYTES: Final = 16 * MIB
 """Values of one message; a larger one goes alone."""
@@ -166,6 +167,7 @@ WINDOW_TRAILER_BYTES: Final = 512 * 1024
 """Trailers of one message: half of what a request may have."""
 ANSWER_SECONDS: Final = 5.0
 _OLDER: Final = (Code.UNSUPPORTED, Code.PROTOCOL_MISMATCH)
+
 
 @dataclass(slots=True, eq=False)
 class _Row:
@@ -177,6 +179,7 @@ class _Row:
     waiting: int = 0
     made: tuple[PeerId, ...] = ()
     failed: tuple[PeerId, ...] = ()
+
 
 class ReplicateTogether(Operation):
     """Have as many copies made of new own objects as each wants; the result is the number of copies of each.
@@ -288,6 +291,7 @@ class ReplicateTogether(Operation):
             if not self._copies[row.place]:
                 self.core.segment.references.let_go(row.entry)
 
+
 class PutAmongMany(NamedTuple):
     """A put that was published with others, and whose copies are made with theirs."""
 
@@ -308,6 +312,7 @@ class PutAmongMany(NamedTuple):
         if isinstance(copies, Exception):
             return copies
         return PutEnd(PutStatus.CREATED, copies[self.place], self.wanted, self.version)
+
 
 def _windows(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
     """Rows in turn, as many as one message may have."""
