@@ -222,7 +222,7 @@ def test_of_two_views_of_a_member_the_one_at_the_later_place_counts() -> None:
     assert clocks(directory) == [9]
     part_of(directory, 5)
     assert clocks(directory) == [], "it was withdrawn, which the log will tell of"
-    log.remove(digest_of(1), location(1).version)
+    log.remove_many([(digest_of(1), location(1).version)])
     log.add(location(5))
     log.add(location(1, 7))
     assert feed(directory, log, first=4).outcome is Outcome.APPLIED
