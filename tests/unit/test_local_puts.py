@@ -115,7 +115,7 @@ def test_an_answer_goes_before_its_books() -> None:
     assert not world.core.proofs._unsigned.keys() & {key_digest("k", NAMESPACE)}
     loop.puts.reserve(
         CLIENT, local.Reserve([ROOM], NAMESPACE)
-    )  # evicts: what was put before is settled first
+    )  # evicts, after it settled
     assert world.announced("k") is not None
     assert world.find("before 0") is None
     assert world.announced("before 0") is not None
