@@ -310,7 +310,7 @@ def test_a_denied_location_is_hidden_until_the_view_is_past_the_denial() -> None
 
 
 def test_denials_are_bounded() -> None:
-    directory = reading(log_of(20), max_stale=5)
+    directory = reading(log_of(20), max_denials=5)
     for number in range(20):
         directory.mark_stale(A, digest_of(number), 1, 99)
     assert sum(bool(held(directory, number)) for number in range(20)) == 15
