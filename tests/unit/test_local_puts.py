@@ -1,16 +1,17 @@
 """A peer's work for local clients that put and get, without sockets."""
 
 from collections.abc import Awaitable
-from p2pstore.core.operation import LateBooks
-from p2pstore.core.operation import Operation
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from p2pstore.core.operation import LateBooks, Operation
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.home_messages import Push
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalClient
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
+from p2pstore.local.local_protocol import Access, LocalClient
+from p2pstore.objects import Version, chunk_sums, key_digest
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutOptions
@@ -18,21 +19,20 @@ from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from simulation.segment_checks import check_segment
-from tests.unit.core_harness import HOLDER
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digests_asked
-from tests.unit.test_core_partitioned import foreign_key
-from tests.unit.test_core_partitioned import partitioned
-from types import SimpleNamespace
-from typing import Any
-import pytest
+from tests.unit.core_harness import (
+    HOLDER,
+    NAMESPACE,
+    OTHER_INCARNATION,
+    Harness,
+    clock_at,
+    digests_asked,
+)
+from tests.unit.test_core_partitioned import foreign_key, partitioned
 
 VALUE = b"v" * 5000
 ROOM = (len(VALUE), 128, 1)
 CLIENT = LocalClient(7, NAMESPACE, Access.WRITE, 1, "")
+
 
 class Loop:
     """A client that puts value after value, each into room that came with the answer to the one before."""
@@ -57,12 +57,14 @@ class Loop:
             self.room = answer.again[0]
         return answer
 
+
 def fill(world: Harness) -> None:
     """Put until something has to go."""
     number = 0
     while world.segment.free_bytes:
         world.stored(f"before {number}", b"x")
         number += 1
+
 
 def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
     world = Harness(memory_bytes=256 * 1024)
@@ -78,6 +80,7 @@ def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
     world.segment.drop_session(CLIENT.session)
     check_segment(world.segment)
 
+
 def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
     world = Harness(memory_bytes=256 * 1024)
     loop = Loop(world)
@@ -88,6 +91,7 @@ def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
     there = world.segment.object_count
     loop.puts.make_ready()
     assert world.segment.object_count == there
+
 
 def test_room_is_held_ready_for_the_next_put_and_no_longer() -> None:
     world = Harness(memory_bytes=256 * 1024)
@@ -119,6 +123,7 @@ def test_room_is_held_ready_for_the_next_put_and_no_longer() -> None:
     assert not reservations.of(CLIENT.session)
     check_segment(world.segment)
 
+
 def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
     world = Harness(memory_bytes=64 * 1024)
     loop = Loop(world)
@@ -129,6 +134,7 @@ def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
     loop.puts.make_ready()
     assert world.find("the last one that fits") is not None
 
+
 def test_an_answer_goes_before_its_books() -> None:
     world = Harness(memory_bytes=256 * 1024)
     loop, books = Loop(world), world.core.books
@@ -138,13 +144,7 @@ def test_an_answer_goes_before_its_books() -> None:
     assert world.find("k") is not None
     assert world.announced("k") is None
     assert not world.core.proofs._unsigned.keys() & {key_digest("k", NAMESPACE)}
-<<<<<<< ours
-    loop.puts.reserve(
-        CLIENT, local.Reserve([ROOM], NAMESPACE)
-    )  # evicts, after it settled
-=======
     loop.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE))  # evicting settles the books first
->>>>>>> theirs
     assert world.announced("k") is not None
     assert world.find("before 0") is None
     assert world.announced("before 0") is not None
@@ -154,6 +154,7 @@ def test_an_answer_goes_before_its_books() -> None:
     assert entry in world.segment.objects.order
     world.segment.drop_session(CLIENT.session)
     check_segment(world.segment)
+
 
 def test_books_are_kept_in_order_and_none_is_lost() -> None:
     books, kept = LateBooks(), list[int]()
@@ -175,6 +176,7 @@ def test_books_are_kept_in_order_and_none_is_lost() -> None:
     books.settle()
     assert kept == [0, 1, 2, 3]
 
+
 @pytest.mark.parametrize("item", [(-5, 1, 1), (1, 1 << 40, 1), (1 << 40, 1, 1)])
 def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: tuple[int, int, int]) -> None:
     world = Harness(memory_bytes=64 * 1024)
@@ -182,6 +184,7 @@ def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: tuple[int, int, int
     assert loop.put("k", again=item).again[0].error.code
     loop.puts.make_ready()
     assert world.find("k") is not None
+
 
 def test_an_abort_passes_over_what_has_ended() -> None:
     world = Harness()
@@ -193,6 +196,7 @@ def test_an_abort_passes_over_what_has_ended() -> None:
     loop.puts.abort(CLIENT, local.Abort([first, 1 << 40, second]))
     assert world.segment.used_bytes < used
 
+
 def gets_of(world: Harness) -> LocalGets:
     async def complete(operation: Operation) -> Any:
         assert operation.done
@@ -202,6 +206,7 @@ def gets_of(world: Harness) -> LocalGets:
         core=world.core, now=world.now, complete=complete, routes=SimpleNamespace(reading_order=list)
     )
     return LocalGets(node, issuer=None, max_leased_bytes=0)  # type: ignore[arg-type]  # no ticket is asked for
+
 
 @pytest.mark.parametrize(("homes_answer", "code"), [(False, Code.UNAVAILABLE), (True, Code.NO_SUCH_KEY)])
 async def test_a_plan_for_a_key_of_which_nobody_can_tell_says_so(homes_answer: bool, code: Code) -> None:
@@ -219,6 +224,7 @@ async def test_a_plan_for_a_key_of_which_nobody_can_tell_says_so(homes_answer: b
     (item,) = planned.items
     assert item.error.code == code
     assert not item.holders
+
 
 @pytest.mark.parametrize(("silent", "code"), [(True, Code.UNAVAILABLE), (False, Code.NO_SUCH_KEY)])
 async def test_a_plan_for_a_key_that_is_claimed_says_whether_the_claim_was_answered(
