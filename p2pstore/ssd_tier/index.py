@@ -139,7 +139,7 @@ class ColdEntry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def disk_bytes(self) -> int:
-        """What its records occupy, with their header pages."""
+        """Room of its records, with their header pages."""
         return sum(map(record_bytes, self.stored))
 
 
