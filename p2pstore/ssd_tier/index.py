@@ -5,43 +5,41 @@ all its parts are there. Every place that a call returns as dropped or supersede
 """
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from p2pstore.objects import PART_BYTES
-from p2pstore.objects import Version
-from p2pstore.ssd_tier.footer import CLOCK
-from p2pstore.ssd_tier.footer import DIGEST
-from p2pstore.ssd_tier.footer import EXPIRES
-from p2pstore.ssd_tier.footer import FLAGS
-from p2pstore.ssd_tier.footer import FLAG_DESCRIBED
-from p2pstore.ssd_tier.footer import FLAG_PIN
-from p2pstore.ssd_tier.footer import FLAG_SOFT
-from p2pstore.ssd_tier.footer import LENGTH
-from p2pstore.ssd_tier.footer import PART
-from p2pstore.ssd_tier.footer import REPLICAS
-from p2pstore.ssd_tier.footer import ROOT
-from p2pstore.ssd_tier.footer import ROW_BYTES
-from p2pstore.ssd_tier.footer import Rows
-from p2pstore.ssd_tier.footer import STORED_BYTES
-from p2pstore.ssd_tier.footer import WRITER
-from p2pstore.ssd_tier.footer import flags_of
-from p2pstore.ssd_tier.index_walks import KeyOrders
-from p2pstore.ssd_tier.log_layout import ColdFacts
-from p2pstore.ssd_tier.log_layout import RecordPlace
-from p2pstore.ssd_tier.log_layout import part_count
-from p2pstore.ssd_tier.log_layout import record_bytes
-from p2pstore.ssd_tier.record_rows import END
-from p2pstore.ssd_tier.record_rows import RecordRows
-from typing import Any
-from typing import Final
+from typing import Any, Final
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from p2pstore.objects import PART_BYTES, Version
+from p2pstore.ssd_tier.footer import (
+    CLOCK,
+    DIGEST,
+    EXPIRES,
+    FLAG_DESCRIBED,
+    FLAG_PIN,
+    FLAG_SOFT,
+    FLAGS,
+    LENGTH,
+    PART,
+    REPLICAS,
+    ROOT,
+    ROW_BYTES,
+    STORED_BYTES,
+    WRITER,
+    Rows,
+    flags_of,
+)
+from p2pstore.ssd_tier.index_walks import KeyOrders
+from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, part_count, record_bytes
+from p2pstore.ssd_tier.record_rows import END, RecordRows
+
 NOT_FOUND: Final = -1
 _MASK64: Final = (1 << 64) - 1
+
 
 class DigestSlots:
     """Row numbers by digest: open addressing with linear probing and backward-shift deletion, at most half full, so
@@ -116,7 +114,9 @@ class DigestSlots:
             at = (at + 1) & self._mask
         return at
 
+
 MAX_HITS: Final = 0xFFFF
+
 
 class ColdEntry(msgspec.Struct, frozen=True, gc=False):
     """An object on the disk. `places` are its records in the order of its parts, `stored` the bytes of their payloads;
@@ -139,12 +139,9 @@ class ColdEntry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def disk_bytes(self) -> int:
-<<<<<<< ours
-        """Room of its records, with their header pages."""
-=======
         """Bytes of its records, header pages included."""
->>>>>>> theirs
         return sum(map(record_bytes, self.stored))
+
 
 class ColdRecord(msgspec.Struct, frozen=True, gc=False):
     """One record of a segment; `disk_bytes` counts its header page, `hits` are those of its object."""
@@ -158,6 +155,7 @@ class ColdRecord(msgspec.Struct, frozen=True, gc=False):
     disk_bytes: int
     hits: int
 
+
 def with_care(facts: ColdFacts, entry: ColdEntry | None) -> ColdFacts:
     """The facts of a record, with the current pin, replicas and end of its object."""
     if entry is None or entry.version != facts.version:
@@ -169,6 +167,7 @@ def with_care(facts: ColdFacts, entry: ColdEntry | None) -> ColdFacts:
         soft=entry.soft,
         expires_unix_ms=entry.expires_unix_ms,
     )
+
 
 class ColdIndex:
     """See the module's docstring. `salt` is a secret random number. Bytes on the disk are counted for `namespaces`."""
