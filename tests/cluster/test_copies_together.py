@@ -11,11 +11,11 @@ import pytest
 import trio
 
 from p2pstore.client.puts import WINDOW_SHARE, windows
+from p2pstore.core.copies.proofs import MAX_LEAVES
 from p2pstore.errors import ProtocolMismatch
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_REPLICATED
 from simulation.segment_checks import check_segment
 from tests.cluster.machines import new_machine
 from tests.cluster.test_hung_ssd import peer
@@ -55,8 +55,11 @@ def reserved_bytes(peer: Peer) -> int:
 
 
 def is_idle(peer: Peer) -> bool:
-    """The end of a cancelled put is told to the peer behind its answer, and to the others after that."""
-    return not (peer.node.core.operations_under_way or reserved_bytes(peer))
+    """The end of a cancelled put is told to the peer behind its answer, and to the others after that; a holder lets go
+    of what it served behind the last byte."""
+    core = peer.node.core
+    held = any(entry.references for entry in core.segment.entries())
+    return not (core.operations_under_way or reserved_bytes(peer) or held)
 
 
 def check_idle(peers: Sequence[Peer]) -> None:
@@ -85,12 +88,14 @@ async def test_all_copies_are_made(sizes: str, replicas: int, transport: str, tm
         for key, value in items:
             copies = [each[key] for each in found if key in each]
             assert copies == [value] * replicas
-        cuts = windows([len(value) for _, value in items], MEMORY_BYTES // WINDOW_SHARE)
-        messages = sum(-(-len(cut) // MAX_REPLICATED) for cut in cuts)
-        assert 0 < signatures(peers[0]) <= 2 * messages * (replicas - 1)
+        lengths = [len(value) for _, value in items]
+        cuts = windows(lengths, MEMORY_BYTES // WINDOW_SHARE, is_copied=True)
+        trees = sum(-(-len(cut) // MAX_LEAVES) for cut in cuts)
+        assert 0 < signatures(peers[0]) <= 2 * trees * (replicas - 1)
         await until(
             lambda: all(len(each.locate_nowait(key)) == replicas for each in peers for key, _ in items)
         )
+        await until(lambda: all(is_idle(each) for each in peers))
         check_idle(peers)
         for each in peers:  # also once the writer has gone over to others
             got = await each.get_many([key for key, _ in items])

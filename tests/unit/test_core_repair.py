@@ -6,6 +6,7 @@ from functools import partialmethod
 from typing import TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 import p2pstore.core.copies.hand_over as hand_over_module
 from p2pstore.core.copies.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
@@ -14,6 +15,7 @@ from p2pstore.core.copies.repair import MAX_FAILURES, RepairTiming
 from p2pstore.core.operation import AskPeer, LoadObject
 from p2pstore.gossip.gossip_messages import Ack, Ask, ControlKind
 from p2pstore.gossip.homes.partition_homes import weight
+from p2pstore.home_messages import Push
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction import KNOWN_SECONDS
 from p2pstore.memory.segment_layout import Pin
@@ -107,6 +109,63 @@ def test_who_has_it_in_memory_goes_before_who_has_it_on_an_ssd() -> None:
     assert not world.effects(LoadObject), "it is the other's turn"
     live(world, TIMING.turn_seconds)
     assert world.load() == ["k"], "which did nothing"
+
+
+def test_who_comes_first_acts_at_once_and_others_wait_for_their_turn() -> None:
+    waits = []
+    for number in range(8):
+        world = Harness()
+        key = f"k{number}"
+        world.stored(key, VALUE, replicas=4)
+        with_others(world, 3)
+        for other in world.others[:2]:
+            hold_as_well(world, other, key)
+        before = sum(
+            weight(other.member, digest_of(key)) > weight(world.core.member, digest_of(key))
+            for other in world.others[:2]
+        )
+        began = world.now
+        asked: list[AskPeer] = []
+        while not asked:
+            live(world, 0.5)
+            asked = replications(world)
+            assert world.now < began + 100.0
+        waited = world.now - began - before * TIMING.turn_seconds
+        assert TIMING.delay_seconds <= waited <= DELAY_SECONDS, before
+        waits.append(before)
+    assert {0, 1, 2} == set(waits), "the keys do not tell all turns apart"
+
+
+def test_the_highest_number_of_copies_that_a_holder_heard_of_counts() -> None:
+    world = Harness()
+    world.stored("k", VALUE, replicas=2)
+    with_others(world, 2)
+    record = present(world.announced("k"))
+    packed = replace(record, replicas=3).encode()
+    world.serve(world.others[0], DataKind.PUSH, Push(OTHER_INCARNATION, [1], packed))
+    live(world, DELAY_SECONDS + TIMING.turn_seconds)
+    (ask,) = replications(world)
+    assert ask.peer_id == world.others[1].peer_id
+
+
+def test_nobody_acts_when_somebody_else_did_meanwhile() -> None:
+    world = Harness()
+    keys = [f"k{number}" for number in range(20)]
+    for key in keys:
+        world.stored(key, VALUE, replicas=3)
+    with_others(world, 2)
+    for key in keys:
+        hold_as_well(world, world.others[0], key)
+    live(world, DELAY_SECONDS)
+    for key in keys:
+        hold_as_well(world, world.others[1], key)
+    asked = replications(world)
+    assert len({ask.request.digest for ask in asked}) == 1, "one at a time"  # type: ignore[attr-defined]
+    for ask in asked:
+        world.answer(ask, DONE)
+    live(world, 100.0)
+    assert not replications(world)
+    assert world.core.repair.lacking == 0
 
 
 def test_what_nobody_takes_is_tried_less_and_less_often() -> None:
