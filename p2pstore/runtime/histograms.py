@@ -32,9 +32,9 @@ class Histogram:
         self.counts[bucket if bucket < BUCKETS else BUCKETS - 1] += count
         self.total += value * count
 
-    def add_seconds(self, seconds: float) -> None:
-        """One duration, kept in microseconds."""
-        self.add(ceil(seconds * 1e6))
+    def add_seconds(self, seconds: float, count: int = 1) -> None:
+        """`count` times this duration, kept in microseconds."""
+        self.add(ceil(seconds * 1e6), count)
 
     def merge(self, counts: Sequence[int], total: int) -> None:
         """Add counts of another process. Numbers that are no counts are passed over."""

@@ -30,7 +30,7 @@ SHORT_SECONDS: Final = 2e-3
 where cores are slow, a read of 1 MiB took 560 to 620 us where both sides slept, and takes 294 to 320 us where both
 poll."""
 LOCAL_SHORT_SECONDS: Final = 300e-6
-"""The same on the local socket, where a call takes microseconds or as long as other peers and SSDs."""
+"""The same on the local socket, where an answer takes 20 to 100 us of work, or as long as other peers and SSDs do."""
 ALONE_SECONDS: Final = 2e-3
 """A thread polls only if no other thread of its process received for this time: of several, some would wait for each
 other's core, or for the interpreter."""
@@ -47,7 +47,8 @@ class _Receiving:
 
 
 class Polling:
-    """The waits of the one thread that receives on a connection. `shares_thread`: it serves other connections too."""
+    """The waits of the one thread that receives on a connection. `shares_thread`: it is an event loop with other
+    connections, where a turn costs as much as a cheap wake-up. `short_seconds`: see `SHORT_SECONDS`."""
 
     def __init__(self, *, shares_thread: bool = False, short_seconds: float = SHORT_SECONDS) -> None:
         self._shares_thread = shares_thread

@@ -105,10 +105,11 @@ class Measures:
         if count:
             self.namespace(namespace).misses += count
 
-    def pulled(self, transport: str, seconds: float, length: int) -> None:
-        """An object came to this peer's memory, from another peer or from its own SSD."""
-        _of(self.reads, transport).add_seconds(seconds)
-        _of(self.read_bytes, transport).add(length)
+    def pulled(self, transport: str, seconds: float, length: int, count: int = 1) -> None:
+        """`count` objects of this length came to this peer's memory, from another peer or from its own SSD, each in so
+        many seconds."""
+        _of(self.reads, transport).add_seconds(seconds, count)
+        _of(self.read_bytes, transport).add(length, count)
 
     def client_pulled(self, transport: str, pulls: PullCount) -> None:
         """A client read objects of another peer by itself, by a transport that is one of few."""

@@ -282,14 +282,16 @@ class PeerWatch:
         self.slow.stage([effect.digest], stage, time.monotonic())
 
     def pulled_together(
-        self, holder: PeerId, lengths: Sequence[int], failures: int, seconds: float
+        self, holder: PeerId, came: Counter[tuple[str, int]], failures: int, seconds: float
     ) -> None:
-        """Copies came from their writer in one pull; `failures` did not."""
-        member, total = member_of(holder), sum(lengths)
-        self._came(member, "tcp", Came(len(lengths), total, failures))
-        for length in lengths:
-            self.measures.pulled("tcp", seconds / len(lengths), length)
-        self._counters["pulls_delivered"] += len(lengths)
+        """Copies came from their writer in one pull, by transport and length; `failures` did not."""
+        member, total = member_of(holder), came.total()
+        for (transport, length), count in came.items():
+            self._came(member, transport, Came(count, length * count, 0))
+            self.measures.pulled(transport, seconds / total, length, count)
+        if failures:
+            self._came(member, "tcp", Came(0, 0, failures))
+        self._counters["pulls_delivered"] += total
         self._counters["pulls_failed"] += failures
 
     def loaded(self, effect: LoadObject, length_bytes: int, seconds: float) -> None:

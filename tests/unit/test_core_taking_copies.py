@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.core.copies.copy_destination import CopiesDestination, RoomDestination
-from p2pstore.core.copies.proofs import sign_versions, signature_of
+from p2pstore.core.copies.proofs import sign_trees
 from p2pstore.core.operation import PullOutcome, PullTogether
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import NoSuchKey, ProtocolError
@@ -50,7 +50,7 @@ def message(other: Other, things: Sequence[RemoteObject]) -> ReplicateMany:
     return ReplicateMany(
         b"".join(encode_slot(thing.slot) for thing in things),
         [encode_trailer(thing.trailer) for thing in things],
-        signature_of(sign_versions(versions, other.signer)[0]),
+        sign_trees(versions, other.signer),
     )
 
 

@@ -154,7 +154,7 @@ def test_a_snapshot_is_all_or_nothing() -> None:
 
 def test_a_snapshot_may_be_of_nothing() -> None:
     log, directory = log_of(1), Directory()
-    log.remove(digest_of(0), Version(1, 1))
+    log.remove_many([(digest_of(0), Version(1, 1))])
     directory.observe_head(A, 1, log.head)
     assert install(directory, log)
     assert (directory.position(A), directory.record_count) == ((1, 2), 0)
@@ -222,7 +222,7 @@ def test_of_two_views_of_a_member_the_one_at_the_later_place_counts() -> None:
     assert clocks(directory) == [9]
     part_of(directory, 5)
     assert clocks(directory) == [], "it was withdrawn, which the log will tell of"
-    log.remove(digest_of(1), location(1).version)
+    log.remove_many([(digest_of(1), location(1).version)])
     log.add(location(5))
     log.add(location(1, 7))
     assert feed(directory, log, first=4).outcome is Outcome.APPLIED
@@ -254,7 +254,7 @@ def test_early_operations_count_until_the_log_has_caught_up() -> None:
     log = log_of(3)
     directory = reading(log)
     log.add(location(7))
-    log.remove(digest_of(1), Version(1, 1))
+    log.remove_many([(digest_of(1), Version(1, 1))])
     operations = operations_after(log, 3)
     assert directory.heard(A, 1, [4, 5], operations, 0.0) == 2
     assert directory.heard(A, 1, [4, 5], operations, 0.0) == 0
@@ -262,7 +262,7 @@ def test_early_operations_count_until_the_log_has_caught_up() -> None:
     assert held(directory, 1) == []
     found = directory.holders(digest_of(7))[0]
     assert (found.incarnation, found.sequence) == (1, 4)
-    log.remove(digest_of(7), Version(1, 1))
+    log.remove_many([(digest_of(7), Version(1, 1))])
     feed(directory, log, 4)
     assert held(directory, 7) == []
 
@@ -310,7 +310,7 @@ def test_a_denied_location_is_hidden_until_the_view_is_past_the_denial() -> None
 
 
 def test_denials_are_bounded() -> None:
-    directory = reading(log_of(20), max_stale=5)
+    directory = reading(log_of(20), max_denials=5)
     for number in range(20):
         directory.mark_stale(A, digest_of(number), 1, 99)
     assert sum(bool(held(directory, number)) for number in range(20)) == 15
@@ -347,7 +347,7 @@ def test_a_reader_by_steps_equals_a_reader_by_snapshot(choices: list[tuple[bool,
         if add:
             log.add(location(key, clock))
         else:
-            log.remove(digest_of(key), Version(clock, 1))
+            log.remove_many([(digest_of(key), Version(clock, 1))])
         if log.sequence > before:
             assert feed(by_steps, log, log.sequence).outcome is Outcome.APPLIED
     assert by_steps.observe_head(A, 1, log.head)
@@ -512,7 +512,7 @@ def test_a_member_that_is_back_touches_all_that_is_watched_in_steps() -> None:
         directory.work()
         before = log.sequence
         for number in (before % 90, LARGE - before % 90):
-            log.remove(digest_of(number), Version(1, 1))
+            log.remove_many([(digest_of(number), Version(1, 1))])
         assert feed(directory, log, before + 1).outcome is Outcome.APPLIED
     expected = {d for d in watched | {digest_of(LARGE - 1)} if directory.holders(d)}
     assert len(expected) > LARGE // 4
@@ -572,7 +572,7 @@ def random_directory(rng: Random, members: int) -> Directory:
             directory.apply(member, 1, run_at(1, told))
         for _ in range(rng.randrange(4)):
             operation = location(rng.randrange(40), rng.randrange(1, 9))
-            log.remove(operation.digest, Version(operation.version.clock, 1))
+            log.remove_many([(operation.digest, Version(operation.version.clock, 1))])
             early = rng.choice([operation.encode(), operations_after(log, max(0, log.sequence - 1))])
             if early:
                 directory.heard(member, 1, [known + rng.randrange(5)], early, 0.0)

@@ -100,7 +100,7 @@ class Cluster:
         member, log = self.log()
         number, clock = self.rng.randrange(60), self.rng.randrange(1, 20)
         for writer in (member, location(number, clock).version.writer):
-            log.remove(digest_of(number), Version(clock, writer))
+            log.remove_many([(digest_of(number), Version(clock, writer))])
 
     def read(self) -> None:
         member, log = self.log()

@@ -350,6 +350,11 @@ def test_the_last_windows_of_large_values_are_small() -> None:
     assert [len(each) for each in windows([MIB] * 4)] == [4]
 
 
+def test_a_batch_that_is_copied_goes_in_few_windows() -> None:
+    assert [len(each) for each in windows([MIB] * 40, is_copied=True)] == [16, 16, 8]
+    assert [len(each) for each in windows([1024] * 600, is_copied=True)] == [256, 256, 88]
+
+
 def test_reservations_ahead_follow_the_pattern_of_puts() -> None:
     ahead = GrantedAhead(max_bytes=1000)
     a, b = (100, 64, 1), (200, 64, 1)

@@ -125,7 +125,7 @@ class Fetching:
             return
         store = HeldStore(target, directory.hand_over())
         part = await self._parts.begin(order.namespace, signed, store)
-        part.say(TakesPart.SEEDING)
+        part.announce(TakesPart.SEEDING)
 
     async def _open_target(
         self,

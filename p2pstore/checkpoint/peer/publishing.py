@@ -245,7 +245,7 @@ class Publishing:
         with part.wanted():
             await trio.to_thread.run_sync(keep, signed)
             self._peer.announce(order.namespace, signed)
-            part.say(TakesPart.PUBLISHING)
+            part.announce(TakesPart.PUBLISHING)
             logger.info(
                 "published checkpoint %s@%s", order.name, format_version(version), extra=_PUBLISHED
             )
@@ -331,5 +331,5 @@ class Publishing:
         part = await self._parts.begin(kept.namespace, kept.manifest, store, publishes=True)
         if self._peer.records.head(digest) is None:
             self._peer.announce(kept.namespace, kept.manifest)
-        part.say(TakesPart.PUBLISHING)
+        part.announce(TakesPart.PUBLISHING)
         logger.info("checkpoint %s is published again, from %s", kept.called, where, extra=_PUBLISHED)

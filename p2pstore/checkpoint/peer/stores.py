@@ -125,7 +125,7 @@ class HeldDirectory:
         self._descriptor = -1
         return other
 
-    def say(self, text: str) -> str:
+    def with_shown_name(self, text: str) -> str:
         """A message with the user's name for the directory."""
         return text.replace(str(self.path), self.shown)
 
@@ -135,9 +135,9 @@ class HeldDirectory:
         try:
             yield
         except P2PStoreError as error:
-            raise type(error)(self.say(str(error))) from error
+            raise type(error)(self.with_shown_name(str(error))) from error
         except OSError as error:
-            text = self.say(f"{error.filename or self.shown}: {error.strerror or error}")
+            text = self.with_shown_name(f"{error.filename or self.shown}: {error.strerror or error}")
             kind = CapacityExceeded if error.errno in FULL else ConfigError
             raise kind(text) from error
 

@@ -54,9 +54,9 @@ class _Link:
     frames: FrameLink
     dialed: bool
     since: float
-    said: trio.Event = field(default_factory=trio.Event)
-    to_say: list[bytes] = field(default_factory=list)
-    """Frames that go out together, with `send_said`."""
+    has_more: trio.Event = field(default_factory=trio.Event)
+    queued: list[bytes] = field(default_factory=list)
+    """Frames that go out together, with `send_queued`."""
 
 
 class SwarmLinks:
@@ -76,7 +76,7 @@ class SwarmLinks:
         self._introduced = introduced
         self._links: dict[Member, _Link] = {}
         self._talking: list[tuple[Member, _Link]] = []
-        """Links with something `to_say`."""
+        """Links with something `queued`."""
         self._dialing: set[Member] = set()
         self._banned: set[Member] = set()
         self._closed = False
@@ -86,25 +86,25 @@ class SwarmLinks:
         """Members with a link."""
         return list(self._links)
 
-    def say(self, members: Iterable[Member], message: SwarmMessage) -> None:
-        """Queue a message for those of these members that have links, until `send_said`."""
+    def enqueue(self, members: Iterable[Member], message: SwarmMessage) -> None:
+        """Queue a message for those of these members that have links, until `send_queued`."""
         frame = encode_frame(kind_of(message), 0, message, flags=ONE_WAY)
         for member in members:
             link = self._links.get(member)
             if link is not None:
-                if not link.to_say:
+                if not link.queued:
                     self._talking.append((member, link))
-                link.to_say.append(frame)
+                link.queued.append(frame)
 
-    def send_said(self) -> None:
+    def send_queued(self) -> None:
         """Send what was queued, in one write a member."""
         talking, self._talking = self._talking, []
         for member, link in talking:
-            frames, link.to_say = link.to_say, []
+            frames, link.queued = link.queued, []
             if self._links.get(member) is not link:
                 continue
-            if link.frames.say(b"".join(frames)) and link.frames.has_unsent:
-                link.said.set()
+            if link.frames.enqueue(b"".join(frames)) and link.frames.has_unsent:
+                link.has_more.set()
 
     def drop(self, member: Member, *, banned: bool = False) -> None:
         """End the link without an event. A banned member gets no other link."""
@@ -216,8 +216,8 @@ class SwarmLinks:
     async def _send(self, link: _Link) -> None:
         with suppress(OSError):  # the receiving task notices it as well
             while True:
-                await link.said.wait()
-                link.said = trio.Event()
+                await link.has_more.wait()
+                link.has_more = trio.Event()
                 await link.frames.send_all()
         link.frames.end()
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from p2pstore.core.copies.proofs import MAX_PROOF_BYTES, read_proof, signed_proofs
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.operation import Operation, PullOutcome, PullTogether
-from p2pstore.core.puts.publishing import announce_new, reserve_many
+from p2pstore.core.puts.publishing import announce_new, new_here, reserve_many
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import PeerId, member_of, writer_of
@@ -21,7 +21,7 @@ from p2pstore.memory.segment_layout import (
     SLOT_BYTES,
     Slot,
     TrailerBody,
-    decode_slot,
+    digests_in_slots,
     encode_trailer,
 )
 from p2pstore.objects import key_digest, namespace_digest
@@ -211,11 +211,10 @@ def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[
         raise ProtocolError("a request to replicate with slots of another size")
     writer = writer_of(sender)
     found: list[tuple[Slot, TrailerBody]] = []
-    for place, packed in enumerate(request.trailers):
-        row = request.slots[place * SLOT_BYTES : (place + 1) * SLOT_BYTES]
-        slot = decode_slot(row)
+    rows = [request.slots[at : at + SLOT_BYTES] for at in range(0, count * SLOT_BYTES, SLOT_BYTES)]
+    for row, packed, digest in zip(rows, request.trailers, digests_in_slots(request.slots), strict=True):
         try:
-            found.append(check_object(row, packed, b"" if slot is None else slot.digest))
+            found.append(check_object(row, packed, digest))
         except PullFailed as error:
             raise ProtocolError(f"a request to replicate: {error}") from error
     namespace = found[0][1].namespace
@@ -262,8 +261,9 @@ class CopiesDestination:
         core = self._core
         doubted = core.gossip.doubted_up_to(member_of(self._sender), now)
         wanted: list[int] = []
+        new = self._wanted_for_certain(doubted, now)
         for place, copy in enumerate(self._wanted_copies):
-            code = self._code_of(copy, doubted, now)
+            code = None if copy.slot.digest in new else self._code_of(copy, doubted, now)
             if code is None:
                 wanted.append(place)
             else:
@@ -276,6 +276,20 @@ class CopiesDestination:
                 self.codes[place] = int(Code.CAPACITY_EXCEEDED)
             else:
                 self._reserved(place, reserved)
+
+    def _wanted_for_certain(self, doubted: int, now: float) -> set[bytes]:
+        """Digests of which nothing is here and nothing is in the way: nearly all, found in one look."""
+        core, slots = self._core, [copy.slot for copy in self._wanted_copies]
+        versions = [slot.version for slot in slots]
+        oldest, newest = min(versions), max(versions)
+        fit = max(slot.length for slot in slots) <= core.segment.data_bytes > 0
+        if oldest.clock <= doubted or not fit:
+            return set()
+        if not core.clock.observe(newest.clock, core.believed_unix(now)):
+            return set()
+        new = new_here(core, [slot.digest for slot in slots])
+        namespace = core.namespace_digest(self._wanted_copies[0].trailer.namespace)
+        return new - core.gossip.cluster_records.floors.forbidden(new, namespace, oldest)
 
     def _code_of(self, copy: WantedCopy, doubted: int, now: float) -> int | None:
         """The answer where nothing is to be pulled. Cases:
@@ -318,18 +332,18 @@ class CopiesDestination:
 
     def publish(self, brought: Collection[int], now: float) -> None:
         """Publish those, by their places, whose bytes are in their rooms and were verified. Raises nothing."""
-        core, here = self._core, self._core.segment.digests()
-        floors, cold = core.gossip.cluster_records.floors, core.cold.store
+        core, floors = self._core, self._core.gossip.cluster_records.floors
         namespace = core.namespace_digest(self._wanted_copies[0].trailer.namespace)
         new: list[tuple[int, Written]] = []
-        for place in sorted(self._reservations.keys() & set(brought)):
+        places = sorted(self._reservations.keys() & set(brought))
+        unknown = new_here(core, [self._wanted_copies[place].slot.digest for place in places])
+        for place in places:
             slot, trailer = self._wanted_copies[place]
             if core.earlier_life.distrusts(self._operation, slot.version):
                 continue
             number = self._reservations[place].number
             row = Written(number, slot.digest, slot.version, trailer, slot.length)
-            on_ssd = cold is not None and cold.find(slot.digest) is not None
-            if on_ssd or slot.digest in here:  # an older version, or one that came meanwhile
+            if slot.digest not in unknown:  # an older version, or one that came meanwhile
                 self._publish_one(place, row, now)
             elif not floors.forbids(slot.digest, namespace, slot.version):
                 new.append((place, row))

@@ -25,7 +25,6 @@ from p2pstore.objects import MIB
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.entries import ObjectEntry
     from p2pstore.ssd_tier.index import ColdEntry
 
 READY_PART: Final = 32

@@ -62,7 +62,7 @@ MAX_LACKING: Final = 65_536
 FIRST_PAUSE_SECONDS: Final = 1.0
 PATIENCE_SECONDS: Final = 2.0
 """After this pause an unproved copy is adopted that its writer no longer holds: otherwise no peer could read it."""
-LONGEST_PAUSE_SECONDS: Final = 60.0
+MAX_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version, at first."""
 MAX_HOLDERS_ASKED: Final = 8
@@ -123,22 +123,15 @@ class VersionProofs:
             other = self._core.objects.find(digest, now)
             if other is not None and self._core.is_own(other.version):
                 versions.append((digest, other.version))
-        self._sign_together(versions)
-
-    def sign(self, entries: Sequence[ObjectEntry]) -> bytes:
-        """Signatures for these own versions, 64 bytes for each 64 of them: see `signed_proofs`."""
-        for entry in entries:
-            self._unsigned.pop(entry.digest, None)
-        versions = [(entry.digest, entry.version) for entry in entries]
-        proofs = [self._sign_together(some)[0] for some in _trees_of(versions)]
-        return b"".join(map(signature_of, proofs))
-
-    def _sign_together(self, versions: Sequence[tuple[bytes, Version]]) -> list[bytes]:
-        self._core.counters["version_signatures"] += 1
-        proofs = sign_versions(versions, self._core.signer)
+        proofs = signed_proofs(versions, self._core.peer_id, self.sign(versions))
         for (digest, version), proof in zip(versions, proofs, strict=True):
             put_newest(self._signed, digest, (version, proof), MAX_SIGNED)
-        return proofs
+
+    def sign(self, versions: Sequence[tuple[bytes, Version]]) -> bytes:
+        """Signatures for these own versions, of which `signed_proofs` makes the proofs."""
+        signatures = sign_trees(versions, self._core.signer)
+        self._core.counters["version_signatures"] += len(signatures) // SIGNATURE_BYTES
+        return signatures
 
     # --- versions of others ------------------------------------------------------------------
 
@@ -231,7 +224,7 @@ class VersionProofs:
             if pause > PATIENCE_SECONDS and not vouched:
                 self._core.objects.adopt(entry, now)
                 continue
-            self._lacking[digest] = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            self._lacking[digest] = min(2 * pause, MAX_PAUSE_SECONDS)
             heapq.heappush(self._due, (now + pause, digest))
             wanted += same
         if wanted:
@@ -319,7 +312,6 @@ class ProveOperation(Operation):
 MAX_LEAVES: Final = 64
 _HASH_BYTES: Final = 16
 SIGNATURE_BYTES: Final = 64
-_SIGNATURE: Final = slice(32, 32 + SIGNATURE_BYTES)
 _FIXED_BYTES: Final = 32 + SIGNATURE_BYTES + 2
 MAX_PROOF_BYTES: Final = _FIXED_BYTES + 6 * _HASH_BYTES
 _LEAF: Final = struct.Struct("<16sQHQ")
@@ -337,16 +329,21 @@ class SignedTree(NamedTuple):
 
 
 def sign_versions(versions: Sequence[tuple[bytes, Version]], signer: Signer) -> list[bytes]:
-    """A proof for each of 1 to 64 versions, by the digests of their keys."""
-    levels = _levels(versions)
-    return _proofs(levels, signer.peer_id, signer.sign(_message(len(versions), levels[-1][0])))
+    """A proof for each version, by the digests of their keys."""
+    return signed_proofs(versions, signer.peer_id, sign_trees(versions, signer))
+
+
+def sign_trees(versions: Sequence[tuple[bytes, Version]], signer: Signer) -> bytes:
+    """Signatures for versions, by the digests of their keys: 64 bytes for the tree of each 64."""
+    trees = [(len(some), _levels(some)[-1][0]) for some in _trees_of(versions)]
+    return b"".join(signer.sign(_message(count, root)) for count, root in trees)
 
 
 def signed_proofs(
     versions: Sequence[tuple[bytes, Version]], signer: PeerId, signatures: bytes
 ) -> list[bytes]:
-    """Proofs of all these versions, from the signatures of `sign_versions`, one for each 64. They are good if these
-    are. Raises `ValueError` for another number of signatures."""
+    """Proofs of all these versions, from the signatures of `sign_trees`. They are good if these are. Raises
+    `ValueError` for another number of signatures."""
     trees = _trees_of(versions)
     if len(signatures) != SIGNATURE_BYTES * len(trees):
         raise ValueError(f"{len(signatures)} bytes of signatures for {len(versions)} versions")
@@ -357,16 +354,11 @@ def signed_proofs(
     return proofs
 
 
-def signature_of(proof: bytes) -> bytes:
-    """The signature in a proof."""
-    return proof[_SIGNATURE]
-
-
 def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | None:
     """The statement of a proof of this version, its signature unchecked; None when it is of another version."""
     if not _FIXED_BYTES <= len(proof) <= MAX_PROOF_BYTES:
         return None
-    key, signature, place, count = proof[:32], proof[_SIGNATURE], proof[96], proof[97]
+    key, signature, place, count = proof[:32], proof[32:96], proof[96], proof[97]
     hashes = [proof[at : at + _HASH_BYTES] for at in range(_FIXED_BYTES, len(proof), _HASH_BYTES)]
     signer = peer_id_from_public_key(key)
     if place >= count or count > MAX_LEAVES or writer_of(signer) != version.writer:

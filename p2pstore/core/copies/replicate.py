@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,7 +25,6 @@ from p2pstore.wire import Code, Failure
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.entries import ObjectEntry
 
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A target that copies slower than this is given up for the next candidate."""
@@ -178,8 +177,8 @@ class _Row:
     entry: ObjectEntry
     wanted: int
     waiting: int = 0
-    made: list[PeerId] = field(default_factory=list)
-    failed: list[PeerId] = field(default_factory=list)
+    made: tuple[PeerId, ...] = ()
+    failed: tuple[PeerId, ...] = ()
 
 
 class ReplicateTogether(Operation):
@@ -228,12 +227,14 @@ class ReplicateTogether(Operation):
         if not windows:
             return
         rows = windows.popleft()
-        segment, me = self.core.segment, self.core.gossip.record(now)
+        # Signed a moment ago is new enough: the target learns here how to reach a peer that it has not heard of.
+        me = self.core.gossip.membership.own.signed or self.core.gossip.record(now)
+        segment = self.core.segment
         entries = [row.entry for row in rows]
         request = ReplicateMany(
             b"".join(map(segment.table.slot_bytes, entries)),
             list(map(segment.table.trailer_bytes, entries)),
-            self.core.proofs.sign(entries),
+            self.core.proofs.sign([(entry.digest, entry.version) for entry in entries]),
             me.body,
             me.signature,
         )
@@ -245,7 +246,10 @@ class ReplicateTogether(Operation):
         target, rows = about
         if isinstance(reply, ReplicatedMany) and len(reply.codes) == len(rows):
             for row, code in zip(rows, reply.codes, strict=True):
-                (row.failed if code else row.made).append(target)
+                if code:
+                    row.failed += (target,)
+                else:
+                    row.made += (target,)
             self._ask_next(target, now)
         else:
             if reply is None:
@@ -254,7 +258,7 @@ class ReplicateTogether(Operation):
                 rows += self._queued[target].popleft()
             is_older = isinstance(reply, Failure) and reply.code in _OLDER
             for row in [] if is_older else rows:
-                row.failed.append(target)
+                row.failed += (target,)
         for row in rows:
             row.waiting -= 1
             if not row.waiting:

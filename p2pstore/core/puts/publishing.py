@@ -6,7 +6,7 @@ as one, under one stamp; values of other keys are decided one by one (`put_opera
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress, count, cycle, takewhile
@@ -115,12 +115,15 @@ def _may_publish(core: PeerCore, now: float) -> bool:
 
 def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
     """Those that neither this peer nor any other is known to hold, or to have held."""
-    here = core.segment.digests()
+    new = new_here(core, digests)
+    return new - core.gossip.directory.mentioned(new)
+
+
+def new_here(core: PeerCore, digests: Iterable[bytes]) -> set[bytes]:
+    """Those of which this peer holds no version, in memory or on its SSD."""
+    here, cold = core.segment.digests(), core.cold.store
     new = {digest for digest in digests if digest not in here}
-    new -= core.gossip.directory.mentioned(new)
-    if core.cold.store is not None:
-        new = {digest for digest in new if core.cold.store.find(digest) is None}
-    return new
+    return new if cold is None else {digest for digest in new if cold.find(digest) is None}
 
 
 def _announce_own(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:

@@ -268,7 +268,7 @@ class ControlHost:
                     await connection.nursery.start(self._run_asking, connection)
             return connection
         except AdmissionRefused as refusal:
-            self._refusals.say(connection.address, f"not admitted by {who}")
+            self._refusals.log(connection.address, f"not admitted by {who}")
             raise LinkError(f"{who}: {refusal}", refused=True, code=refusal.code) from None
         except Exception as error:  # RuntimeError when the connection ends meanwhile
             await self._notice_farewell(connection)

@@ -8,8 +8,7 @@ from typing import Final, Protocol
 import trio
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.links.control_frames import nobodys_account
-from p2pstore.gossip.links.control_link import single_error
+from p2pstore.gossip.links.control_frames import nobodys_account, single_error
 from p2pstore.gossip.links.yamux import GOODBYE, Session, StreamState
 from p2pstore.runtime.byte_budget import Account
 from p2pstore.runtime.trio_tasks import wait_room

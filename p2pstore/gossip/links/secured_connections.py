@@ -343,10 +343,10 @@ class Refusals:
         """A connection or stream was dropped because of what the other side did."""
         if self._silent:
             return
-        self.say(address, f"dropped {address}: {reason}")
+        self.log(address, f"dropped {address}: {reason}")
         call_back(partial(self._on_refused, address, reason))
 
-    def say(self, address: str, line: str) -> None:
+    def log(self, address: str, line: str) -> None:
         """One line about the host in `address` (`HOST:PORT`)."""
         host = address.rpartition(":")[0]
         now = trio.current_time()

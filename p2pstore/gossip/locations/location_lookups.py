@@ -158,7 +158,7 @@ class LocationLookups(ViewTable):
     def holdings(
         self, digests: Sequence[bytes], believed: Callable[[Member], range]
     ) -> dict[Member, HeldKeys]:
-        """By member, which of the keys it holds, in versions as `held` counts them."""
+        """By member, which of the keys it holds, in versions as `held` counts them: where logs tell of all."""
         found: dict[Member, HeldKeys] = {}
         matches = self.index.table.find_many(b"".join(digests))
         some = self._believed(matches, believed).nonzero()[0]
@@ -171,8 +171,10 @@ class LocationLookups(ViewTable):
         )
         borders = np.flatnonzero(np.diff(slots, prepend=0, append=0)).tolist()
         for begin, end in pairwise(borders):
-            member = self._of_slot[int(slots[begin])].member
-            holding = found.setdefault(member, HeldKeys.of_none(len(digests)))
+            view = self._of_slot[int(slots[begin])]
+            if self._views.get(view.member) is not view:
+                continue  # of a partition, which a log tells of as well
+            holding = found[view.member] = HeldKeys.of_none(len(digests))
             holding.held[queries[begin:end]] = True
             holding.in_memory[queries[begin:end]] = in_memory[begin:end]
             holding.size_units[queries[begin:end]] = size_units[begin:end]

@@ -37,7 +37,7 @@ class DirectoryConfig:
     max_words: int = 100_000
     word_seconds: float = 60.0
     """How long a word counts that no log has told of since."""
-    max_stale: int = 100_000
+    max_denials: int = 100_000
 
     @property
     def max_rows(self) -> int:
@@ -159,7 +159,7 @@ class ViewTable:
         self.shares = LocationShares()
         apart = published.apart if published else None
         self._words = Words(self.config.max_words, self.config.word_seconds, apart)
-        self._denials = Denials(self.config.max_stale, apart)
+        self._denials = Denials(self.config.max_denials, apart)
         self.follows_logs = True
         """Whether logs tell of all members: then hearsay is left out where it is not asked for."""
         self._relay_limit = self.config.relay_limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -33,7 +34,7 @@ from p2pstore.transfer.reading.shm_transport import copy_many
 from p2pstore.transfer.reading.small_reads import MAX_ITEMS, Part
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import PullReport, RemoteCopy, RemotePeer, pull_with_failover
-from p2pstore.wire import Failure, code_of
+from p2pstore.wire import Code, Failure, code_of
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -45,6 +46,7 @@ PULLED_AT_ONCE: Final = 4
 """Requests of up to 16 MiB, or of one larger object, for which there is room at the same time."""
 NO_WRITER: Final = -1
 """The hash of no writer: only the announced version will do."""
+_SILENT: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
 
 
 class TakenCopies:
@@ -62,38 +64,39 @@ class TakenCopies:
                 await take_turns(copies.reserve(node.now))
                 begin = node.now
                 brought = await self._pull(effect.holder, copies.rooms)
-                lengths = [room.slot.length for room in copies.rooms if room.place in brought]
+                came = Counter(
+                    (by, room.slot.length) for room in copies.rooms if (by := brought.get(room.place))
+                )
                 failures = len(copies.rooms) - len(brought)
-                node.watch.pulled_together(effect.holder, lengths, failures, node.now - begin)
+                node.watch.pulled_together(effect.holder, came, failures, node.now - begin)
                 copies.publish(brought, node.now)
             finally:
                 copies.abort()
         node.core.operations.pulled(effect.operation, PullOutcome(delivered=True), node.now)
         node.process()
 
-    async def _pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> set[int]:
-        """The places of what came whole, verified. The ways, each for what the ones before did not bring:
+    async def _pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> dict[int, str]:
+        """The places of what came whole, verified, and the transport. The ways, each for what the ones before did not
+        bring:
 
         1. Memory of a holder on the same host, mapped: all of them together.
         2. GET_SMALL: objects of one chunk, together.
         3. One by one, by the transport that any read would take.
         """
-        brought = {room.place for room in rooms if not room.slot.length}
-        for pull, most_bytes in ((self._copy_mapped, MAX_OBJECT_BYTES), (self._pull_small, CHUNK_BYTES)):
-            some = [
-                room for room in rooms if room.place not in brought and room.slot.length <= most_bytes
-            ]
+        brought = {room.place: "tcp" for room in rooms if not room.slot.length}
+        for transport, pull, most_bytes in (
+            ("shm", self._copy_mapped, MAX_OBJECT_BYTES),
+            ("tcp", self._pull_small, CHUNK_BYTES),
+        ):
+            left = [room for room in rooms if room.place not in brought]
+            some = [room for room in left if room.slot.length <= most_bytes]
             if some:
                 lengths = await pull(holder, some)
-                brought.update(
-                    room.place
-                    for room, length in zip(some, lengths, strict=False)
-                    if length == room.slot.length
-                )
-        for room in rooms:
-            if room.place not in brought and await self._pull_one(holder, room):
-                brought.add(room.place)
-        return brought
+                for room, length in zip(some, lengths, strict=False):
+                    if length == room.slot.length:
+                        brought[room.place] = transport
+        left = [room for room in rooms if room.place not in brought]
+        return brought | await self._pull_each(holder, left)
 
     async def _copy_mapped(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> list[int]:
         """The lengths of what the memory of a holder on the same host gave; none where it is not mapped."""
@@ -131,17 +134,22 @@ class TakenCopies:
         lengths, _ = await self._node.pool.pull_small_parts(peer, wanted, MAX_ITEMS)
         return lengths
 
-    async def _pull_one(self, holder: PeerId, room: ReservedCopy) -> bool:
-        try:
-            report = await pull_with_failover(
-                [self._copy_of(holder, room.slot)],
-                self._node.routes.transports,
-                room.slot.digest,
-                RoomDestination(room),
-            )
-        except (P2PStoreError, ValueError):
-            return False
-        return report.pulled is not None
+    async def _pull_each(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> dict[int, str]:
+        """One object after the other, until the holder does not answer: each of the others would wait as long."""
+        brought: dict[int, str] = {}
+        for room in rooms:
+            copies, digest = [self._copy_of(holder, room.slot)], room.slot.digest
+            try:
+                report = await pull_with_failover(
+                    copies, self._node.routes.transports, digest, RoomDestination(room)
+                )
+            except (P2PStoreError, ValueError):
+                continue
+            if report.pulled is not None:
+                brought[room.place] = report.pulled.transport
+            elif any(failure.code in _SILENT for failure in report.failures):
+                break
+        return brought
 
     def _copy_of(self, holder: PeerId, slot: Slot) -> RemoteCopy:
         units = min(round_up(slot.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF)
