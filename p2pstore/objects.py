@@ -1,7 +1,7 @@
 """The facts of an object: its key's digest, its version, its chunk sums and their root.
 
-Everything here is part of formats that peers exchange; docs/formats.md lists them and
-`tests/unit/test_golden_bytes.py` holds them still.
+Everything here is part of formats that peers exchange; docs/formats.md lists them, and golden bytes
+(`tests/unit/test_golden_bytes_*.py`) pin them.
 """
 
 from __future__ import annotations

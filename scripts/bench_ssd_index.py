@@ -69,7 +69,7 @@ def _filled(count: int, keep: bool = True) -> tuple[ColdIndex, list[bytes], floa
     for number in range(count):
         segment, at = divmod(number, PER_SEGMENT)
         facts = ColdFacts(
-            rng.randbytes(16), Version(number, 1, 2), OBJECT_BYTES, NAMESPACE, _key(number), ()
+            rng.randbytes(16), Version(number, 1, 2), OBJECT_BYTES, NAMESPACE, _key(number), b""
         )
         place = RecordPlace(segment, 1, FIRST_RECORD_PAGE + at * pages, at, number)
         started = time.process_time()

@@ -4,7 +4,6 @@ of the same size on another file of the same disk."""
 from __future__ import annotations
 
 import statistics
-import struct
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -83,7 +82,7 @@ class Objects:
         self._length = length
         self._written: list[bytes] = []
         self._checksums_of = b""
-        self._kept_checksums: tuple[Version, tuple[int, ...]] = (Version(0, 0), ())
+        self._kept_checksums: tuple[Version, bytes] = (Version(0, 0), b"")
 
     async def write(self, buffer: memoryview, rng: Random) -> None:
         """One more; as soon as there is room."""
@@ -125,13 +124,12 @@ class Objects:
         """Choose from those that are there, from now on."""
         self._written = [each for each in self._written if self._tier.find(each) is not None]
 
-    def _checksums(self, buffer: memoryview) -> tuple[Version, tuple[int, ...]]:
+    def _checksums(self, buffer: memoryview) -> tuple[Version, bytes]:
         """Those that memory has of each of its objects: nobody computes them for the SSD."""
         head = bytes(buffer[:64])
         if self._checksums_of != head:
-            packed = chunk_sums(buffer)
-            sums = struct.unpack(f"<{len(packed) // 8}Q", packed)
-            version = Version(1, 1, root_checksum(len(buffer), packed))
+            sums = chunk_sums(buffer)
+            version = Version(1, 1, root_checksum(len(buffer), sums))
             self._checksums_of, self._kept_checksums = head, (version, sums)
         return self._kept_checksums
 

@@ -29,12 +29,12 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Decline,
     Disconnect,
     Event,
-    Failure,
     FetchPiece,
     Linked,
     Participants,
     PieceArrived,
     PieceFailed,
+    PieceFailure,
     Received,
     Refusal,
     Serve,
@@ -319,8 +319,8 @@ class Broadcast:
             case Serve(member, piece):
                 self._serve(peer, self.peers[member], piece)
             case Decline(member, piece, why):
-                failure = Failure.BUSY if why is Refusal.BUSY else Failure.LACKS
-                self._busy += failure is Failure.BUSY
+                failure = PieceFailure.BUSY if why is Refusal.BUSY else PieceFailure.LACKS
+                self._busy += failure is PieceFailure.BUSY
                 self.kernel.after(
                     self.scenario.latency,
                     lambda: self._end_fetch(
@@ -405,7 +405,7 @@ class Broadcast:
         )
         event: Event = PieceArrived(sender.member, piece)
         if sender.hostile:
-            event = PieceFailed(sender.member, piece, Failure.BAD)
+            event = PieceFailed(sender.member, piece, PieceFailure.BAD)
         self._end_fetch(receiver, sender, piece, event)
 
     def _end_fetch(self, receiver: _Peer, sender: _Peer, piece: int, event: Event) -> None:
@@ -414,7 +414,7 @@ class Broadcast:
         receiver.fetching.discard((sender.member, piece))
         if isinstance(event, PieceArrived):
             self._arrived += 1
-        elif isinstance(event, PieceFailed) and event.why is Failure.BAD:
+        elif isinstance(event, PieceFailed) and event.why is PieceFailure.BAD:
             self._bad_pieces += not receiver.hostile
         self._happens(receiver, event)
 

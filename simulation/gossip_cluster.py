@@ -12,6 +12,7 @@ from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, location_hash
+from simulation.gossip_data import view_snapshot
 from simulation.gossip_network import GossipNetwork
 from simulation.gossip_peer import GossipPeer
 from simulation.kernel import Faults, Kernel
@@ -272,7 +273,7 @@ class GossipCluster:
 
 def view_of(gossip: Gossip, owner: GossipPeer) -> set[bytes]:
     """The packed records that a machine has of another peer."""
-    snapshot = gossip.directory.snapshot(owner.member)
+    snapshot = view_snapshot(gossip.directory, owner.member)
     packed = snapshot[3] if snapshot else b""
     return {packed[start : start + LOCATION_BYTES] for start in range(0, len(packed), LOCATION_BYTES)}
 

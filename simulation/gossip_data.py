@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.serving import pushed_reply, rivals_of
 from p2pstore.gossip.gossip_messages import FetchSnapshot, HomePush, SnapshotHead
+from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.records import Member
@@ -51,7 +52,7 @@ class SnapshotFetch:
             target.arrive(target.life, partial(self._serve, target))
 
     def _serve(self, target: GossipPeer) -> None:
-        head, packed = target.gossip.snapshot(self._fetch.member) or (None, b"")
+        head, packed = log_snapshot(target.gossip, self._fetch.member) or (None, b"")
         size_bytes = HEADER_BYTES + len(packed)
         target.traffic.data_bytes_out += size_bytes
         leaves_at = target.charge(MESSAGE_SECONDS) + len(packed) / SNAPSHOT_BYTES_PER_SECOND
@@ -135,3 +136,19 @@ def take_push(
     while not intake.step(now):
         pass
     return intake.behind, intake.rivals
+
+
+def log_snapshot(gossip: Gossip, member: Member) -> tuple[SnapshotHead, bytes] | None:
+    """A machine's whole location set, packed; None of another member: only an owner is asked for its set."""
+    if member != gossip.member:
+        return None
+    head = gossip.log.head
+    return SnapshotHead(gossip.incarnation, head.sequence, head.set_hash), gossip.log.snapshot()
+
+
+def view_snapshot(directory: Directory, member: Member) -> tuple[int, int, int, bytes] | None:
+    """(incarnation, sequence, set hash, packed records) of a view; None of an empty one."""
+    view = directory._views.get(member)
+    if view is None or not view.sequence:
+        return None
+    return *view.position, directory.index.hash(view.slot), directory.index.pack(view.slot)

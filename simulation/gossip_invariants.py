@@ -13,6 +13,7 @@ from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.records import PeerId
 from simulation.gossip_cluster import GossipCluster, packed_hash
+from simulation.gossip_data import view_snapshot
 from simulation.gossip_peer import GossipPeer
 
 
@@ -59,7 +60,7 @@ class Watch:
                 self._wrong(peer, f"has a made-up incarnation of peer {subject.number}")
 
     def _check_view(self, peer: GossipPeer, owner: GossipPeer) -> None:
-        known = peer.gossip.directory.snapshot(owner.member)
+        known = view_snapshot(peer.gossip.directory, owner.member)
         if known is None:
             return
         incarnation, sequence, set_hash, packed = known

@@ -35,7 +35,7 @@ FLOORS_SECONDS: Final = 150.0
 """Shortest attack on the dropping of floors: a minute passes before the first ones may go."""
 LET_GO_SECONDS: Final = 0.001
 """After a read its copy goes: others may have waited for the same one."""
-LONGEST_WAIT_SECONDS: Final = 10.0
+MAX_WAIT_SECONDS: Final = 10.0
 """Of removals, because floors are crowded."""
 MAX_BEHAVIOURS: Final = 4
 MIN_AVAILABLE: Final = 0.99
@@ -423,7 +423,7 @@ class LiarRun(ScenarioRun):
     def _count(self) -> None:
         outcome = self.outcome
         outcome.lies = self.liar.lies_told
-        if outcome.longest_wait_seconds > LONGEST_WAIT_SECONDS:
+        if outcome.longest_wait_seconds > MAX_WAIT_SECONDS:
             self.problem(f"removals waited for {outcome.longest_wait_seconds:.0f} s")
         if outcome.reads_failed > (1 - MIN_AVAILABLE) * outcome.reads:
             self.problem(f"{outcome.reads_failed} of {outcome.reads} reads failed: {self._example}")

@@ -62,6 +62,7 @@ from p2pstore.put_facts import PutFacts
 from p2pstore.transfer import data_messages as data
 from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
 from simulation.disk import Disk
+from simulation.gossip_data import log_snapshot
 from simulation.pull import pull_object, pull_together
 from simulation.put_columns import columns_of_facts
 from simulation.signer import SimulatedSigner, SimulatedVerifier
@@ -552,7 +553,7 @@ class SimulatedPeer:
     def snapshot_of(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
         """This peer's answer to a fetch of a member's whole log."""
         assert self.core is not None
-        return self.core.gossip.snapshot(member)
+        return log_snapshot(self.core.gossip, member)
 
     def _contact(self, effect: Contact) -> None:
         target = self.cluster.by_address.get(effect.addresses[0])

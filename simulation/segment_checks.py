@@ -9,7 +9,9 @@ from p2pstore.memory.eviction import rank_of
 from p2pstore.memory.object_table import packed_slot
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
+    INDEX_ENTRY_BYTES,
     SlotState,
+    decode_index_entry,
     decode_slot,
     decode_trailer,
     encode_slot,
@@ -31,7 +33,11 @@ def check_segment(segment: Segment) -> None:
     returned = [entry for entry in entries if entry.state is SlotState.RETURNED]
     assert {entry.digest: entry for entry in returned} == segment.objects.returned
     assert live == {digest: entry.slot for digest, entry in segment.objects.live.items()}
-    assert live == segment.table.published()
+    geometry = segment.geometry
+    begin = geometry.index_offset
+    places = range(begin, begin + geometry.index_entries * INDEX_ENTRY_BYTES, INDEX_ENTRY_BYTES)
+    index = (decode_index_entry(segment.table._buffer, place) for place in places)
+    assert live == {digest: slot for digest, slot, used in index if used}
 
 
 def _check_extents(segment: Segment) -> None:

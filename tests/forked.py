@@ -100,7 +100,7 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> None:
     """Fork for each request; returns in each command's process."""
-    from mooncake_p2p.main import COMMANDS
+    from mooncake_p2p.manual import COMMANDS
     from mooncake_p2p.options import BLAS_THREADS
 
     os.environ[BLAS_THREADS] = "1"  # else a fork would lack threads that libraries count on

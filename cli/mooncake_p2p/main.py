@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 import p2pstore
+from mooncake_p2p.manual import COMMANDS, PAGES
 from mooncake_p2p.output import (
     STANDARD_OUTPUT,
     AlreadyTold,
@@ -35,43 +36,6 @@ from mooncake_p2p.output import (
 PROGRAM: Final = "mooncake-p2p"
 COMPLETION_VARIABLE: Final = "_MOONCAKE_P2P_COMPLETE"
 """Set by the script in the shell that wants to know completions rather than to run a command."""
-
-COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "join": ("join", "Run a peer in the foreground."),
-    "put": ("put_get", "Store a file, or standard input, under a key."),
-    "get": ("put_get", "Fetch the value of a key."),
-    "ls": ("stored_keys", "List keys of the whole cluster."),
-    "rm": ("stored_keys", "Remove keys everywhere."),
-    "flush": ("stored_keys", "Remove everything in a namespace, on all peers."),
-    "locate": ("stored_keys", "Show which peers hold a key."),
-    "pin": ("stored_keys", "Keep objects in this peer's memory."),
-    "unpin": ("stored_keys", "Let objects be evicted again."),
-    "replicate": ("stored_keys", "Have N copies of an object, on as many peers."),
-    "stats": ("stats", "Show this peer and the cluster."),
-    "peers": ("stats", "List the members of the cluster."),
-    "doctor": ("doctor", "Check this machine, or the way to a peer, and say cause and cure."),
-    "support-bundle": ("doctor", "Collect diagnostics for support, without secrets."),
-    "leave": ("stats", "Make the local peer leave the cluster and end."),
-    "invite": ("keygen", "Print one line to paste on the next machine."),
-    "config": ("join", "Show every setting of a peer with its origin."),
-    "keygen": ("keygen", "Make a new cluster key."),
-    "bench": ("bench", "Measure the local peer, against plain memory."),
-    "bench trace": ("bench_trace", "Replay a trace of requests: what a pool of peers would save."),
-    "checkpoint publish": ("checkpoint", "Publish a directory as a checkpoint's newest version."),
-    "checkpoint fetch": ("checkpoint", "Fetch a checkpoint to a directory."),
-    "checkpoint follow": ("checkpoint_groups", "Follow a checkpoint."),
-    "checkpoint update": (
-        "checkpoint_groups",
-        "Have all followers switch to a checkpoint's newest version.",
-    ),
-    "checkpoint status": ("checkpoint_groups", "Show which peers have a checkpoint."),
-    "checkpoint list": ("checkpoint_groups", "List the checkpoints that are published."),
-    "checkpoint rm": ("checkpoint_groups", "Remove a checkpoint that the local peer published."),
-    "demo": ("demo", "Watch three peers on this machine do the real thing."),
-    "completion": ("completion", "Print a script that completes commands, options and keys with Tab."),
-    "help": ("completion", "Show the help of a command."),
-}
-"""Command -> (module with the function of that name, summary). One of two words is a command of its own."""
 
 MEANT: Final = {
     **dict.fromkeys(("set", "store", "write", "add", "upload"), "put"),
@@ -142,8 +106,6 @@ class ManualCommand(TyperCommand):
                     formatter.write_dl(rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        from mooncake_p2p.manual import PAGES
-
         page = PAGES.get(self.name or "")
         if page is None:
             return

@@ -31,8 +31,8 @@ def argument(metavar: str, help: str, **more: Any) -> Any:
 
 
 def option(metavar: str, help: str, *names: str, **more: Any) -> Any:
-    """An option with a value, whose default is not shown."""
-    return typer.Option(*names, metavar=metavar, help=help, show_default=False, **more)
+    """An option with a value."""
+    return typer.Option(*names, metavar=metavar, help=help, **more)
 
 
 def flag(name: str, help: str) -> Any:
@@ -51,16 +51,9 @@ Socket = Annotated[
         envvar="MOONCAKE_P2P_SOCKET",
     ),
 ]
-Namespace = Annotated[
-    str, typer.Option(metavar="NAME", envvar="MOONCAKE_P2P_NAMESPACE", help="Namespace of the keys.")
-]
+Namespace = Annotated[str, option("NAME", "Namespace of the keys.", envvar="MOONCAKE_P2P_NAMESPACE")]
 Timeout = Annotated[
-    str,
-    typer.Option(
-        metavar="SECONDS",
-        envvar="MOONCAKE_P2P_TIMEOUT",
-        help="Give up after this time without progress.",
-    ),
+    str, option("SECONDS", "Give up after this time without progress.", envvar="MOONCAKE_P2P_TIMEOUT")
 ]
 Yes = Annotated[bool, flag("--yes", "Do not ask whether you are sure.")]
 Include = Annotated[

@@ -12,10 +12,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from mooncake_p2p.output import CommandFailed
@@ -25,12 +25,11 @@ from p2pstore.trace.one_cache import HitCounts, Model
 from p2pstore.trace.pool import PeerChange, make_router, next_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from p2pstore.blocking import BlockingClient
     from p2pstore.trace.one_cache import Request
     from p2pstore.trace.pool import PoolSettings
 
+T = TypeVar("T")
 MIN_PEERS: Final = 2
 
 
@@ -206,10 +205,6 @@ def _ssd_options(
     return "--ssd", str(folder), "--ssd-capacity", str(scale.ssd_bytes(settings.ssd_blocks))
 
 
-class _Killed(Exception):
-    """The peer that served the request is no more."""
-
-
 class _Replay:
     def __init__(
         self,
@@ -251,34 +246,27 @@ class _Replay:
     def _serve(self, request: Request) -> None:
         """Read what is anywhere, put the rest where the request went; elsewhere, when that peer dies meanwhile."""
         keys = [str(block) for block in request.hash_ids]
-        chosen = self._router(self._local(keys))
-        while True:
+        chosen, hits = self._router(self._local(keys)), None
+        while hits is None:
             chosen = next_up(chosen, self._outages.up)
-            try:
-                hits = self._serve_at(chosen, request, keys)
-            except _Killed:
-                continue
-            self.outcome.counts.count(request, hits, self._model)
-            return
+            hits = self._ask(chosen, lambda client: self._serve_with(client, request, keys))
+        self.outcome.counts.count(request, hits, self._model)
 
-    def _serve_at(self, peer: int, request: Request, keys: Sequence[str]) -> int:
-        with self._killed_or_failed(peer):
-            client = self._clients[peer]
-            hits = self._read(peer, request.hash_ids, keys[: client.match_prefix(keys)])
-            missing = request.hash_ids[hits:]
-            for each in client.put_many([(str(block), self._values[block]) for block in missing]):
-                each.unwrap()
-            return hits
+    def _serve_with(self, client: BlockingClient, request: Request, keys: Sequence[str]) -> int:
+        hits = self._read(client, request.hash_ids, keys[: client.match_prefix(keys)])
+        missing = request.hash_ids[hits:]
+        for each in client.put_many([(str(block), self._values[block]) for block in missing]):
+            each.unwrap()
+        return hits
 
-    @contextmanager
-    def _killed_or_failed(self, peer: int) -> Iterator[None]:
-        """Ignore failures of a peer that was killed."""
+    def _ask(self, peer: int, question: Callable[[BlockingClient], T]) -> T | None:
+        """The answer of a peer; None when it was killed meanwhile."""
         try:
-            yield
+            return question(self._clients[peer])
         except P2PStoreError:
             if self._outages.up[peer]:
                 raise
-            raise _Killed from None
+            return None
 
     def _local(self, keys: Sequence[str]) -> list[int]:
         """Of how many blocks each peer has the run, where that matters."""
@@ -287,23 +275,22 @@ class _Replay:
             return runs
         names = {f"peer{number}": number for number in range(len(runs))}
         asked = self._outages.up.index(True)
-        try:
-            with self._killed_or_failed(asked):
-                for holder in self._clients[asked].match_prefix_by_peer(keys):
-                    runs[names[holder.peer]] = holder.blocks
-        except _Killed:
+        holders = self._ask(asked, lambda client: client.match_prefix_by_peer(keys))
+        if holders is None:
             return self._local(keys)
+        for holder in holders:
+            runs[names[holder.peer]] = holder.blocks
         return runs
 
-    def _read(self, peer: int, blocks: Sequence[int], keys: Sequence[str]) -> int:
+    def _read(self, client: BlockingClient, blocks: Sequence[int], keys: Sequence[str]) -> int:
         """How many of the blocks came, from the first on. Each is compared."""
         while len(self._rooms) < len(keys):
             self._rooms.append(bytearray(self._values.size_bytes))
-        results = self._clients[peer].get_many_into(list(zip(keys, self._rooms, strict=False)))
+        results = client.get_many_into(list(zip(keys, self._rooms, strict=False)))
         for place, result in enumerate(results):
             if not result.ok:
-                if not self._outages.up[peer]:
-                    raise _Killed
+                if not self._outages.up[self._clients.index(client)]:
+                    result.unwrap()
                 self.outcome.unreadable += 1
                 if self._is_held(keys[place]):
                     self.outcome.failed += 1
@@ -315,16 +302,9 @@ class _Replay:
 
     def _is_held(self, key: str) -> bool:
         """Whether a living peer says that it holds the block itself."""
-        for number, client in enumerate(self._clients):
-            if not self._outages.up[number]:
-                continue
-            try:
-                with self._killed_or_failed(number):
-                    if any(copy.local for copy in client.locate(key)):
-                        return True
-            except _Killed:
-                continue
-        return False
+        living = (number for number, is_up in enumerate(self._outages.up) if is_up)
+        found = (self._ask(number, lambda client: client.locate(key)) for number in living)
+        return any(copy.local for copies in found for copy in copies or ())
 
     # --- what the peers counted ----------------------------------------------------------------------
 
@@ -333,13 +313,10 @@ class _Replay:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
-        for number, client in enumerate(self._clients):
-            if self._outages.up[number]:
-                try:
-                    with self._killed_or_failed(number):
-                        self._counters.take(number, client.statistics()["peer"])
-                except _Killed:
-                    continue
+        for number, is_up in enumerate(self._outages.up):
+            document = self._ask(number, lambda client: client.statistics()) if is_up else None
+            if document is not None:
+                self._counters.take(number, document["peer"])
 
 
 class _Values:

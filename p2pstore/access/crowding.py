@@ -136,7 +136,7 @@ def yielding(holders: Sequence[PlaceOwner], host: str, member: bytes, limit: int
 
 
 SPARE_AFTER_SECONDS: Final = 1.0
-"""Before this a connection is not idle: who opened it is about to use it."""
+"""Before this a connection is not idle: its opener is about to use it."""
 
 
 @dataclass(frozen=True, slots=True)

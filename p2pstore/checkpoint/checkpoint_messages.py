@@ -220,7 +220,7 @@ class CheckpointEntry(Message, frozen=True):
     members: list[MemberEntry] = []
 
 
-class Checkpoints(Message, frozen=True):
+class ListedCheckpoints(Message, frozen=True):
     items: list[CheckpointEntry]
 
 
@@ -245,7 +245,7 @@ MESSAGES: Final[dict[int, tuple[type[Message], type[Message]]]] = {
     LocalKind.CHECKPOINT_FOLLOW_NEWS: (AskNews, FollowNewsReply),
     LocalKind.CHECKPOINT_UPDATE: (Update, Updated),
     LocalKind.CHECKPOINT_UPDATE_NEWS: (AskNews, UpdateNewsReply),
-    LocalKind.CHECKPOINT_LIST: (ListCheckpoints, Checkpoints),
+    LocalKind.CHECKPOINT_LIST: (ListCheckpoints, ListedCheckpoints),
     LocalKind.CHECKPOINT_REMOVE: (RemoveCheckpoint, CheckpointRemoved),
 }
 """Request and reply of each kind."""

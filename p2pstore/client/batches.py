@@ -10,7 +10,13 @@ from typing import Any, Final, TypeVar
 from msgspec.structs import replace
 
 from p2pstore.client.answers import plain_error
-from p2pstore.client.destinations import BufferRooms, DigestsOf, NewMemory, NewMemoryRooms, Rooms
+from p2pstore.client.destinations import (
+    BatchDestinations,
+    BufferDestinations,
+    DigestsOf,
+    NewMemory,
+    NewMemoryDestinations,
+)
 from p2pstore.client.fetcher import Fetcher
 from p2pstore.client.read_plan import (
     HolderGroup,
@@ -50,21 +56,21 @@ async def fetch_many(
     """Write each key's value to the beginning of its buffer; per item the length, or the error. `are_views`: the
     buffers are writable views of bytes."""
     rooms_of = None if are_views else destination_views
-    return await _Batch(fetcher, BufferRooms(keys, digests_of, buffers, rooms_of)).fetch()
+    return await _Batch(fetcher, BufferDestinations(keys, digests_of, buffers, rooms_of)).fetch()
 
 
 async def fetch_many_new(
     fetcher: Fetcher, keys: Sequence[str], destinations: Sequence[D], digests_of: DigestsOf
 ) -> list[Outcome]:
     """`fetch_many` to new memory."""
-    return await _Batch(fetcher, NewMemoryRooms[D](keys, digests_of, destinations)).fetch()
+    return await _Batch(fetcher, NewMemoryDestinations[D](keys, digests_of, destinations)).fetch()
 
 
 class _Batch:
     """Many reads at once, each to a room of its own. Each step settles some of the items, which are known by their
     numbers."""
 
-    def __init__(self, fetcher: Fetcher, rooms: Rooms[Any]) -> None:
+    def __init__(self, fetcher: Fetcher, rooms: BatchDestinations[Any]) -> None:
         self.outcomes: list[Outcome] = [_UNDER_WAY] * len(rooms.keys)
         self._fetcher = fetcher
         self._holders = fetcher.holders

@@ -1,4 +1,4 @@
-"""Where fetched bytes go: new memory of each kind, and the rooms of a batch."""
+"""Destinations of fetched bytes: new memory of each kind, and those of a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each."""
 MAX_COPIED: Final = 1024
 
 DigestsOf = Callable[[Sequence[str]], list[bytes]]
-RoomsOf = Callable[[Sequence[Any]], Sequence[R]]
+ViewsOf = Callable[[Sequence[Any]], Sequence[R]]
 
 
 class NewMemory(ABC):
@@ -105,7 +105,7 @@ def _same(value: bytes) -> bytes:
     return value
 
 
-class SmallRooms(NamedTuple):
+class SmallDestinations(NamedTuple):
     """Items that may be asked for by GET_SMALL, and room for each, none empty and none of more than `most_bytes`."""
 
     numbers: Sequence[int]
@@ -113,17 +113,16 @@ class SmallRooms(NamedTuple):
     most_bytes: int
 
 
-class Rooms(ABC, Generic[R]):
-    """The keys of a batch and a room for the value of each; items are known by their numbers. `digests_of` and
-    `rooms_of` raise `ValueError` or `TypeError` for what is no key or no place; `rooms_of` None: the places are
-    rooms."""
+class BatchDestinations(ABC, Generic[R]):
+    """The keys of a batch, and a room for the value of each; items are known by their numbers. `rooms_of` makes rooms
+    of `places`; None: these are rooms. Both raise `ValueError` or `TypeError` for no place, or no key."""
 
     def __init__(
         self,
         keys: Sequence[str],
         digests_of: DigestsOf,
         places: Sequence[Any],
-        rooms_of: RoomsOf[R] | None = None,
+        rooms_of: ViewsOf[R] | None = None,
     ) -> None:
         if len(places) != len(keys):
             raise ValueError(f"{len(keys)} keys, but {len(places)} places for their values")
@@ -184,14 +183,14 @@ class Rooms(ABC, Generic[R]):
         return math.inf
 
     @abstractmethod
-    def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallRooms:
+    def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallDestinations:
         """The items among these that may be asked for by GET_SMALL, and room for each of them."""
 
-    def filled(self, small: SmallRooms, lengths: Sequence[int]) -> None:
+    def filled(self, small: SmallDestinations, lengths: Sequence[int]) -> None:
         """Small rooms have got their values, of these lengths; -1 for none."""
 
 
-class BufferRooms(Rooms[memoryview]):
+class BufferDestinations(BatchDestinations[memoryview]):
     """The rooms are the callers' buffers."""
 
     async def fetch_one(self, fetcher: Fetcher, number: int) -> int:
@@ -209,18 +208,18 @@ class BufferRooms(Rooms[memoryview]):
     def most_bytes(self, numbers: Sequence[int]) -> float:
         return max(map(len, self.rooms_at(numbers)))
 
-    def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallRooms:
+    def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallDestinations:
         views = self.rooms_at(numbers)
         sizes = list(map(len, views))
         most_bytes = max(sizes, default=0)
         if most_bytes <= CHUNK_BYTES and min(sizes, default=0) > 0:
-            return SmallRooms(numbers, views, most_bytes)
+            return SmallDestinations(numbers, views, most_bytes)
         small = [number for number, size in zip(numbers, sizes, strict=True) if 0 < size <= CHUNK_BYTES]
         views = self.rooms_at(small)
-        return SmallRooms(small, views, max(map(len, views), default=0))
+        return SmallDestinations(small, views, max(map(len, views), default=0))
 
 
-class NewMemoryRooms(Rooms[D]):
+class NewMemoryDestinations(BatchDestinations[D]):
     """The rooms are made when it is known how long the values are."""
 
     async def fetch_one(self, fetcher: Fetcher, number: int) -> int:
@@ -232,17 +231,17 @@ class NewMemoryRooms(Rooms[D]):
     def room_for(self, number: int, length: int) -> memoryview:
         return self._rooms[number].make(length)
 
-    def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallRooms:
+    def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallDestinations:
         """Where the first one is small, all of them are likely to be: in memory that they share."""
         if not 0 < fetcher.holders.known.expected_bytes(self.digests[numbers[0]]) <= COPIED_BYTES:
-            return SmallRooms((), (), 0)
+            return SmallDestinations((), (), 0)
         small = numbers[:MAX_COPIED]
         shared = np.empty(len(small) * COPIED_BYTES, np.uint8).data
         starts = range(0, len(shared), COPIED_BYTES)
         views = [shared[start : start + COPIED_BYTES] for start in starts]
-        return SmallRooms(small, views, COPIED_BYTES)
+        return SmallDestinations(small, views, COPIED_BYTES)
 
-    def filled(self, small: SmallRooms, lengths: Sequence[int]) -> None:
+    def filled(self, small: SmallDestinations, lengths: Sequence[int]) -> None:
         for number, view, length in zip(small.numbers, small.views, lengths, strict=False):
             if length >= 0:
                 self._rooms[number].take(view[:length])

@@ -79,7 +79,7 @@ class Copy(NamedTuple):
     source: Any
 
 
-class Staged:
+class PinnedStaging:
     """Pinned memory for the bytes of a tensor on a GPU: `host`. Raises `P2PStoreError` when there is none."""
 
     def __init__(self, device: OnDevice) -> None:
@@ -159,32 +159,32 @@ def _current(stream: Any) -> AbstractContextManager[Any]:
     return context
 
 
-Staging = dict[int, Staged | Exception]
+Staging = dict[int, PinnedStaging | Exception]
 """Of the items of a batch that are on a GPU, by their numbers; or why that cannot be."""
 
 
 async def take(driver: Driver, device: OnDevice) -> memoryview:
     """The bytes, in pinned memory. Raises `P2PStoreError`."""
 
-    def step() -> Staged:
-        staged = Staged(device)
+    def step() -> PinnedStaging:
+        staged = PinnedStaging(device)
         copy_all([staged.to_take()])
         return staged
 
     return (await run(driver, device.nbytes, step)).host
 
 
-async def make_room(driver: Driver, device: OnDevice) -> Staged:
+async def make_room(driver: Driver, device: OnDevice) -> PinnedStaging:
     """Pinned memory to read into; fresh memory takes milliseconds to make. Raises `P2PStoreError`."""
-    return await run(driver, device.nbytes, partial(Staged, device))
+    return await run(driver, device.nbytes, partial(PinnedStaging, device))
 
 
-async def give(driver: Driver, staged: Staged, length_bytes: int) -> None:
+async def give(driver: Driver, staged: PinnedStaging, length_bytes: int) -> None:
     """Copy what was read to where it is to go. Raises `P2PStoreError`."""
     await give_all(driver, [(staged, length_bytes)])
 
 
-async def give_all(driver: Driver, those: Sequence[tuple[Staged, int]]) -> None:
+async def give_all(driver: Driver, those: Sequence[tuple[PinnedStaging, int]]) -> None:
     """`give` for many, each with its length: the GPU copies one after the other, and all are waited for together.
     Raises `P2PStoreError`, and then any of them may have been copied."""
     copies = [staged.to_give(length) for staged, length in those]
@@ -214,7 +214,7 @@ async def stage_all(
         step = partial(_stage, devices, take_them=take_them)
         staging |= await run(driver, total_bytes, step)
     for number, staged in staging.items():
-        views[number] = staged.host if isinstance(staged, Staged) else None
+        views[number] = staged.host if isinstance(staged, PinnedStaging) else None
     return views, staging
 
 
@@ -222,10 +222,10 @@ def _stage(devices: Mapping[int, OnDevice], *, take_them: bool) -> Staging:
     staging: Staging = {}
     for number, device in devices.items():
         try:
-            staging[number] = Staged(device)
+            staging[number] = PinnedStaging(device)
         except P2PStoreError as error:
             staging[number] = error
-    taken = {number: each for number, each in staging.items() if isinstance(each, Staged)}
+    taken = {number: each for number, each in staging.items() if isinstance(each, PinnedStaging)}
     if take_them and taken:
         try:
             copy_all([each.to_take() for each in taken.values()])
@@ -431,6 +431,6 @@ class GpuSource(PutSource):
         return chunk_sums(target)
 
     def joined(self) -> memoryview:
-        staged = Staged(self._device)
+        staged = PinnedStaging(self._device)
         copy_all([staged.to_take()])
         return staged.host

@@ -24,7 +24,7 @@ from p2pstore.transfer.transport import HOLDER_ANSWER_SECONDS
 T = TypeVar("T")
 
 MAX_NEIGHBOURS: Final = 16
-"""Open links. The least recently used one is closed first, never one whose views are in use."""
+"""Open links. Objects of further neighbours come through the local peer."""
 RETRY_SECONDS: Final = 10.0
 """After a link could not be opened, or failed."""
 
@@ -63,7 +63,6 @@ class Neighbours:
         self._opening = own.driver.lock()
         self._state = threading.Lock()  # held for microseconds, never awaited in
         self._open: dict[Name, _Companion] = {}
-        """The most recently used last."""
         self._retired: list[_Companion] = []
         self._retry_at: dict[Name, float] = {}
         self._closed = False
@@ -119,15 +118,14 @@ class Neighbours:
         if companion is None and self._may_try(name):
             async with self._opening:
                 companion = self._take(name)  # another one has opened it meanwhile
-                if companion is None and self._may_try(name) and self._make_room():
+                if companion is None and self._may_try(name) and len(self._all()) < MAX_NEIGHBOURS:
                     companion = await self._connect(name)
         return companion
 
     def _take(self, name: Name) -> _Companion | None:
         with self._state:
-            companion = self._open.pop(name, None)
+            companion = self._open.get(name)
             if companion is not None:
-                self._open[name] = companion
                 companion.users += 1
                 if self._closed:  # just now, and it may not have seen this one
                     companion.link.close()
@@ -165,17 +163,6 @@ class Neighbours:
             self._retry_at[name] = now + RETRY_SECONDS
             for each in [each for each, until in self._retry_at.items() if until < now]:
                 del self._retry_at[each]
-
-    def _make_room(self) -> bool:
-        """Close an idle link when there are too many. Whether there may be one more."""
-        with self._state:
-            if len(self._open) + len(self._retired) < MAX_NEIGHBOURS:
-                return True
-            unneeded = next((name for name, each in self._open.items() if each.idle), None)
-            if unneeded is None:
-                return False
-            self._open.pop(unneeded).link.close()
-            return True
 
     def _retire(self, name: Name, companion: _Companion) -> None:
         with self._state:

@@ -1,9 +1,8 @@
-"""Where to read what others hold, without asking the local peer for a plan.
+"""Plans that a client makes itself, without a request to the local peer.
 
-Which members hold an object stands in the peer's table (`KnownElsewhere`). How to get to them, and the tickets for
-that, the peer says in its plans, and what it said of a member a moment ago still holds. So of objects whose
-holders were all named lately, the client makes the plan itself. When that does not lead to the object, the peer is
-asked as ever.
+The peer's mapped table of locations (`MappedLocations`) names the holders of an object. Plans of the peer name the
+route and the ticket to each member, which stay valid for a while. Where the routes to all holders are known, the client
+makes the plan. When its plan does not lead to the object, the client asks the peer.
 """
 
 from __future__ import annotations
@@ -81,10 +80,10 @@ def _goes_through_peer(holder: Holder, length_bytes: float) -> bool:
 class KnownHolders:
     """Plans of the client's own. Any thread may use it."""
 
-    def __init__(self, elsewhere: KnownElsewhere | None, rng: Random) -> None:
+    def __init__(self, elsewhere: MappedLocations | None, rng: Random) -> None:
         self._elsewhere = elsewhere
         self._rng = rng
-        self._named: dict[int, _Route] = {}
+        self._routes: dict[int, _Route] = {}
         self._distrusted_until: dict[int, float] = {}
         """Members that did not deliver, and the end of their distrust: the local peer orders the holders until then."""
         self._changing = threading.Lock()
@@ -99,19 +98,19 @@ class KnownHolders:
         with self._changing:
             for plan in plans:
                 for holder in () if plan.through_peer else plan.holders:
-                    self._named.pop(holder.member, None)
+                    self._routes.pop(holder.member, None)
                     way = way_to(holder)
-                    named = _Route(trusted_until, holder, way, is_far(way))
-                    self._named[holder.member] = named
-            while len(self._named) > MAX_HOLDERS:
-                del self._named[next(iter(self._named))]
+                    route = _Route(trusted_until, holder, way, is_far(way))
+                    self._routes[holder.member] = route
+            while len(self._routes) > MAX_HOLDERS:
+                del self._routes[next(iter(self._routes))]
 
     def forget(self, members: Iterable[int]) -> None:
         """Forget members that did not deliver: the peer may know better where they are, and whether."""
         now = time.monotonic()
         with self._changing:
             for member in members:
-                self._named.pop(member, None)
+                self._routes.pop(member, None)
                 self._distrusted_until.pop(member, None)
                 self._distrusted_until[member] = now + DISTRUST_SECONDS
             for member in list(
@@ -130,11 +129,11 @@ class KnownHolders:
             return None
         member, record = found
         *_, slot, size, _ = LOCATION.unpack(record)
-        named = self._trusted(member, time.monotonic())
+        route = self._trusted(member, time.monotonic())
         expected_bytes = int.from_bytes(size, "little") * SIZE_UNIT_BYTES
-        if named is None or _goes_through_peer(named.holder, max(expected_bytes, most_bytes)):
+        if route is None or _goes_through_peer(route.holder, max(expected_bytes, most_bytes)):
             return None
-        return OnlyHolder(named.copy, named.is_far, slot, expected_bytes)
+        return OnlyHolder(route.copy, route.is_far, slot, expected_bytes)
 
     def expected_bytes(self, digest: bytes) -> int:
         """The length at most of an object that one other peer is known to hold; 0 where that is not known."""
@@ -156,10 +155,10 @@ class KnownHolders:
         return list(map(ways.__getitem__, members))
 
     def _direct_way(self, member: int, most_bytes: float, now: float) -> RemoteCopy | None:
-        named = self._trusted(member, now)
-        if named is None or _goes_through_peer(named.holder, most_bytes):
+        route = self._trusted(member, now)
+        if route is None or _goes_through_peer(route.holder, most_bytes):
             return None
-        return named.copy
+        return route.copy
 
     def plan(self, digest: bytes) -> OwnPlan | None:
         """Holders of the newest version that is known, best first; None when the peer must be asked."""
@@ -188,13 +187,13 @@ class KnownHolders:
             return None
         now, holders = time.monotonic(), []
         for record in records:
-            named = self._trusted(record.member, now)
-            if named is None or _goes_through_peer(named.holder, record.size_units * SIZE_UNIT_BYTES):
+            route = self._trusted(record.member, now)
+            if route is None or _goes_through_peer(route.holder, record.size_units * SIZE_UNIT_BYTES):
                 return None
             clock, writer, root = record.version
             holders.append(
                 replace(
-                    named.holder,
+                    route.holder,
                     slot=record.slot,
                     size_units=record.size_units,
                     clock=clock,
@@ -208,11 +207,11 @@ class KnownHolders:
         return holders
 
     def _trusted(self, member: int, now: float) -> _Route | None:
-        named = self._named.get(member)
-        if named is None or named.trusted_until < now:
+        route = self._routes.get(member)
+        if route is None or route.trusted_until < now:
             return None
-        asked = self._distrusted_until and self._distrusted_until.get(member, 0.0) > now
-        return None if asked else named
+        distrusted = self._distrusted_until and self._distrusted_until.get(member, 0.0) > now
+        return None if distrusted else route
 
 
 class KnownRecord(NamedTuple):
@@ -237,7 +236,7 @@ def _known_record(member: int, packed: bytes) -> KnownRecord:
     )
 
 
-class KnownElsewhere:
+class MappedLocations:
     """Locations of keys at other peers, read from the local peer's mapped table (`memory`). Raises as `LocationTable`.
 
     The peer goes on changing the table meanwhile. It counts its changes, so that a reader detects a torn read; and it

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from p2pstore.client.known_holders import KnownElsewhere
+from p2pstore.client.known_holders import MappedLocations
 from p2pstore.client.lease_book import LeaseBook
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.client.read_ledger import ReadLedger
@@ -48,10 +48,10 @@ class PeerLink:
         self.connection = connection
         self.timeout_seconds = timeout_seconds
         self.readers = [SegmentReader(view) for view in connection.segments]
-        self.elsewhere: KnownElsewhere | None = None
+        self.elsewhere: MappedLocations | None = None
         if connection.location_table is not None:
             with suppress(ProtocolMismatch):  # another version's: the peer is asked
-                self.elsewhere = KnownElsewhere(connection.location_table)
+                self.elsewhere = MappedLocations(connection.location_table)
         self.leases = LeaseBook(connection.hazards, connection.hello.max_leased_bytes)
         self.companions: Neighbours | None = None
         """The links to other peers of this host, where there are any."""

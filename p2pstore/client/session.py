@@ -259,7 +259,7 @@ class GetCalls(OpenSession):
         self, staging: device_memory.Staging, outcomes: list[int | P2PStoreError | ValueError]
     ) -> None:
         """Copy the values of a batch to tensors on a GPU; an error replaces its outcome."""
-        read: dict[int, tuple[device_memory.Staged, int]] = {}
+        read: dict[int, tuple[device_memory.PinnedStaging, int]] = {}
         for number, staged in staging.items():
             length = outcomes[number]
             if isinstance(staged, Exception):

@@ -258,7 +258,7 @@ class TransferBatch:
         )
 
     def _settle(self, transfer: _Transfer, state: TransferState) -> None:
-        """It has ended. For who has the lock."""
+        """It has ended. The caller holds the lock."""
         transfer.state, transfer.task, transfer.request = state, None, None
         if state == "cancelled":
             transfer.error = TransferCancelled("the transfer was cancelled before its end")

@@ -142,7 +142,7 @@ class TrustedPublishers:
             )
 
 
-class Checkpoints:
+class CheckpointNames:
     """The core's part in checkpoints. `version` grows with everything that is new: heads, switches, what others have
     of versions, members that come and go."""
 

@@ -203,7 +203,7 @@ DOUBT_SECONDS: Final = 10.0
 MAX_DOUBTED: Final = 1024
 AVOID_SECONDS: Final = 3.0
 """A peer whose connection failed is asked last for this long."""
-LONGEST_AVOID_SECONDS: Final = 60.0
+MAX_AVOID_SECONDS: Final = 60.0
 """Upper bound for a holder that is too slow repeatedly, each time avoided twice as long."""
 
 
@@ -222,7 +222,7 @@ class Holders:
     def forget_old(self, now: float) -> None:
         """Forget holders that are not avoided any more."""
         self._avoid_until = {m: until for m, until in self._avoid_until.items() if until > now}
-        forgotten = now - LONGEST_AVOID_SECONDS
+        forgotten = now - MAX_AVOID_SECONDS
         self._slow = {m: slow for m, slow in self._slow.items() if slow[0] > forgotten}
 
     def is_avoided(self, member: Member, now: float) -> bool:
@@ -255,7 +255,7 @@ class Holders:
         """A holder was too slow. Reads that were made side by side count once."""
         until, seconds = self._slow.get(member, (0.0, 0.0))
         if until <= now:
-            seconds = min(max(AVOID_SECONDS, 2 * seconds), LONGEST_AVOID_SECONDS)
+            seconds = min(max(AVOID_SECONDS, 2 * seconds), MAX_AVOID_SECONDS)
             until = now + seconds
             self._slow[member] = until, seconds
         self._avoid_until[member] = max(self._avoid_until[member], until)

@@ -173,7 +173,7 @@ class PullObject:
     copies: tuple[KnownCopy, ...]
     progress_seconds: float
     insist: bool = False
-    """Not to be sent on to those who keep a hot object."""
+    """The holder is not to name peers that keep a hot object."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class Followed:
 
 
 class Participations:
-    """The core's part in who has what: `own` is what this peer has or wants, the rest is of the live members."""
+    """The core's part in participations: `own` is what this peer has or wants, the rest is of the live members."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core

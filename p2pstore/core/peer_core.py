@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Any, Final
 
-from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
+from p2pstore.core.checkpoints import CheckpointNames, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
 from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.copies.earlier_life import EarlierLife
@@ -124,7 +124,7 @@ class PeerCore:
         self.read_reports = ReadReports(self)
         self.publishers = TrustedPublishers(self.notes)
         self.participations = Participations(self)
-        self.checkpoints = Checkpoints(self)
+        self.checkpoints = CheckpointNames(self)
         self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
         gossip.directory.watched.watch(segment.digests(), self.operations.awaited.keys())
 

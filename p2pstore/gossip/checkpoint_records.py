@@ -1,8 +1,8 @@
 """Checkpoints in cluster records: which version a name has (head), and which one its followers use (switch). Pure.
 
 A name belongs to its publisher, which is part of what the record is about. So no publisher takes another's
-name away, and who reads chooses whom to trust. A publisher writes heads and switches of its own names only: a record
-is taken when its name is what its body and its signer make it, and is ignored otherwise.
+name away, and each reader chooses the publishers that it trusts. A publisher writes heads and switches of its own
+names only: a record is taken when its name is what its body and its signer make it, and is ignored otherwise.
 """
 
 from __future__ import annotations

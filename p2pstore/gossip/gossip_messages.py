@@ -267,7 +267,7 @@ class FetchSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """Connect to who listens at one of these addresses; then `contacted` or `contact_failed`."""
+    """Connect to the peer at one of these addresses; then `contacted` or `contact_failed`."""
 
     addresses: tuple[str, ...]
 

@@ -17,7 +17,6 @@ from p2pstore.gossip.exchange.open_requests import OpenRequests
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_messages import SnapshotHead
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, PushIntake
 from p2pstore.gossip.homes.partition_homes import rank
 from p2pstore.gossip.homes.partitioned_directory import PartitionedDirectory
@@ -230,14 +229,6 @@ class GossipState:
             self._ranked = self.membership.version, members
         ranked = rank(digest, self._ranked[1])
         return [peer_id for peer_id in self.peer_ids(ranked) if peer_id != self.peer_id]
-
-    def snapshot(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
-        """This peer's whole location set, packed, in one step (`OwnLog.copying` takes several); None of another member:
-        only an owner is asked for its set."""
-        if member != self.member:
-            return None
-        head = self.log.head
-        return SnapshotHead(self.incarnation, head.sequence, head.set_hash), self.log.snapshot()
 
     # --- inside ------------------------------------------------------------------------------
 

@@ -293,14 +293,14 @@ class EngineClient:
         self._notify()
 
     def now_and_then(self, check: Callable[[BlockingClient], None]) -> None:
-        """`later`, once in `CHECK_SECONDS`, and only while the peer answers."""
+        """`run_in_worker`, once in `CHECK_SECONDS`, and only while the peer answers."""
         now = time.monotonic()
         if now >= self._check_at and self.answers:
             self._check_at = now + CHECK_SECONDS
             self.run_in_worker(check)
 
     def warn(self, text: str) -> None:
-        """Say it in the log, the same thing every ten seconds at most."""
+        """Log a text, the same one every ten seconds at most."""
         now = time.monotonic()
         if now >= self._quiet_until.get(text, 0.0):
             if len(self._quiet_until) > 100:
@@ -309,7 +309,7 @@ class EngineClient:
             LOG.warning("%s", text)
 
     def warn_unknown(self, given: Iterable[str], known: Sequence[str]) -> None:
-        """Say in the log which of the settings that were given mean nothing here."""
+        """Log which of the given settings mean nothing here."""
         for name in sorted(set(given) - set(known)):
             near = difflib.get_close_matches(name, known, n=1)
             meant = f": did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"

@@ -117,7 +117,7 @@ class LocalConnection:
 
     @property
     def peer_user(self) -> int:
-        """The user who listens at the other end, as the kernel has it."""
+        """The user at the other end, by the kernel's account."""
         return user_at(self._stream)
 
     def segment(self, number: int) -> memoryview:

@@ -137,7 +137,6 @@ class _Connection:
         except* Exception:
             logger.exception("dropped %s after an error of this peer", self._who())
         finally:
-            self._settle()
             while self._one_way:
                 await _call_off(self._one_way.popleft())
             self._stream.close()
@@ -161,15 +160,18 @@ class _Connection:
             return
         async with trio.open_nursery() as nursery:
             data = b""
-            while True:
-                unsent = self._answer_now(client, data, nursery)
-                if unsent:
-                    await self._send(unsent)
-                while self._one_way:
-                    await self._one_way.popleft()
-                data = await self._receive_next()
-                if not data:
-                    break
+            try:
+                while True:
+                    unsent = self._answer_now(client, data, nursery)
+                    if unsent:
+                        await self._send(unsent)
+                    while self._one_way:
+                        await self._one_way.popleft()
+                    data = await self._receive_next()
+                    if not data:
+                        break
+            finally:
+                self._settle()
             nursery.cancel_scope.cancel()  # the client has gone: answers are of no use
 
     async def _receive_next(self) -> bytes:

@@ -116,19 +116,13 @@ class ExtentAllocator:
         """(offset, size) of all free extents in address order; for checks."""
         return [(start, end - start) for start, end in sorted(self._free.items())]
 
-    def allocate(self, size_bytes: int) -> int | None:
-        """Offset of a new extent, or None when no free extent is long enough.
+    def allocate_many(self, size_bytes: int, count: int) -> list[int]:
+        """Offsets of up to `count` new extents, as many as there is room for. Those that are cut from one free extent
+        lie one after the other.
 
         `size_bytes` is a positive number of whole granules; anything else raises `ValueError`.
         """
-        made = self.allocate_many(size_bytes, 1)
-        return made[0] if made else None
-
-    def allocate_many(self, size_bytes: int, count: int) -> list[int]:
-        """`allocate` up to `count` times: the offsets of as many extents as there is room for. Extents that are cut
-        from one free extent lie one after the other."""
-        granule = self.granule
-        _check_whole(size_bytes, granule)
+        _check_whole(size_bytes, self.granule)
         made: list[int] = []
         while len(made) < count:
             position = bisect_left(self._sizes, size_bytes)
@@ -140,15 +134,7 @@ class ExtentAllocator:
             end = start + min(count - len(made), found // size_bytes) * size_bytes
             if end < start + found:
                 self._add_free(end, start + found)
-            starts = range(start, end, size_bytes)
-            ends = range(start + size_bytes, end + 1, size_bytes)
-            first, last, step = start // granule, end // granule, size_bytes // granule
-            self._used.update(zip(range(first, last, step), ends, strict=True))
-            self._used_ending.update(zip(range(first + step, last + 1, step), starts, strict=True))
-            self.used_bytes += end - start
-            made += starts
-            if self.on_opened is not None:
-                self._tell_taken(start, end)
+            made += self._take(start, end, size_bytes)
         return made
 
     def claim(self, offset: int) -> int | None:
@@ -157,7 +143,7 @@ class ExtentAllocator:
         if end is None:
             return None
         self._drop_free(offset, end - offset)
-        self._take(offset, end)
+        self._take(offset, end, end - offset)
         return offset
 
     def grow(self, offset: int) -> int:
@@ -169,22 +155,24 @@ class ExtentAllocator:
         self._drop_free(end, new_end - end)
         del self._used_ending[end // self.granule]
         self.used_bytes -= end - offset
-        self._take(offset, new_end)
+        self._take(offset, new_end, new_end - offset)
         return new_end - end
 
-    def _take(self, start: int, end: int) -> None:
-        self._used[start // self.granule] = end
-        self._used_ending[end // self.granule] = start
+    def _take(self, start: int, end: int, size_bytes: int) -> range:
+        """Have extents of this size taken, from `start` to `end`. The neighbours of them have others beside them."""
+        used, ending, granule = self._used, self._used_ending, self.granule
+        starts = range(start, end, size_bytes)
+        for offset in starts:
+            behind = offset + size_bytes
+            used[offset // granule] = behind
+            ending[behind // granule] = offset
         self.used_bytes += end - start
-        self._tell_taken(start, end)
-
-    def _tell_taken(self, start: int, end: int) -> None:
-        """The neighbours of what was taken have others beside them."""
         if self.on_opened is not None:
             self.on_opened(end)
             before = self.begin_of(start)
             if before is not None:
                 self.on_opened(before)
+        return starts
 
     def take(self, extents: Iterable[tuple[int, int]]) -> None:
         """Have these (offset, size) taken, of whole granules, in the order of their offsets: for an allocator of which

@@ -35,7 +35,6 @@ from p2pstore.memory.segment_layout import (
     Slot,
     SlotState,
     TrailerBody,
-    decode_index_entry,
     decode_trailer,
     encode_index_entry,
     encode_segment_header,
@@ -206,16 +205,6 @@ class ObjectTable:
         """A copy of the entry's trailer."""
         start = entry.offset + trailer_offset(entry.length)
         return bytes(self._buffer[start : start + entry.trailer_length])
-
-    def published(self) -> dict[bytes, int]:
-        """Digest -> slot number of all index entries, read from the buffer; for checks."""
-        begin = self.geometry.index_offset
-        end = begin + self.geometry.index_entries * INDEX_ENTRY_BYTES
-        entries = (
-            decode_index_entry(self._buffer, position)
-            for position in range(begin, end, INDEX_ENTRY_BYTES)
-        )
-        return {digest: slot for digest, slot, used in entries if used}
 
     def restore_header(self) -> bool:
         """Write the header anew if another process wrote there. Whether it had."""

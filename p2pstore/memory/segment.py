@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
@@ -45,6 +46,7 @@ from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, SegmentObjects
 from p2pstore.objects import MAX_OBJECT_BYTES, are_sums_of
 from p2pstore.runtime.stepping import Steps, call_now, run_through
 
+_named: Final = attrgetter("namespace", "key", "expires_unix_ms", "replicas")
 _NO_PIN: Final = Pin.NONE
 _SOFT_PIN: Final = Pin.SOFT
 
@@ -263,33 +265,31 @@ class Segment:
         keep: Callable[[Callable[[], None]], None] = call_now,
     ) -> list[ObjectEntry | None]:
         """`commit` of many objects whose sums give their roots, each newer than what is here of its key. None in place
-        of one that does not fit its reservation, which stays (`commit` says why), or whose key came before. `keep` may
-        put listing and order of eviction off, until anything else than `reserve_free` is called."""
+        of one that does not fit its reservation, which stays (`commit` says why), or of a key or number again. `keep`
+        may put listing and order of eviction off, until anything else than `reserve_free` is called."""
         self.objects.check_open()
         reservations = self.reservations.of(session)
-        ended: dict[int, Reservation] = {}
         entries: list[ObjectEntry | None] = [None] * len(written)
-        new: dict[bytes, ObjectEntry] = {}
-        fitting: list[bytes] = []
-        follows: dict[bytes, bytes] = {}
+        ended, new = dict[int, Reservation](), dict[bytes, ObjectEntry]()
+        fitting, follows = list[bytes](), dict[bytes, bytes]()
         trailers = pack_trailers([each.trailer for each in written])
         for place, (each, packed) in enumerate(zip(written, trailers, strict=True)):
             number, digest, length = each.reservation, each.digest, each.length
             reservation = reservations.get(number)
-            # A client may name a reservation, or a key, again.
             if reservation is None or number in ended or digest in new:
                 continue
             capacity, trailer_bytes = reservation.capacity, len(packed)
             end = (length + 7 & ~7) + trailer_bytes  # `trailer_offset`, without its call
-            fits = 0 <= length <= reservation.length and end <= capacity
-            if not fits or trailer_bytes > MAX_TRAILER_BYTES:
+            if (
+                not 0 <= length <= reservation.length
+                or end > capacity
+                or trailer_bytes > MAX_TRAILER_BYTES
+            ):
                 continue
             # Room for a time to live that a later put may give the object.
-            size = -(-(end + EXPIRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
+            size = min(capacity, -(-(end + EXPIRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES)
             if size < capacity:
                 self.areas.shrink(reservation.offset - self.geometry.data_offset, size)
-            else:
-                size = capacity
             trailer = each.trailer
             pin = pin_of(trailer) if trailer.pin else _NO_PIN
             entries[place] = new[digest] = ObjectEntry(
@@ -300,10 +300,7 @@ class Segment:
                 length,
                 trailer_bytes,
                 size,
-                trailer.namespace,
-                trailer.key,
-                trailer.expires_unix_ms,
-                trailer.replicas,
+                *_named(trailer),
                 pin,
                 now + SOFT_PIN_SECONDS if pin is _SOFT_PIN else 0.0,
                 soft,

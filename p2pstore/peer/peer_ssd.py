@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import struct
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final
@@ -30,7 +29,7 @@ from p2pstore.ssd_tier.health import ColdMiss, Health, Miss, TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.log_layout import ColdFacts
 from p2pstore.ssd_tier.tier import SsdTier
-from p2pstore.ssd_tier.write_admission import Refusal, Share
+from p2pstore.ssd_tier.write_admission import Share, WriteRefusal
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.wire import Code
 
@@ -53,7 +52,7 @@ SLOTS_PER_STEP: Final = 2_000
 """Passed in a millisecond."""
 SPARE_TRAILER_BYTES: Final = 512
 """Room for what belongs to a tensor, which is not known before it is read."""
-_FOR_NOW: Final = (Refusal.QUEUE_FULL, Refusal.WRITE_BUDGET_SPENT, Refusal.NO_ROOM)
+_FOR_NOW: Final = (WriteRefusal.QUEUE_FULL, WriteRefusal.WRITE_BUDGET_SPENT, WriteRefusal.NO_ROOM)
 
 
 def _least_unused(entry: ObjectEntry) -> float:
@@ -142,7 +141,7 @@ class PeerSsd:
         if cold is not None:
             await self._node.make_room(cold.length, cold.namespace)
         facts = await self.tier.load(digest, prepare, load.overdue, patience)
-        trailer = _trailer_of(facts, _packed(facts.chunk_sums))
+        trailer = _trailer_of(facts, facts.sums)
         try:
             destination.describe(trailer)
         except ValueError:  # the shape of a tensor with very many dimensions: now it is known
@@ -366,7 +365,7 @@ def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:
         length=entry.length,
         namespace=entry.namespace,
         key=entry.key,
-        chunk_sums=struct.unpack(f"<{len(trailer.sums) // 8}Q", trailer.sums),
+        sums=trailer.sums,
         expires_unix_ms=entry.expires_unix_ms,
         replicas=entry.replicas,
         pin=int(entry.pin),
@@ -401,7 +400,3 @@ def _slot_of(facts: ColdFacts, trailer: TrailerBody, spare_bytes: int) -> Slot:
         min(MAX_TRAILER_BYTES, len(encode_trailer(trailer)) + spare_bytes),
         SLOT_FLAG_SOFT if facts.soft else 0,
     )
-
-
-def _packed(sums: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(sums)}Q", *sums)

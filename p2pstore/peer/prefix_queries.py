@@ -22,7 +22,7 @@ from p2pstore.client.answers import fetch_estimate
 from p2pstore.core.gets.key_pages import holdings_here, holdings_of, match
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.errors import P2PStoreError
-from p2pstore.gossip.locations.location_lookups import Holding
+from p2pstore.gossip.locations.location_lookups import HeldKeys
 from p2pstore.gossip.records import Member
 from p2pstore.objects import (
     DEFAULT_NAMESPACE,
@@ -35,7 +35,7 @@ from p2pstore.peer.for_clients.local_queries import estimated
 from p2pstore.peer.node import Node
 from p2pstore.status.http_server import Answer, Queries, text_answer
 
-Holdings = Mapping[Member, Holding]
+Holdings = Mapping[Member, HeldKeys]
 
 MAX_KEYS: Final = 4096
 MAX_SUFFIXES: Final = 256

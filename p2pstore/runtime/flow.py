@@ -1,12 +1,11 @@
 """Progress as a rate: whether the bytes of one exchange move fast enough, and what other holders would bring. Pure.
 
-A flow may lag behind its least rate by some seconds (`patience_seconds`), at any moment. Bytes make up for the time
-that was waited for them, at the least rate; so a byte now and then makes up for nothing, and what came fast at first
-is no credit for later.
+A flow may lag behind its least rate by some seconds (`patience_seconds`), at any moment. Each byte pays for waiting
+time at the least rate: single bytes now and then pay for nothing, and a fast beginning is no credit for later.
 
 1. Other holders have what is read: the least rate is half of what the best of them is expected to bring, within
    limits, and the patience is short. A reader loses little when it goes on there.
-2. There is no other way: the least rate is `LOWEST_RATE`, so that a slow link can deliver. 4 GiB end within 73 hours.
+2. There is no other way: the least rate is `MIN_RATE`, so that a slow link can deliver. 4 GiB end within 73 hours.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Final, NamedTuple
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import KIB, MIB, format_bytes, put_newest
 
-LOWEST_RATE: Final = 16 * KIB
+MIN_RATE: Final = 16 * KIB
 """Bytes a second; several readers that share a link of 100 KB/s stay above it."""
 ASSUMED_RATE: Final = 10 * MIB
 """Bytes a second that a holder is expected to bring which was not measured."""
@@ -54,7 +53,7 @@ class HolderLimits(NamedTuple):
 
     answer_seconds: float = math.inf
     """For each wait for bytes, no longer than the connection's own limit. Finite where others have the object."""
-    least_rate: float = LOWEST_RATE
+    least_rate: float = MIN_RATE
     """Bytes a second."""
     begin_seconds: float = math.inf
     """For the first answer to begin, where another holder is asked next."""
@@ -78,7 +77,7 @@ class Flow:
     def __init__(self, patience_seconds: float = math.inf) -> None:
         self.begin(patience_seconds)
 
-    def begin(self, patience_seconds: float, least_rate: float = LOWEST_RATE) -> None:
+    def begin(self, patience_seconds: float, least_rate: float = MIN_RATE) -> None:
         """Another exchange begins."""
         self.patience_seconds = patience_seconds
         self.least_rate = least_rate
@@ -88,7 +87,7 @@ class Flow:
     def answered(self) -> None:
         """An answer begins, with the bytes that were counted last."""
         self.answer_seconds = self.answer_seconds or self.waited_seconds
-        if self.least_rate == LOWEST_RATE:
+        if self.least_rate == MIN_RATE:
             self._lag_seconds = 0.0
         else:
             self._lag_seconds = max(0.0, self._lag_seconds - ANSWER_SHARE * self.patience_seconds)
@@ -107,8 +106,8 @@ class Flow:
         """The error of a flow that is not fast enough: `Outrun` when it would do where there is no other way."""
         moved = format_bytes(self.moved_bytes)
         text = f"only {moved} moved within {self.waited_seconds:.3g} s of waiting"
-        is_least = self.least_rate == LOWEST_RATE
-        if is_least or self.moved_bytes < LOWEST_RATE * self.waited_seconds:
+        is_least = self.least_rate == MIN_RATE
+        if is_least or self.moved_bytes < MIN_RATE * self.waited_seconds:
             return DeadlineExceeded(f"the connection made next to no progress: {text}")
         return Outrun(f"{text}: another holder is expected to be faster")
 
@@ -155,7 +154,7 @@ class HolderRates:
     def least(self, others: Sequence[bytes], now: float, readers: int = 1) -> float:
         """The least rate of a holder where these others have the same, for one of `readers` of one object."""
         best = max((self.expected(each, now) for each in others), default=0.0)
-        return max(LOWEST_RATE, min(best / PATIENCE, MAX_LEAST_RATE) / readers)
+        return max(MIN_RATE, min(best / PATIENCE, MAX_LEAST_RATE) / readers)
 
 
 def is_outrun(left_seconds: float, seconds_instead: float) -> bool:

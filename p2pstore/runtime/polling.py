@@ -1,9 +1,9 @@
 """Receiving what comes within microseconds, without going to sleep.
 
 Waking a thread on a core that is idle takes 20 to 60 us in a virtual machine, which is more than all the rest of a
-small read. So where waits are short, who waits asks the kernel again and again for a moment before it sleeps. It does
-not give way in between: where others want the core, it would have it again after milliseconds, whatever has come, as
-nothing wakes who is not asleep.
+small read. So where waits are short, the waiting thread polls the kernel for a moment before it sleeps. It does not
+yield in between: on a busy core it would run again only after milliseconds, since data does not wake a thread that is
+not asleep.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MAX_BUSY_SECONDS: Final = 300e-6
 """Upper bound of that time."""
 CHEAP_SECONDS: Final = 40e-6
 """A wait with sleep that polling would hardly have made shorter: wake-ups are cheap here, or both sides take turns on
-one core. There, who polls keeps the other side from it: beside a stream that has the other core, one small read in
+one core. There, polling keeps the other side from the core: beside a stream that has the other core, one small read in
 twenty took 200 us instead of 55."""
 SHORT_SECONDS: Final = 2e-3
 """A wait with sleep that polling may have made shorter: the other side slept as well. Much more than two wake-ups:
-where cores are slow, a read of 1 MiB took 560 to 620 us by two who slept on and on, and takes 294 to 320 by two who
+where cores are slow, a read of 1 MiB took 560 to 620 us where both sides slept, and takes 294 to 320 us where both
 poll."""
 LOCAL_SHORT_SECONDS: Final = 300e-6
-"""The same on the local socket, where a call takes microseconds or as long as other peers and SSDs."""
+"""The same on the local socket, where an answer takes 20 to 100 us of work, or as long as other peers and SSDs do."""
 ALONE_SECONDS: Final = 2e-3
 """A thread polls only if no other thread of its process received for this time: of several, some would wait for each
 other's core, or for the interpreter."""
@@ -47,7 +47,8 @@ class _Receiving:
 
 
 class Polling:
-    """The waits on one connection, for the one thread that receives there, or of connections that `share_thread`."""
+    """The waits of the one thread that receives on a connection. `shares_thread`: it is an event loop with other
+    connections, where a turn costs as much as a cheap wake-up. `short_seconds`: see `SHORT_SECONDS`."""
 
     def __init__(self, *, shares_thread: bool = False, short_seconds: float = SHORT_SECONDS) -> None:
         self._shares_thread = shares_thread
@@ -96,7 +97,7 @@ class Polling:
                 return received
 
     def slept(self, seconds: float) -> None:
-        """A wait that did not poll took so long."""
+        """A wait without polling took this time."""
         if not self._cheap_seconds < seconds < self._short_seconds:
             self._sleeps_left = max(1, self._sleeps_left)
         elif self._sleeps_left:

@@ -1,7 +1,5 @@
-"""The trio driver: raw non-blocking sockets and `trio.lowlevel` waits, which cost less than trio's
-stream objects on small messages and nothing on large ones.
-
-Accepting connections through shortages of descriptors and memory.
+"""The trio driver: raw non-blocking sockets and `trio.lowlevel` waits, which cost less than trio's stream objects on
+small messages and nothing on large ones.
 """
 
 from __future__ import annotations
@@ -248,7 +246,7 @@ async def connect_socket(sock: socket.socket, address: Any) -> None:
 SAY_SECONDS: Final = 60.0
 """How often one listener says that it lacks something."""
 FIRST_PAUSE_SECONDS: Final = 0.1
-LONGEST_PAUSE_SECONDS: Final = 2.0
+MAX_PAUSE_SECONDS: Final = 2.0
 
 
 class Accepting:
@@ -309,7 +307,7 @@ class Accepting:
                 return
         self._say(error)
         await trio.sleep(self._pause_seconds)
-        self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+        self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
 
     def _say(self, error: OSError, sock: socket.socket | None = None) -> None:
         """Tell the other side, if it was accepted, and now and then the log."""

@@ -1,8 +1,9 @@
-"""A file or a block device as a `Disk`: direct I/O by threads of its own."""
+"""A file or a block device as a `Disk`: direct I/O, small reads by the kernel, all else by threads of its own."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Final
 
 import trio
 
-from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer, fast_address
 from p2pstore.ssd_tier.disk_protocol import (
     ALIGNMENT_BYTES,
     SECTOR_BYTES,
@@ -26,7 +27,10 @@ from p2pstore.ssd_tier.disk_protocol import (
     refuse_closed,
 )
 from p2pstore.ssd_tier.io_threads import IoThreads
+from p2pstore.ssd_tier.kernel_aio import KernelAio
 from p2pstore.ssd_tier.opening import OpenPlace, open_place, why_misplaced
+
+logger = logging.getLogger("p2pstore.ssd_tier")
 
 READ_PIECE_BYTES: Final = 4 * 1024 * 1024
 WRITE_PIECE_BYTES: Final = 1024 * 1024
@@ -122,17 +126,23 @@ class FileDisk:
         self.misplaced = ""
         self._inspecting = trio.CapacityLimiter(1)
         self._threads = IoThreads("p2pstore-ssd", read_threads, write_threads, place.close)
+        self._small_reads = _kernel_aio(place)
 
     async def read_into(
         self, position: int, buffers: Sequence[memoryview], check: Check | None = None
     ) -> None:
         refuse_closed(self._closed)
-        if not checked_bytes(position, buffers, self.size_bytes, reading=True):
+        length = self._checked_bytes(position, buffers, reading=True)
+        if not length:
             await trio.lowlevel.checkpoint()
             if check is not None:
                 check()
             return
         self._write_gate.read()
+        if self._small_reads and await self._small_reads.read(position, buffers, length):
+            if check is not None:
+                check()
+            return
         await self._threads.read(
             [
                 partial(_transfer, os.preadv, self._descriptor, at, parts)
@@ -143,7 +153,7 @@ class FileDisk:
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         refuse_closed(self._closed)
-        if not checked_bytes(position, buffers, self.size_bytes, reading=False):
+        if not self._checked_bytes(position, buffers, reading=False):
             await trio.lowlevel.checkpoint()
             return
         piece_bytes = (
@@ -185,6 +195,9 @@ class FileDisk:
     @property
     def waits(self) -> Waits:
         begun, ended = self._threads.oldest_begin, self._threads.last_end
+        if self._small_reads:
+            begun = min(begun, self._small_reads.oldest_begin)
+            ended = max(ended, self._small_reads.last_end)
         if begun == inf:
             return Waits()
         now = time.monotonic()
@@ -200,18 +213,43 @@ class FileDisk:
         with suppress(OSError):  # closed meanwhile
             self.misplaced = why_misplaced(self.path, self._descriptor, self.size_bytes)
 
+    def _checked_bytes(
+        self, position: int, buffers: Sequence[memoryview | bytes], *, reading: bool
+    ) -> int:
+        return checked_bytes(position, buffers, self.size_bytes, reading=reading, address=fast_address)
+
     def close(self) -> None:
         """Waits at most a second for work under way: until that has ended the file stays open,
         and locked."""
         self._closed = True
         self._write_gate.open_for_good()
+        if self._small_reads:
+            self._small_reads.close()
         self._threads.close()
 
     def abandon(self) -> None:
         """`close`, for a disk that does not answer: pending calls raise `StoreClosed` or `Cancelled` now. The disk may
         still read and write their memory, which must not be reused."""
         self._closed = True
+        if self._small_reads:
+            self._small_reads.abandon()
         self._threads.abandon()
+
+
+def _kernel_aio(place: OpenPlace) -> KernelAio | None:
+    """None: small reads go through threads as well, which takes more CPU time."""
+    if not place.direct:  # the page cache answers at once, or blocks the caller
+        return None
+    try:
+        return KernelAio(place.descriptor)
+    except OSError as error:
+        logger.warning(
+            "small reads of %s take more CPU time: the kernel gives no asynchronous I/O (%s); see fs.aio-max-nr",
+            place.path,
+            error.strerror,
+            extra={"event": "ssd_no_aio", "path": str(place.path)},
+        )
+        return None
 
 
 def _transfer(

@@ -119,7 +119,7 @@ MAX_HITS: Final = 0xFFFF
 
 
 class ColdEntry(msgspec.Struct, frozen=True, gc=False):
-    """An object on the disk. `places` are its records in the order of its parts, `disk_bytes` what they occupy;
+    """An object on the disk. `places` are its records in the order of its parts, `stored` the bytes of their payloads;
     `hits` counts touches since it was written to where it is now."""
 
     digest: bytes
@@ -133,9 +133,14 @@ class ColdEntry(msgspec.Struct, frozen=True, gc=False):
     replicas: int
     pin: int
     soft: bool
-    disk_bytes: int
+    stored: tuple[int, ...]
     described: bool = False
     """Whether it has a dtype and a shape, which its record tells. Records of older versions never say so."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of its records, header pages included."""
+        return sum(map(record_bytes, self.stored))
 
 
 class ColdRecord(msgspec.Struct, frozen=True, gc=False):
@@ -345,17 +350,17 @@ class ColdIndex:
     def _entry(self, head: int) -> ColdEntry | None:
         rows = self.rows
         fields = rows.fields(head)
-        size = record_bytes(fields[STORED_BYTES])
         if rows.next(head) == END:
             if fields[LENGTH] > PART_BYTES:
                 return None
             places: tuple[RecordPlace, ...] = (rows.place_of(head, fields),)
+            stored: tuple[int, ...] = (fields[STORED_BYTES],)
         else:
             parts = {each[PART]: (row, each) for row, each in self._parts(head)}
             if len(parts) < part_count(fields[LENGTH]):
                 return None
             places = tuple(rows.place_of(*parts[part]) for part in range(len(parts)))
-            size = sum(record_bytes(each[STORED_BYTES]) for _, each in parts.values())
+            stored = tuple(parts[part][1][STORED_BYTES] for part in range(len(parts)))
         version = Version(fields[CLOCK], fields[WRITER], fields[ROOT])
         namespace = rows.namespace(head)
         return ColdEntry(
@@ -370,7 +375,7 @@ class ColdIndex:
             fields[REPLICAS],
             fields[FLAGS] & FLAG_PIN,
             fields[FLAGS] & FLAG_SOFT > 0,
-            size,
+            stored,
             fields[FLAGS] & FLAG_DESCRIBED > 0,
         )
 

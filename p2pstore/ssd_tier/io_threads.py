@@ -4,7 +4,7 @@
 queue, and one wake-up of the loop settles all requests that have ended by then. A request is one or more pieces of
 work, which several threads do side by side; it ends when its last piece has. Cancelling takes back the pieces that
 no thread has begun, and waits for the others: a thread in a system call cannot be called off, and it must let go of
-its memory before the task does.
+its memory before the task does. A task has one request, so the queues need no limit of their own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from p2pstore.errors import StoreClosed
 from p2pstore.ssd_tier.disk_protocol import refuse_closed
 
 Work: TypeAlias = Callable[[], object]
-
-MAX_WAITING_PIECES: Final = 4096
-"""Of each kind, in the queue; when it is full, further requests wait outside of it."""
 
 READS_BEFORE_WRITE: Final = 8
 """Waiting reads that a writing thread does before its next write. The limit keeps reads from starving writes."""
@@ -86,11 +83,6 @@ class _Lane:
         self.name = name
         self.threads = threads
         self.queue: SimpleQueue[_Request | None] = SimpleQueue()
-        self.room = trio.lowlevel.ParkingLot()
-
-    @property
-    def is_full(self) -> bool:
-        return self.queue.qsize() >= MAX_WAITING_PIECES
 
 
 class IoThreads:
@@ -110,8 +102,8 @@ class IoThreads:
         self._on_end = on_end
         self._closed = False
         self._token: trio.lowlevel.TrioToken | None = None
-        self._ended: deque[_Request | None] = deque()
-        """Requests whose tasks are to be woken; None: there may be room in a queue."""
+        self._ended: deque[_Request] = deque()
+        """Requests whose tasks are to be woken."""
         self._waking = False
         """Whether the loop has yet to begin with `_settle`."""
         self._alive: list[bool] = []
@@ -170,7 +162,6 @@ class IoThreads:
             with suppress(Empty):
                 while (request := lane.queue.get_nowait()) is not None:
                     self._refuse(request)
-        self._tell_loop(None)
         for lane in self._lanes:
             for _ in range(lane.threads):
                 lane.queue.put(None)
@@ -180,8 +171,6 @@ class IoThreads:
     @trio.lowlevel.enable_ki_protection
     async def _do(self, lane: _Lane, pieces: Iterable[Work], last: Work | None = None) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
-        while lane.is_full and not self._closed:
-            await lane.room.park()
         refuse_closed(self._closed)
         token = trio.lowlevel.current_trio_token()
         if token is not self._token:
@@ -204,22 +193,15 @@ class IoThreads:
                 request.error = None  # its traceback refers to this frame, and to the request
 
     def _settle(self) -> None:
-        """Wake the tasks whose requests have ended, and those that wait for room."""
+        """Wake the tasks whose requests have ended."""
         # Before looking: a thread that adds one later sees that it must call for this again.
         self._waking = False
         while self._ended:
-            request = self._ended.popleft()
-            if request is not None:
-                request.wake()
-        for lane in self._lanes:
-            if self._closed:
-                lane.room.unpark_all()
-            elif lane.room and not lane.is_full:
-                lane.room.unpark(count=max(1, MAX_WAITING_PIECES - lane.queue.qsize()))
+            self._ended.popleft().wake()
 
     # --- in any thread ---
 
-    def _tell_loop(self, request: _Request | None) -> None:
+    def _tell_loop(self, request: _Request) -> None:
         self._ended.append(request)
         if not self._waking and self._token is not None:
             self._waking = True
@@ -289,8 +271,7 @@ class IoThreads:
         """One piece of it. Never raises."""
         try:
             piece = request.pieces.popleft()
-        except IndexError:  # taken back; its place in the queue is free now
-            self._tell_loop(None)
+        except IndexError:  # taken back
             return
         self._begun[number] = time.monotonic()
         _attempt(request, piece)

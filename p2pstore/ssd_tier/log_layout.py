@@ -73,14 +73,15 @@ class RecordPlace(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ColdFacts:
-    """The facts of an object besides its bytes. `chunk_sums` are those of the whole object."""
+    """The facts of an object besides its bytes. `sums` are those of all its chunks, as a trailer
+    has them."""
 
     digest: bytes
     version: Version
     length: int
     namespace: str
     key: str
-    chunk_sums: tuple[int, ...]
+    sums: bytes
     expires_unix_ms: int = 0
     replicas: int = 1
     pin: int = 0

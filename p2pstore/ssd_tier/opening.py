@@ -203,7 +203,7 @@ def _open_device(path: Path, capacity_bytes: int | None, overwrite: bool, stack:
             raise _device_in_use(path) from None
         raise _unusable(path, error) from None
     stack.callback(_close, descriptor)
-    _lock(path, descriptor)  # so that others can be told by whom it is used
+    _lock(path, descriptor)  # so that others can be told its user
     try:
         size_bytes = os.lseek(descriptor, 0, os.SEEK_END)
         _refuse_strangers_data(path, descriptor, size_bytes, overwrite)

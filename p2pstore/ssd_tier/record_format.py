@@ -14,7 +14,6 @@ from typing import Final
 
 import lz4.block
 import msgspec
-import numpy as np
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import (
@@ -47,12 +46,13 @@ RECORD_MAGIC: Final = b"P2PSREC\0"
 RECORD_FORMAT: Final = 1
 _PREFIX: Final = struct.Struct("<8sIIIIQIIQ16s")
 """magic, format, body length, segment, page, generation, number, 0, sequence, store id."""
+_SUM_BYTES: Final = 8
 MAX_BODY_BYTES: Final = PAGE_CONTENT_BYTES - _PREFIX.size
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A header page, decoded. `facts.chunk_sums` are those of this part alone; `chunk_sizes` are the
+    """A header page, decoded. `facts.sums` are those of this part alone; `chunk_sizes` are the
     stored bytes of its chunks, none for a raw payload."""
 
     place: RecordPlace
@@ -101,22 +101,22 @@ def encode_record_header(
     codec: Codec = Codec.RAW,
     chunk_sizes: Sequence[int] = (),
 ) -> bytes:
-    """The header page of one part of the object; `facts.chunk_sums` are those of the whole object.
+    """The header page of one part of the object; `facts.sums` are those of the whole object.
 
     Raises `ValueError` when key, namespace, dtype and shape together do not fit (a tensor with an absurd shape).
     """
-    first = part * (PART_BYTES // CHUNK_BYTES)
-    sums = facts.chunk_sums[first : first + chunk_count(part_bytes(facts.length, part))]
+    start = _SUM_BYTES * part * (PART_BYTES // CHUNK_BYTES)
+    end = start + _SUM_BYTES * chunk_count(part_bytes(facts.length, part))
     header = RecordHeader(place, facts, part, stored_bytes, codec, tuple(chunk_sizes))
-    return _encode(store_id, header, sums)
+    return _encode(store_id, header, facts.sums[start:end])
 
 
 def moved_record_header(store_id: bytes, header: RecordHeader, place: RecordPlace) -> bytes:
     """The header page of a record whose payload is copied, as it is, to another place."""
-    return _encode(store_id, replace(header, place=place), header.facts.chunk_sums)
+    return _encode(store_id, replace(header, place=place), header.facts.sums)
 
 
-def _encode(store_id: bytes, header: RecordHeader, sums: Sequence[int]) -> bytes:
+def _encode(store_id: bytes, header: RecordHeader, sums: bytes) -> bytes:
     """The header page with `sums` as those of its part."""
     place, facts, sizes = header.place, header.facts, header.chunk_sizes
     version = facts.version
@@ -131,7 +131,7 @@ def _encode(store_id: bytes, header: RecordHeader, sums: Sequence[int]) -> bytes
             stored_bytes=header.stored_bytes,
             codec=int(header.codec),
             chunk_sizes=struct.pack(f"<{len(sizes)}I", *sizes),
-            chunk_sums=struct.pack(f"<{len(sums)}Q", *sums),
+            chunk_sums=sums,
             namespace=facts.namespace,
             key=facts.key,
             expires_unix_ms=facts.expires_unix_ms,
@@ -184,7 +184,7 @@ def decode_record_header(
 
 
 def _header(place: RecordPlace, body: _Body) -> RecordHeader:
-    sums, sizes = body.chunk_sums, body.chunk_sizes
+    sizes = body.chunk_sizes
     header = RecordHeader(
         place,
         ColdFacts(
@@ -193,7 +193,7 @@ def _header(place: RecordPlace, body: _Body) -> RecordHeader:
             length=body.length,
             namespace=body.namespace,
             key=body.key,
-            chunk_sums=struct.unpack(f"<{len(sums) // 8}Q", sums),
+            sums=body.chunk_sums,
             expires_unix_ms=body.expires_unix_ms,
             replicas=body.replicas,
             pin=body.pin,
@@ -211,7 +211,7 @@ def _header(place: RecordPlace, body: _Body) -> RecordHeader:
         raise ValueError(f"part {body.part} of {body.length:,} bytes")
     chunks, raw = chunk_count(header.part_bytes), header.codec is Codec.RAW
     if (
-        len(header.facts.chunk_sums) != chunks
+        len(header.facts.sums) != _SUM_BYTES * chunks
         or len(header.chunk_sizes) != (0 if raw else chunks)
         or body.stored_bytes != (header.part_bytes if raw else sum(header.chunk_sizes))
         or body.stored_bytes > header.part_bytes
@@ -235,15 +235,15 @@ def joined_facts(headers: Sequence[RecordHeader]) -> ColdFacts:
     Raises `DamagedRecord` unless these are all parts of one version, and their sums give its root.
     """
     first = headers[0].facts
-    sums = tuple(each for header in headers for each in header.facts.chunk_sums)
+    sums = b"".join(header.facts.sums for header in headers)
     if (
         [header.part for header in headers] != list(range(part_count(first.length)))
         or {(each.facts.digest, each.facts.version) for each in headers}
         != {(first.digest, first.version)}
-        or root_checksum(first.length, np.array(sums, "<u8").tobytes()) != first.version.root
+        or root_checksum(first.length, sums) != first.version.root
     ):
         raise DamagedRecord(f"the records of {first.key!r} are not the parts of one object")
-    return replace(first, chunk_sums=sums)
+    return replace(first, sums=sums)
 
 
 WORTH_RATIO: Final = 0.85
@@ -349,7 +349,9 @@ def check_stored_chunk(header: RecordHeader, number: int, stored: memoryview) ->
 
 
 def _check_chunk(header: RecordHeader, number: int, chunk: memoryview) -> None:
-    if chunk_sum(chunk) != header.facts.chunk_sums[number]:
+    start = _SUM_BYTES * number
+    wanted = header.facts.sums[start : start + _SUM_BYTES]
+    if chunk_sum(chunk).to_bytes(_SUM_BYTES, "little") != wanted:
         raise DamagedRecord(
             f"the payload of {header.facts.key!r} is damaged in chunk {number} of part {header.part}"
         )

@@ -29,7 +29,7 @@ from p2pstore.ssd_tier.record_format import (
     encode_record_header,
     sample_ratio,
 )
-from p2pstore.ssd_tier.write_admission import Refusal
+from p2pstore.ssd_tier.write_admission import WriteRefusal
 
 ROOM_SECONDS: Final = 5.0
 """Time that a store waits for a segment to become free."""
@@ -49,7 +49,7 @@ Buffers = Sequence[memoryview | bytes]
 class _Refused(Exception):
     """The object is not written after all."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: WriteRefusal) -> None:
         super().__init__(refusal.value)
         self.refusal = refusal
 
@@ -105,7 +105,7 @@ class Writer:
         # Some more than that, as all of the index is looked through.
         spare = min(MAX_SPARE_BYTES, share.most_bytes // SPARE_SHARE)
         if most < 0 or not await self._give_up(facts.namespace, most, spare):
-            raise _Refused(Refusal.OVER_CAP)
+            raise _Refused(WriteRefusal.OVER_CAP)
 
     async def _give_up(self, namespace: str, most_bytes: int, spare_bytes: int) -> bool:
         """Whether the namespace has no more than `most_bytes` now. If it had, `spare_bytes` less."""
@@ -124,7 +124,7 @@ class Writer:
         self._check(facts)
         known = log.index.find(facts.digest)
         if known is not None and known.version > facts.version:
-            raise _Refused(Refusal.OUTDATED)
+            raise _Refused(WriteRefusal.OUTDATED)
         if known is None or known.version < facts.version:
             await self._keep_within_share(facts)
             started = trio.current_time()
@@ -141,10 +141,10 @@ class Writer:
 
     def _check(self, facts: ColdFacts) -> None:
         if not self._log.is_writable:
-            raise _Refused(Refusal.READ_ONLY)
+            raise _Refused(WriteRefusal.READ_ONLY)
         pages = record_bytes(part_bytes(facts.length, 0)) // PAGE_BYTES
         if not self._log.table.fits_empty(pages, text_bytes(facts)):
-            raise _Refused(Refusal.TOO_LARGE)
+            raise _Refused(WriteRefusal.TOO_LARGE)
 
     async def _write_parts(self, job: UnderWay, facts: ColdFacts, payload: memoryview) -> list[int]:
         stored: list[int] = []
@@ -193,7 +193,7 @@ class Writer:
             await log.disk.write_from(log.position(place), [header, *payload])
         except OSError as error:
             log.write_failed(place.segment, error)
-            raise _Refused(Refusal.FAILED) from error
+            raise _Refused(WriteRefusal.FAILED) from error
         log.commit.unsynced.add(place.segment)
         log.measures.written.add(size, log.unix())
 
@@ -205,15 +205,15 @@ class Writer:
                 await self._log.room.park()
                 place = self._place_now(job, pages, text)
         if place is None:
-            raise _Refused(Refusal.NO_ROOM)
+            raise _Refused(WriteRefusal.NO_ROOM)
         return place
 
     def _place_now(self, job: UnderWay, pages: int, text: int) -> RecordPlace | None:
         """Nothing is placed of what was discarded meanwhile: it would be on the disk, and not marked dead."""
         if job.discarded:
-            raise _Refused(Refusal.OUTDATED)
+            raise _Refused(WriteRefusal.OUTDATED)
         if not self._log.is_writable:
-            raise _Refused(Refusal.READ_ONLY)
+            raise _Refused(WriteRefusal.READ_ONLY)
         place = self._log.table.place(pages, text, Stream.NEW)
         if place is not None:
             job.places.append(place)
@@ -223,18 +223,18 @@ class Writer:
         """All parts are on the disk: from now on the object is found."""
         log = self._log
         if job.discarded:
-            raise _Refused(Refusal.OUTDATED)
+            raise _Refused(WriteRefusal.OUTDATED)
         if not all(map(log.is_trusted, job.places)):
-            raise _Refused(Refusal.FAILED)
+            raise _Refused(WriteRefusal.FAILED)
         try:
             for part, (place, stored_bytes) in enumerate(zip(job.places, stored, strict=True)):
                 log.mark_dead(log.index.add(place, facts, part, stored_bytes))
         except CapacityExceeded as error:
             log.mark_dead(log.index.drop(facts.digest))
-            raise _Refused(Refusal.NO_ROOM) from error
+            raise _Refused(WriteRefusal.NO_ROOM) from error
         found = log.index.find(facts.digest)
         if found is None or found.version != facts.version:
-            raise _Refused(Refusal.OUTDATED)
+            raise _Refused(WriteRefusal.OUTDATED)
         log.outdate(facts.digest, facts.version)
 
     async def _make_durable(self, facts: ColdFacts) -> None:
@@ -243,12 +243,12 @@ class Writer:
         try:
             await log.commit.sync()
         except OSError as error:
-            raise _Refused(Refusal.FAILED) from error
+            raise _Refused(WriteRefusal.FAILED) from error
         if not log.is_in_place():
-            raise _Refused(Refusal.READ_ONLY)
+            raise _Refused(WriteRefusal.READ_ONLY)
         found = log.index.find(facts.digest)
         if found is None:
-            raise _Refused(Refusal.FAILED)
+            raise _Refused(WriteRefusal.FAILED)
 
 
 def _pack(value: memoryview, memory: memoryview) -> tuple[int, ...] | None:

@@ -32,7 +32,7 @@ from p2pstore.ssd_tier.opening import open_superblock, read_log, restore, unsafe
 from p2pstore.ssd_tier.record_reading import Prepare, Reader
 from p2pstore.ssd_tier.record_writing import Writer
 from p2pstore.ssd_tier.upkeep import DeadMarkWriter, DiskWatch, Upkeep
-from p2pstore.ssd_tier.write_admission import Admission, AdmissionPolicy, Refusal
+from p2pstore.ssd_tier.write_admission import Admission, AdmissionPolicy, WriteRefusal
 
 CLOSE_SECONDS: Final = 5.0
 """For the last discards, when the tier is closed."""
@@ -111,7 +111,7 @@ class SsdTier:
 
     # Reading and writing.
 
-    def admit(self, digest: bytes, length: int, hits: int, namespace: str = "") -> Refusal | None:
+    def admit(self, digest: bytes, length: int, hits: int, namespace: str = "") -> WriteRefusal | None:
         """Whether an object that leaves memory should be stored: None, or why not. An admitted object is charged to the
         write budget; `store` is to follow."""
         log = self._log
@@ -236,7 +236,7 @@ class SsdTier:
         }
 
 
-def sorted_refusals(admission: Admission) -> list[tuple[Refusal, int]]:
+def sorted_refusals(admission: Admission) -> list[tuple[WriteRefusal, int]]:
     """In the order of their names."""
     return sorted(admission.refused.items(), key=lambda each: each[0].value)
 

@@ -16,7 +16,7 @@ from p2pstore.objects import KIB, MAX_OBJECT_BYTES, MIB
 SECONDS_A_DAY: Final = 86_400.0
 
 
-class Refusal(Enum):
+class WriteRefusal(Enum):
     """Why an object is not written."""
 
     READ_ONLY = "read_only"
@@ -92,7 +92,7 @@ class Admission:
     now: float
     """When it begins."""
     admitted: int = 0
-    refused: Counter[Refusal] = field(default_factory=Counter)
+    refused: Counter[WriteRefusal] = field(default_factory=Counter)
     budget: WriteBudget | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,11 +109,11 @@ class Admission:
         read_only: bool,
         now: float,
         fits_share: bool = True,
-    ) -> Refusal | None:
+    ) -> WriteRefusal | None:
         """None when the object should be written: its bytes are then taken from the budget."""
         refusal = self._refusal(length_bytes, hits, last_copy, queued_bytes, read_only, now)
         if refusal is None and not fits_share:
-            refusal = Refusal.OVER_CAP
+            refusal = WriteRefusal.OVER_CAP
         if refusal is not None:
             self.refused[refusal] += 1
             return refusal
@@ -134,22 +134,24 @@ class Admission:
         queued_bytes: int,
         read_only: bool,
         now: float,
-    ) -> Refusal | None:
+    ) -> WriteRefusal | None:
         policy = self.policy
         if read_only:
-            return Refusal.READ_ONLY
+            return WriteRefusal.READ_ONLY
         if length_bytes < policy.min_bytes:
-            return Refusal.TOO_SMALL
+            return WriteRefusal.TOO_SMALL
         if length_bytes > policy.max_bytes:
-            return Refusal.TOO_LARGE
+            return WriteRefusal.TOO_LARGE
         if hits < policy.min_hits and not last_copy:
-            return Refusal.SEEN_ONCE
+            return WriteRefusal.SEEN_ONCE
         if queued_bytes and queued_bytes + length_bytes > policy.max_queued_bytes:
-            return Refusal.QUEUE_FULL  # one that is longer than the whole queue goes when it is empty
+            return (
+                WriteRefusal.QUEUE_FULL
+            )  # one that is longer than the whole queue goes when it is empty
         if self.budget is not None and self.budget.balance(now) < min(
             length_bytes, self.budget.burst_bytes
         ):
-            return Refusal.WRITE_BUDGET_SPENT
+            return WriteRefusal.WRITE_BUDGET_SPENT
         return None
 
 

@@ -3,8 +3,6 @@ Shell.
 
 Every access goes by the directory's descriptor, and a link is never followed: another user who can write to the
 directory could point it at a file of this process's user. Opening never waits, as it would for a named pipe.
-
-Also the files in a state directory: whole files in JSON, damage that is found in them, identities and cluster keys.
 """
 
 from __future__ import annotations
@@ -251,7 +249,8 @@ class _FormatOnly(msgspec.Struct):
 
 
 class StateFiles:
-    """The files of an open state directory. Methods raise `OSError` and `ConfigError` as `StateDirectory` does."""
+    """The files of an open state directory: JSON, identity, cluster keys; and damage that is found in them. Methods
+    raise `OSError` and `ConfigError` as `StateDirectory` does."""
 
     def __init__(self, folder: Folder) -> None:
         self.path = folder.path

@@ -1,10 +1,9 @@
-"""Defaults of a peer of this host: a free name, and the state directory of that name,
-with the invite that it joined by. A given name is taken as it is, or refused. Shell.
+"""Defaults of a peer of this host: a free name, the state directory of that name with the invite that it joined by,
+and the user's key. A given name is taken as it is, or refused. Shell.
 
-The key that peers without a cluster key use: one secret per user and machine. Shell.
-
-A loopback port is open to every user of the machine, unlike the local socket. Peers of one user find this key in that
-user's files, so they admit each other without any option. Other users cannot read it. It lies beside the state
+The user's key is for peers without a cluster key: one secret per user and machine. A loopback port is open to every
+user of the machine, unlike the local socket. Peers of one user find the key in that user's files, so they admit each
+other without any option. Other users cannot read it. It lies beside the state
 directories, or beside the sockets where the first place cannot be written to. It never counts as a cluster key:
 without one, a peer listens on loopback only.
 """

@@ -1,8 +1,7 @@
-"""Problems of a peer, and of its cluster as it sees it: found once, for the status page, `stats` and `doctor`. And how
-all members are in figures, and which of them are shown: those that something is wrong with, then others.
+"""Problems of a peer, and of its cluster as it sees it: found once, for the status page, `stats` and `doctor`. And
+figures of all members, and the choice of those that are shown: members with problems first.
 
-A cluster may have thousands. So all are looked at by what stands in their `MemberState`, and only of those that are
-shown is the record read.
+A cluster may have thousands of members. Figures come from each `MemberState`; records are read of shown members only.
 """
 
 from __future__ import annotations
@@ -224,7 +223,7 @@ def state_of(member: MemberState) -> str:
 
 
 def survey(members: Iterable[MemberState], me: PeerId) -> Survey:
-    """Look at all members, this one included. Of whom nothing is known but claims of others does not count."""
+    """Look at all members, this one included. A member of which only claims of others are known does not count."""
     found = Survey()
     by_state: dict[str, list[MemberState]] = {state: [] for state in STATES}
     for member in members:

@@ -242,7 +242,7 @@ WORTH_TELLING_PERMILLE: Final = 250
 
 class LoadMeter:
     """Measures what the process takes of a core, and its large answers of the upload slots, over some seconds each. The
-    larger share is its load: at 1000 permille of either, who asks for more is late. Readers take the less loaded of
+    larger share is its load: at 1000 permille of either, further requests are late. Readers take the less loaded of
     two holders, and schedulers look at it (`p2pstore.routing`)."""
 
     def __init__(self, now: float, cpu_seconds: float, upload_slots: int) -> None:

@@ -7,6 +7,7 @@ other peers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,8 +18,8 @@ from p2pstore.core.copies.cold_copies import Gone
 from p2pstore.core.copies.earlier_life import FATES
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.runtime.stepping import Steps
-from p2pstore.ssd_tier.write_admission import Refusal
-from p2pstore.status.measures import MAX_NAMESPACES, OTHERS, Measures
+from p2pstore.ssd_tier.write_admission import WriteRefusal
+from p2pstore.status.measures import Measures
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -51,8 +52,9 @@ def values_at(document: Document, path: str) -> Iterator[tuple[tuple[str, ...], 
     """The values at a path of names joined by dots, each with its labels: of a step * or of names joined by |, the one
     that was taken. A missing value is 0."""
     step, _, rest = path.partition(".")
-    for name in list(document) if step == "*" else step.split("|"):
-        label = () if name == step else (name,)
+    choices = list(document) if step == "*" else step.split("|")
+    for name in choices:
+        label = (name,) if step == "*" or len(choices) > 1 else ()
         value = document.get(name, {} if rest else 0)
         for labels, found in values_at(value, rest) if rest else [((), value)]:
             yield (*label, *labels), found
@@ -161,9 +163,37 @@ counter ssd_read_bytes = ssd.bytes_read: Bytes read from the device.
 counter ssd_written_bytes = ssd.bytes_written: Bytes written to the device.
 counter ssd_syncs = ssd.syncs: Syncs of the device.
 gauge ssd_segments{state} = ssd.segments.*: Segments by state.
+gauge ssd_state{state} = ssd_states.*: 1 for the state it is in.
+counter ssd_errors{operation} = ssd_errors.*: Failures of the device.
+counter ssd_refused{reason} = ssd_refused.*: Objects not written.
+counter client_gets{answer} = answers.*: Gets of this machine's clients, by where the value was.
+counter objects_gone{reason} = gone.*: Objects that this peer gave up, by why, and what that costs.
+counter kept_objects{fate} = kept.objects.*: Objects of an earlier life in kept memory, by what became of them.
+counter kept_bytes{fate} = kept.bytes.*: Bytes of an earlier life in kept memory, by what became of them.
+counter events{event} = others.*: Other counters, by name.
+counter namespace_puts{namespace} = namespaces.*.puts: Puts of clients here; the first 32 namespaces, then 'other'.
+counter namespace_put_bytes{namespace} = namespaces.*.put_bytes: Bytes that they put.
+counter namespace_reads{namespace} = namespaces.*.reads: Gets that found the value.
+counter namespace_read_bytes{namespace} = namespaces.*.read_bytes: Bytes that they got.
+counter namespace_misses{namespace} = namespaces.*.misses: Gets that found nothing.
+counter peer_request_failures{request} = request_failures.*: Requests to other peers refused, or not answered in time.
+counter gossip_bytes{direction} = gossip_bytes.*: Bytes on control connections.
+counter gossip_messages{kind,direction} = messages.*.*: Requests of gossip, sent and received; each has an answer.
+counter gossip_message_failures{kind} = message_failures.*: Requests of gossip not answered in time, or refused.
+counter member_changes{status} = member_changes.*: Changes of members to this state.
+counter strangers_refused: Control connections dropped for wrong keys, or garbage.
+counter refused_by_members: Answers of members that do not admit this one.
+gauge clock_ahead_seconds: Lead of this machine's clock over the other members', by their median.
+gauge clock_is_wrong: 1 where others would refuse this peer's writes.
+gauge checkpoint_done_ratio{namespace,checkpoint,version,state} = versions.*.*.*.*.done: Share of it that is here, of 1.
+gauge checkpoint_size_bytes{namespace,checkpoint,version,state} = versions.*.*.*.*.total_bytes: Size of the whole.
+gauge checkpoint_follower_ready{namespace,checkpoint} = followed.*.*.ready: 1 with its newest version verified.
+gauge checkpoint_follower_current{namespace,checkpoint} = followed.*.*.current: 1 with the version to be used in use.
+gauge checkpoint_follower_behind_seconds{namespace,checkpoint} = followed.*.*.behind_seconds: Time since it is not.
 """
-"""Kind, name, label and text of metrics, with the path in the statistics document where that is not the name. Counters
-of the document's `counters` stand in it like any others, and those of the SSD only where there is one."""
+"""Kind, name, labels and text of metrics, with the path in the statistics document where that is not the name. Counters
+of the document's `counters` stand in it like any others, and so does what `_counted` and `_beside` make. Metrics of the
+SSD are there only where there is one."""
 
 HISTOGRAMS: Final = """\
 histogram client_request_seconds{request} = requests: Duration of requests of clients here; reads in place send none.
@@ -194,12 +224,14 @@ class _Row(NamedTuple):
 
     def family(self, document: Document) -> Metric:
         values = [each for each in values_at(document, self.path) if each[1] is not None]
-        return family(self.kind, self.name, self.text, values, *filter(None, [self.label]))
+        return family(self.kind, self.name, self.text, values, *filter(None, self.label.split(",")))
 
 
 _ROWS: Final = [_Row.parse(line) for line in FAMILIES.splitlines()]
 _HISTOGRAMS: Final = [_Row.parse(line) for line in HISTOGRAMS.splitlines()]
 _GONE: Final = "gone_"
+SSD_STATES: Final = ("ok", "read_only", "off")
+SSD_OPERATIONS: Final = ("read", "write", "sync", "discard")
 ANSWERS: Final = {
     "memory": ("client_reads", "client_leases"),
     "ssd": ("client_reads_from_ssd",),
@@ -231,125 +263,75 @@ class _One(Collector):
 def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metric]:
     about = (peer["name"], cluster, peer["software"])
     yield family("gauge", "build_info", "This peer.", [(about, 1)], "name", "cluster", "software")
-    document = {**peer["counters"], **peer}
+    document = {**peer["counters"], **peer, **_counted(peer["counters"]), **_beside(peer, measures)}
     for row in _ROWS:
-        if "ssd" in peer or not row.path.startswith("ssd."):
+        if "ssd" in peer or not row.name.startswith("ssd_"):
             yield row.family(document)
-    yield from _counters(peer["counters"])
-    yield from _latencies(measures)
-    yield from _namespaces(measures)
-    yield from _gossip(peer, measures)
-    yield from _checkpoints(peer["checkpoints"])
-    yield from _follows(peer["follows"])
-    if "ssd" in peer:
-        yield from _ssd(peer["ssd"])
-
-
-def _counters(counted: Document) -> Iterator[Metric]:
-    text = "Gets of this machine's clients, by where the value was."
-    gets = [
-        ((answer,), sum(counted.get(each, 0) for each in fields)) for answer, fields in ANSWERS.items()
-    ]
-    yield family("counter", "client_gets", text, gets, "answer")
-    text = "Objects that this peer gave up, by why, and what that costs."
-    gone = [((why.value,), counted.get(_GONE + why, 0)) for why in Gone]
-    yield family("counter", "objects_gone", text, gone, "reason")
-    kept = {unit: {f"kept_{unit}_{fate}": fate for fate in FATES} for unit in ("objects", "bytes")}
-    for unit, fates in kept.items():
-        values = [((fate,), counted.get(name, 0)) for name, fate in fates.items()]
-        text = "of an earlier life in kept memory: shown again, damaged, or perhaps removed meanwhile."
-        yield family("counter", f"kept_{unit}", f"{unit.capitalize()} {text}", values, "fate")
-    known = {row.path for row in _ROWS}.union(*ANSWERS.values(), *kept.values())
-    others = [each for each in counted.items() if each[0] not in known and not each[0].startswith(_GONE)]
-    yield family(
-        "counter", "events", "Other counters, by name.", [((n,), x) for n, x in others], "event"
-    )
-
-
-def _latencies(measures: Measures) -> Iterator[Metric]:
     for row in _HISTOGRAMS:
         value = getattr(measures, row.path)
         coarse = COARSE_SECONDS if row.label == "request" else FINE_SECONDS
         buckets = SIZES if row.name.endswith("_bytes") else coarse
         yield histograms(row.name, row.text, row.label, value if row.label else {"": value}, buckets)
-    text = "Requests to other peers that were refused, or not answered in time."
-    what = sorted({*measures.asked, *measures.asked_in_vain})
-    failures = [((each,), measures.asked_in_vain[each]) for each in what]
-    yield family("counter", "peer_request_failures", text, failures, "request")
+    if "ssd" in peer:
+        durations = {each: Histogram(**peer["ssd"][f"{each}_durations"]) for each in ("read", "write")}
+        text = "How long it took to read and to write objects."
+        yield histograms("ssd_operation_seconds", text, "operation", durations, FINE_SECONDS)
 
 
-def _namespaces(measures: Measures) -> Iterator[Metric]:
-    """Of all namespaces, those that were used first have labels of their own."""
-    which = f"; the first {MAX_NAMESPACES} namespaces, then {OTHERS!r}."
-    uses = measures.namespaces()
-    for field, text in (
-        ("puts", "Puts of this machine's clients"),
-        ("put_bytes", "Bytes that they put"),
-        ("reads", "Gets that found the value"),
-        ("read_bytes", "Bytes that they got"),
-        ("misses", "Gets that found nothing"),
-    ):
-        values = [((name,), getattr(use, field)) for name, use in uses.items()]
-        yield family("counter", f"namespace_{field}", text + which, values, "namespace")
-
-
-def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
-    bytes_of = [((way,), peer["gossip"][f"{way}_bytes"]) for way in ("sent", "received")]
-    yield family("counter", "gossip_bytes", "Bytes on control connections.", bytes_of, "direction")
-    changes = [((each,), measures.member_changes[each]) for each in peer["gossip"]["members"]]
-    text = "How often a member was found to be in this state."
-    yield family("counter", "member_changes", text, changes, "status")
-    text = "Requests of gossip, sent and received; each has an answer."
-    messages = sorted(measures.messages.items())
-    yield family("counter", "gossip_messages", text, messages, "kind", "direction")
-    text = "Requests of gossip that were not answered in time, or refused."
-    sent = sorted({kind for kind, _ in measures.messages})
-    failures = [((kind,), measures.message_failures[kind]) for kind in sent]
-    yield family("counter", "gossip_message_failures", text, failures, "kind")
-    for name, text in (
-        ("strangers_refused", "Control connections dropped for wrong keys, or garbage."),
-        ("refused_by_members", "Answers of members that do not admit this one."),
-    ):
-        yield family("counter", name, text, [((), getattr(measures, name))])
-    if peer["clock_ahead_seconds"] is not None:
-        text = "How far this machine's clock is ahead of the other members', by their median."
-        yield family("gauge", "clock_ahead_seconds", text, [((), peer["clock_ahead_seconds"])])
-    text = "1 where others would refuse this peer's writes."
-    yield family("gauge", "clock_is_wrong", text, [((), bool(peer["clock_problem"]))])
-
-
-def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
-    labels = ("namespace", "checkpoint", "version", "state")
-    found = {
-        (each["namespace"], each["name"], each["version"], each["state"]): each for each in checkpoints
+def _counted(counted: Document) -> Document:
+    """Counters by what distinguishes them, and those without a metric of their own."""
+    kept = {unit: {f"kept_{unit}_{fate}": fate for fate in FATES} for unit in ("objects", "bytes")}
+    known = {row.path for row in _ROWS}.union(*ANSWERS.values(), *kept.values())
+    return {
+        "answers": {
+            answer: sum(counted.get(each, 0) for each in names) for answer, names in ANSWERS.items()
+        },
+        "gone": {why.value: counted.get(_GONE + why, 0) for why in Gone},
+        "kept": {
+            unit: {fate: counted.get(name, 0) for name, fate in names.items()}
+            for unit, names in kept.items()
+        },
+        "others": {
+            name: count
+            for name, count in counted.items()
+            if name not in known and not name.startswith(_GONE)
+        },
     }
-    text = "How much of a version of a checkpoint this peer has, of 1; at most 16 versions."
-    done = [(key, each["done"]) for key, each in found.items()]
-    yield family("gauge", "checkpoint_done_ratio", text, done, *labels)
-    sizes = [(key, each["total_bytes"]) for key, each in found.items()]
-    yield family("gauge", "checkpoint_size_bytes", "How large it is.", sizes, *labels)
 
 
-def _follows(follows: list[Document]) -> Iterator[Metric]:
-    for field, text in (
-        ("ready", "Whether this peer, which follows the name, has its newest version verified."),
-        ("current", "Whether it uses the version that followers are to use."),
-        ("behind_seconds", "For how long they have been to use another version than it does."),
-    ):
-        values = [((each["namespace"], each["name"]), float(each[field])) for each in follows]
-        yield family("gauge", f"checkpoint_follower_{field}", text, values, "namespace", "checkpoint")
+def _beside(peer: Document, measures: Measures) -> Document:
+    """The measures, and parts of the document by the labels of their metrics."""
+    messages: dict[str, dict[str, int]] = {}
+    for (kind, direction), count in sorted(measures.messages.items()):
+        messages.setdefault(kind, {})[direction] = count
+    asked = sorted({*measures.asked, *measures.asked_in_vain})
+    gossip, ssd = peer["gossip"], peer.get("ssd")
+    found = {
+        "namespaces": {name: asdict(use) for name, use in measures.namespaces().items()},
+        "messages": messages,
+        "message_failures": {kind: measures.message_failures[kind] for kind in messages},
+        "request_failures": {what: measures.asked_in_vain[what] for what in asked},
+        "member_changes": {each: measures.member_changes[each] for each in gossip["members"]},
+        "strangers_refused": measures.strangers_refused,
+        "refused_by_members": measures.refused_by_members,
+        "gossip_bytes": {way: gossip[f"{way}_bytes"] for way in ("sent", "received")},
+        "clock_is_wrong": bool(peer["clock_problem"]),
+        "versions": _by(peer["checkpoints"], "namespace", "name", "version", "state"),
+        "followed": _by(peer["follows"], "namespace", "name"),
+    }
+    if ssd is not None:
+        found["ssd_states"] = {state: ssd["state"] == state for state in SSD_STATES}
+        found["ssd_errors"] = {each: ssd[f"{each}_errors"] for each in SSD_OPERATIONS}
+        found["ssd_refused"] = {why.value: ssd["refused"].get(why.value, 0) for why in WriteRefusal}
+    return found
 
 
-SSD_STATES: Final = ("ok", "read_only", "off")
-
-
-def _ssd(ssd: Document) -> Iterator[Metric]:
-    states = [((state,), ssd["state"] == state) for state in SSD_STATES]
-    yield family("gauge", "ssd_state", "1 for the state it is in.", states, "state")
-    failed = [((each,), ssd[f"{each}_errors"]) for each in ("read", "write", "sync", "discard")]
-    yield family("counter", "ssd_errors", "Failures of the device.", failed, "operation")
-    refused = [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in Refusal]
-    yield family("counter", "ssd_refused", "Objects not written.", refused, "reason")
-    durations = {each: Histogram(**ssd[f"{each}_durations"]) for each in ("read", "write")}
-    text = "How long it took to read and to write objects."
-    yield histograms("ssd_operation_seconds", text, "operation", durations, FINE_SECONDS)
+def _by(items: Iterable[Document], *names: str) -> Document:
+    """Items by the values of these fields, one below the other."""
+    found: dict[str, Any] = {}
+    for each in items:
+        place = found
+        for name in names[:-1]:
+            place = place.setdefault(each[name], {})
+        place[each[names[-1]]] = each
+    return found

@@ -91,28 +91,20 @@ def _this_peer(facts: Facts) -> Iterator[Finding]:
     peer = facts.peer
     looked_for = peer["bootstrap_addresses"] and (peer["joined"] or peer["bootstrap_silent"])
     if peer["state"] == "leaving":
-        yield warning(
-            "leaving",
-            "This peer is leaving",
-            "it was told to: it takes nothing new, and hands its last copies to others",
-            "if it is to stay, start it again when it has ended",
-        )
+        cause = "it was told to: it takes nothing new, and hands its last copies to others"
+        cure = "if it is to stay, start it again when it has ended"
+        yield warning("leaving", "This peer is leaving", cause, cure)
     elif looked_for and facts.live == 1 and not facts.dead_count + facts.suspect_count:
         yield _alone(facts)
     if facts.lately.get("refused_by_members", 0):
-        yield broken(
-            "refused",
-            f"Other members do not let this peer in{_lately(facts)}",
-            "it has another cluster key, cluster name or version than they, or is not on their allow list",
-            "the log has their words (`refused: ...`); bring it their key file and send it SIGHUP",
-        )
+        cause = "it has another cluster key, cluster name or version than they, or is not on their allow list"
+        cure = "the log has their words (`refused: ...`); bring it their key file and send it SIGHUP"
+        yield broken("refused", f"Other members do not let this peer in{_lately(facts)}", cause, cure)
     if peer["state_problem"]:
-        yield broken(
-            "state directory",
-            f"This peer's state directory cannot be written: {peer['state_problem']}",
-            "until it can, a restart forgets what was removed last and whom this peer knows; it goes on otherwise",
-            "free some space there (`--state-dir`), or mend its file system: it is tried again every 10 s",
-        )
+        what = f"This peer's state directory cannot be written: {peer['state_problem']}"
+        cause = "until it can, a restart forgets what was removed last and whom this peer knows; it goes on otherwise"
+        cure = "free some space there (`--state-dir`), or mend its file system: it is tried again every 10 s"
+        yield broken("state directory", what, cause, cure)
     if peer["state_damage"]:
         yield warning(
             "state directory",
@@ -136,162 +128,120 @@ def _alone(facts: Facts) -> Finding:
         cause += f": {'; '.join(unreached)}"
     address = bootstrap[0] if bootstrap else "HOST:PORT"
     of_them = "" if bootstrap else " with a bootstrap address"
-    return (warning if joined else broken)(
-        "alone",
-        "This peer is alone",
-        cause,
-        f"`mooncake-p2p doctor --peer {address}`{of_them}, run on this peer's machine, says why",
-    )
+    cure = f"`mooncake-p2p doctor --peer {address}`{of_them}, run on this peer's machine, says why"
+    return (warning if joined else broken)("alone", "This peer is alone", cause, cure)
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:
     peer = facts.peer
     if wrong := peer["wrong_clocks"]:
-        yield warning(
-            "other clocks",
-            f"The clock of {_names(wrong, len(wrong))} is wrong",
-            "it differs from this machine's and most others' by over 10 s; what is stamped too far ahead is refused",
-            "set it right on that machine (`timedatectl`, `chronyc tracking`)",
-        )
+        cause = "it differs from this machine's and most others' by over 10 s; what is stamped too far ahead is refused"
+        cure = "set it right on that machine (`timedatectl`, `chronyc tracking`)"
+        yield warning("other clocks", f"The clock of {_names(wrong, len(wrong))} is wrong", cause, cure)
     if peer["clock_problem"]:
-        yield broken(
-            "clock",
-            "Nothing can be written through this peer",
-            peer["clock_problem"],
-            "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)",
-        )
+        cause = peer["clock_problem"]
+        cure = "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)"
+        yield broken("clock", "Nothing can be written through this peer", cause, cure)
         return
     if peer["stamps_ahead_seconds"] > MAX_CLOCK_SKEW_SECONDS:
-        yield warning(
-            "clock",
-            f"The stamps of this peer are {peer['stamps_ahead_seconds']:,.0f} s ahead of its own clock",
-            "its clock was fast before; it is alone, so no peer refuses them yet",
-            "nothing is to be done: new stamps are made as soon as another peer has told the time",
+        what = (
+            f"The stamps of this peer are {peer['stamps_ahead_seconds']:,.0f} s ahead of its own clock"
         )
+        cause = "its clock was fast before; it is alone, so no peer refuses them yet"
+        cure = "nothing is to be done: new stamps are made as soon as another peer has told the time"
+        yield warning("clock", what, cause, cure)
     ahead = peer["clock_ahead_seconds"]
     if ahead is None or abs(ahead) < CLOCK_OFF_SECONDS:
         return
     text = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others"
-    yield warning(
-        "clock",
-        f"This machine's clock is {text}",
-        "it is not kept in step with theirs; from 10 s on, what this peer writes is refused",
-        "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)",
-    )
+    cause = "it is not kept in step with theirs; from 10 s on, what this peer writes is refused"
+    cure = "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)"
+    yield warning("clock", f"This machine's clock is {text}", cause, cure)
 
 
 def _slow_process(facts: Facts) -> Iterator[Finding]:
     stalls, looks = facts.lately.get("stalls", 0), facts.lately.get("looks", 0)
     if stalls >= max(STALLS, STALLED * looks):
-        yield warning(
-            "stalls",
-            f"This peer's event loop stalled {counted(stalls, 'time')} for over 0.1 s{_lately(facts)}",
-            "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait",
-            "look at the machine's load and the cgroup's CPU limit; else report it with `mooncake-p2p support-bundle`",
-        )
+        what = f"This peer's event loop stalled {counted(stalls, 'time')} for over 0.1 s{_lately(facts)}"
+        cause = "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait"
+        cure = "look at the machine's load and the cgroup's CPU limit; else report it (`mooncake-p2p support-bundle`)"
+        yield warning("stalls", what, cause, cure)
     if facts.peer["gossip"]["local_health"] > DISTRUST:
-        yield warning(
-            "gossip",
-            "This peer does not trust its own view of the others",
-            "its probes fail, or others accuse it: it gets too little CPU, or its network loses packets",
-            "look at the machine's load, and for dropped packets (`ip -s link`)",
+        cause = (
+            "its probes fail, or others accuse it: it gets too little CPU, or its network loses packets"
         )
+        cure = "look at the machine's load, and for dropped packets (`ip -s link`)"
+        yield warning("gossip", "This peer does not trust its own view of the others", cause, cure)
     if (load := facts.peer["load_permille"]) >= OVERLOADED_PERMILLE:
-        yield warning(
-            "load",
-            "This peer is busier than it can be",
-            f"it takes {load / 10:.0f} % of a core, or of its upload slots",
-            "let more peers hold what is read most (`put --replicas`); see the hottest objects below",
-        )
+        cause = f"it takes {load / 10:.0f} % of a core, or of its upload slots"
+        cure = "let more peers hold what is read most (`put --replicas`); see the hottest objects below"
+        yield warning("load", "This peer is busier than it can be", cause, cure)
 
 
 def _members(facts: Facts) -> Iterator[Finding]:
     if facts.dead_count > facts.live:
-        yield broken(
-            "members",
-            f"Of {facts.dead_count + facts.live:,} members this peer reaches {facts.live:,}",
-            "more are dead than alive, as it looks from here: its network is broken, or the others'",
-            "ask another peer's page; on this machine, `mooncake-p2p doctor --peer HOST:PORT` checks the way",
-        )
+        what = f"Of {facts.dead_count + facts.live:,} members this peer reaches {facts.live:,}"
+        cause = "more are dead than alive, as it looks from here: its network is broken, or the others'"
+        cure = "ask another peer's page; on this machine, `mooncake-p2p doctor --peer HOST:PORT` checks the way"
+        yield broken("members", what, cause, cure)
     elif facts.dead_count:
         names = _names(facts.dead, facts.dead_count)
-        yield warning(
-            "members",
-            f"{counted(facts.dead_count, 'member is', 'members are')} dead: {names}",
-            "ended without leaving, or cut off; objects that no other peer held cannot be read until it is back",
-            "start it again; `mooncake-p2p doctor --peer HOST:PORT` on this machine checks the way to it",
+        what = f"{counted(facts.dead_count, 'member is', 'members are')} dead: {names}"
+        cause = "ended without leaving, or cut off; objects that no other peer held cannot be read until it is back"
+        cure = (
+            "start it again; `mooncake-p2p doctor --peer HOST:PORT` on this machine checks the way to it"
         )
+        yield warning("members", what, cause, cure)
     if facts.suspect_count:
         names = _names(facts.suspect, facts.suspect_count)
-        yield warning(
-            "members",
-            f"{counted(facts.suspect_count, 'member does', 'members do')} not answer: {names}",
-            "others are asked whether it is dead; that takes some seconds",
-            "wait; if it comes again and again, its machine or the network loses packets or stalls",
-        )
+        what = f"{counted(facts.suspect_count, 'member does', 'members do')} not answer: {names}"
+        cause = "others are asked whether it is dead; that takes some seconds"
+        cure = "wait; if it comes again and again, its machine or the network loses packets or stalls"
+        yield warning("members", what, cause, cure)
     if refused := facts.peer["members_refused"]:
-        yield broken(
-            "members",
-            f"{refused:,} members were left out",
-            "there are more than a cluster may have",
-            "make two clusters of it (`--cluster`)",
-        )
+        cause = "there are more than a cluster may have"
+        cure = "make two clusters of it (`--cluster`)"
+        yield broken("members", f"{refused:,} members were left out", cause, cure)
     if len(facts.versions) > 1:
-        yield warning(
-            "versions",
-            f"Members run different versions: {_names(facts.versions, len(facts.versions))}",
-            "an upgrade is under way, or stopped half-way",
-            "neighbouring versions work together; upgrade the older ones",
-        )
+        what = f"Members run different versions: {_names(facts.versions, len(facts.versions))}"
+        cause = "an upgrade is under way, or stopped half-way"
+        cure = "neighbouring versions work together; upgrade the older ones"
+        yield warning("versions", what, cause, cure)
 
 
 def _copies(facts: Facts) -> Iterator[Finding]:
     dropped = facts.lately.get("last_copies_dropped", 0)
     if dropped > DROPPED_PER_SECOND * facts.seconds and facts.share("memory_used_bytes") >= FULL:
-        yield warning(
-            "data lost",
-            f"{counted(dropped, 'object')} that no other peer held had to go{_lately(facts)}",
-            "memory is full of objects in use, and there is no SSD, or too little, for the rest",
-            "more `--memory`, an `--ssd`, or more peers; what must stay can be pinned (`mooncake-p2p pin`)",
-        )
+        what = f"{counted(dropped, 'object')} that no other peer held had to go{_lately(facts)}"
+        cause = "memory is full of objects in use, and there is no SSD, or too little, for the rest"
+        cure = "more `--memory`, an `--ssd`, or more peers; what must stay can be pinned (`mooncake-p2p pin`)"
+        yield warning("data lost", what, cause, cure)
     if lacking := facts.peer["repair"]["lacking"]:
-        yield warning(
-            "copies",
-            f"{counted(lacking, 'object here has', 'objects here have')} fewer copies than wanted",
-            "holders were lost, or had no room; others are asked to make copies, one after the other",
-            "wait; if the number stays, no other peer has room: more `--memory`, or more peers",
-        )
+        what = f"{counted(lacking, 'object here has', 'objects here have')} fewer copies than wanted"
+        cause = "holders were lost, or had no room; others are asked to make copies, one after the other"
+        cure = "wait; if the number stays, no other peer has room: more `--memory`, or more peers"
+        yield warning("copies", what, cause, cure)
     if (leased := facts.share("leased_bytes")) > LEASED_SHARE:
-        yield warning(
-            "leases",
-            f"{100 * leased:.0f} % of this peer's memory are leased",
-            "programs hold views of nearly all of it, so that nothing else has room",
-            "let them go of views sooner, or give the peer more `--memory`",
-        )
+        cause = "programs hold views of nearly all of it, so that nothing else has room"
+        cure = "let them go of views sooner, or give the peer more `--memory`"
+        yield warning("leases", f"{100 * leased:.0f} % of this peer's memory are leased", cause, cure)
     failed = facts.lately.get("client_puts_failed", 0)
     if failed > FAILED_PUTS * (failed + facts.lately.get("client_puts", 0)):
-        yield warning(
-            "puts",
-            f"{counted(failed, 'put')} failed{_lately(facts)}",
-            "mostly no room for the value here or elsewhere, because leases and hard pins hold what is there",
-            "the log and `mooncake-p2p stats --slow` on its machine say more",
-        )
+        cause = "mostly no room for the value here or elsewhere, because leases and hard pins hold what is there"
+        cure = "the log and `mooncake-p2p stats --slow` on its machine say more"
+        yield warning("puts", f"{counted(failed, 'put')} failed{_lately(facts)}", cause, cure)
     lately, spoilt = facts.lately.get("objects_spoilt", 0), facts.total("objects_spoilt")
     if lately or spoilt:
         spoilt, when = (lately, _lately(facts)) if lately else (spoilt, " since it started")
-        yield (broken if lately else warning)(
-            "memory",
-            f"{counted(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{when}",
-            "a client wrote where it must not, or the machine's memory is faulty; nothing wrong was delivered",
-            "look for memory errors (`dmesg`, EDAC), and for programs that write through stale views",
-        )
+        what = f"{counted(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{when}"
+        cause = "a client wrote where it must not, or the machine's memory is faulty; nothing wrong was delivered"
+        cure = "look for memory errors (`dmesg`, EDAC), and for programs that write through stale views"
+        yield (broken if lately else warning)("memory", what, cause, cure)
     if facts.total("memory_restored"):
-        yield warning(
-            "memory",
-            "A client wrote into the part of this peer's memory that only the peer may write",
-            "it was restored, and objects that could not be found for a while can be again",
-            "look for programs that write through stale views, or past the end of their buffers",
-        )
+        what = "A client wrote into the part of this peer's memory that only the peer may write"
+        cause = "it was restored, and objects that could not be found for a while can be again"
+        cure = "look for programs that write through stale views, or past the end of their buffers"
+        yield warning("memory", what, cause, cure)
 
 
 def _floors(facts: Facts) -> Iterator[Finding]:
@@ -305,13 +255,8 @@ def _floors(facts: Facts) -> Iterator[Finding]:
                 "look at their clocks, load and version; living ones are waited for ten minutes, and an hour where "
                 "most members are gone"
             )
-        yield warning(
-            "removals",
-            f"Removals are slowed down: {used / 10:.0f} % of the room for those that are remembered "
-            "is used",
-            cause,
-            cure,
-        )
+        what = f"Removals are slowed down: {used / 10:.0f} % of the room to remember them is used"
+        yield warning("removals", what, cause, cure)
     if disbelieved := facts.peer["floors_disbelieved"]:
         names = _names(disbelieved, len(disbelieved))
         yield warning(
@@ -323,49 +268,39 @@ def _floors(facts: Facts) -> Iterator[Finding]:
             "after five minutes",
         )
     if distrusted := facts.total("horizons_missed"):
-        yield warning(
-            "removals",
-            f"This peer discarded older objects {counted(distrusted, 'time')} since it started",
-            "it was out of touch longer than others remember which keys were removed",
-            "look in the log for how long its network or process stood still; what others hold is not concerned",
-        )
+        what = f"This peer discarded older objects {counted(distrusted, 'time')} since it started"
+        cause = "it was out of touch longer than others remember which keys were removed"
+        cure = "look in the log for how long its network or process stood still; what others hold is not concerned"
+        yield warning("removals", what, cause, cure)
 
 
 def _kept(facts: Facts) -> Iterator[Finding]:
     if damaged := facts.total("kept_objects_damaged"):
-        yield warning(
-            "kept memory",
-            f"{counted(damaged, 'object')} of the kept memory {_were(damaged)} damaged "
-            "when this peer started",
-            "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good",
-            "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)",
+        what = f"{counted(damaged, 'object')} of the kept memory {_were(damaged)} damaged when this peer started"
+        cause = "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good"
+        cure = (
+            "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)"
         )
+        yield warning("kept memory", what, cause, cure)
 
 
 def _transports(facts: Facts) -> Iterator[Finding]:
     fallbacks = facts.lately.get("transport_fallbacks", 0)
     if fallbacks >= FALLBACKS:
-        yield warning(
-            "transports",
-            f"A better transport gave way to a worse one {counted(fallbacks, 'time')}{_lately(facts)}",
-            "RDMA or shared memory to some peer does not work; reads go on by TCP, slower",
-            "the log says which and why; `mooncake-p2p doctor --peer HOST:PORT` checks the way",
-        )
+        what = f"A better transport gave way to a worse one {counted(fallbacks, 'time')}{_lately(facts)}"
+        cause = "RDMA or shared memory to some peer does not work; reads go on by TCP, slower"
+        cure = "the log says which and why; `mooncake-p2p doctor --peer HOST:PORT` checks the way"
+        yield warning("transports", what, cause, cure)
     failed, came = facts.lately.get("in_failures", 0), facts.lately.get("in_objects", 0)
     if failed > FAILED_READS_PER_SECOND * facts.seconds and failed > FAILED_READS * (failed + came):
-        yield warning(
-            "reads",
-            f"{failed:,} of {failed + came:,} reads from other peers failed{_lately(facts)}",
-            "a holder is slow or gone, or the way to it loses packets; readers go on at the next one, later",
-            "`mooncake-p2p peers --reads` says with whom and by which transport; restart one that fails all",
-        )
+        what = f"{failed:,} of {failed + came:,} reads from other peers failed{_lately(facts)}"
+        cause = "a holder is slow or gone, or the way to it loses packets; readers go on at the next one, later"
+        cure = "`mooncake-p2p peers --reads` says with whom and by which transport; restart one that fails all"
+        yield warning("reads", what, cause, cure)
     if lost := facts.peer.get("rdma", {}).get("lost_devices"):
-        yield warning(
-            "rdma",
-            f"{counted(lost, 'RDMA device')} of this peer failed",
-            "reads go by its other devices, or by TCP",
-            "`dmesg` and `rdma link` show what became of it; the peer uses it again after a restart",
-        )
+        cause = "reads go by its other devices, or by TCP"
+        cure = "`dmesg` and `rdma link` show what became of it; the peer uses it again after a restart"
+        yield warning("rdma", f"{counted(lost, 'RDMA device')} of this peer failed", cause, cure)
 
 
 def _ssd(facts: Facts) -> Iterator[Finding]:
@@ -386,12 +321,10 @@ def _checkpoints(facts: Facts) -> Iterator[Finding]:
         by_name.setdefault(failed.name, []).append(failed)
     for name, members in by_name.items():
         names = _names([each.member for each in members], len(members))
-        yield warning(
-            "checkpoint",
-            f"Checkpoint {name} failed on {counted(len(members), 'member')}: {names}",
-            members[0].why or "it does not say why",
-            "mend that on the member's machine and fetch again: what is there already is kept",
-        )
+        what = f"Checkpoint {name} failed on {counted(len(members), 'member')}: {names}"
+        cause = members[0].why or "it does not say why"
+        cure = "mend that on the member's machine and fetch again: what is there already is kept"
+        yield warning("checkpoint", what, cause, cure)
 
 
 def _places(facts: Facts) -> Iterator[Finding]:
@@ -412,12 +345,10 @@ def _places(facts: Facts) -> Iterator[Finding]:
         )
     ended = facts.lately.get("hoarders_ended", 0)
     if ended:
-        yield warning(
-            "hoarding",
-            f"{counted(ended, 'connection was', 'connections were')} cut{_lately(facts)} for the memory held for them",
-            "a member sends requests that it does not finish, or does not read its answers",
-            "the log says which one (`held here`); restart it, or take it off the allow list and send SIGHUP",
-        )
+        cause = "a member sends requests that it does not finish, or does not read its answers"
+        cure = "the log says which one (`held here`); restart it, or take it off the allow list and send SIGHUP"
+        cut = f"{counted(ended, 'connection was', 'connections were')} cut{_lately(facts)}"
+        yield warning("hoarding", f"{cut} for the memory held for them", cause, cure)
 
 
 _JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from http import HTTPStatus
 from importlib.resources import files
@@ -31,7 +31,7 @@ from p2pstore.status.measures import SlowOperation, SlowOperations, Stage
 FORMAT: Final = 1
 """Of the document. It only grows."""
 KEPT_SECONDS: Final = 1.0
-"""How long a document is good enough for who asks next."""
+"""Time for which a document serves further requests."""
 MAX_OF_A_CORE: Final = 0.01
 """That making documents may take: longer ones, of very large clusters, are kept for longer."""
 MAX_NAMESPACES: Final = 32
@@ -244,17 +244,8 @@ def metrics_pages(peer: ObservedPeer, source: StatusSource) -> Pages:
 
     html, headers = page_bytes(), page_headers()
 
-    def page() -> Answer:
-        return Answer(HTTPStatus.OK, "text/html; charset=utf-8", html, headers)
-
-    def status_document() -> Answer:
-        return Answer(HTTPStatus.OK, "application/json", source.document_bytes(), DATA_HEADERS)
-
     process = CollectorRegistry()
     ProcessCollector(registry=process)  # CPU time, memory and descriptors, by Prometheus' own names
-
-    def metrics() -> Answer | Awaitable[Answer]:
-        return in_turns(metrics_in_steps())
 
     def metrics_in_steps() -> Steps[Answer]:
         document = peer.document(private=False)
@@ -264,12 +255,8 @@ def metrics_pages(peer: ObservedPeer, source: StatusSource) -> Pages:
         body += generate_latest(process)
         return Answer(HTTPStatus.OK, CONTENT_TYPE, body)
 
-    def openapi() -> Answer:
-        text = files("p2pstore.status").joinpath("openapi.json").read_bytes()
-        return Answer(HTTPStatus.OK, "application/json", text)
-
-    def alive() -> Answer:
-        return text_answer(HTTPStatus.OK, "alive")
+    def json_answer(body: bytes, *headers: tuple[str, str]) -> Answer:
+        return Answer(HTTPStatus.OK, "application/json", body, headers)
 
     def ready() -> Answer:
         state = peer.state()
@@ -279,10 +266,10 @@ def metrics_pages(peer: ObservedPeer, source: StatusSource) -> Pages:
         return text_answer(status, state)
 
     return {
-        "/": page,
-        "/status.json": status_document,
-        "/metrics": metrics,
-        "/openapi.json": openapi,
-        "/livez": alive,
+        "/": lambda: Answer(HTTPStatus.OK, "text/html; charset=utf-8", html, headers),
+        "/status.json": lambda: json_answer(source.document_bytes(), *DATA_HEADERS),
+        "/metrics": lambda: in_turns(metrics_in_steps()),
+        "/openapi.json": lambda: json_answer(_source("openapi.json").encode()),
+        "/livez": lambda: text_answer(HTTPStatus.OK, "alive"),
         "/readyz": ready,
     }

@@ -132,8 +132,8 @@ class Pool:
         self.outcome = PoolOutcome()
 
     def replay(self, requests: Iterable[Request], changes: Iterable[PeerChange] = ()) -> PoolOutcome:
-        """Take the requests as they come. `changes`, in order, say who dies and returns before which of them; what
-        would go to a dead peer goes to the next one."""
+        """Take the requests as they come. `changes`, in order, say which peer dies or returns before which of them;
+        what would go to a dead peer goes to the next one."""
         coming = deque(changes)
         for number, request in enumerate(requests):
             while coming and coming[0].request <= number:
@@ -288,7 +288,7 @@ class Pool:
             peer.die()
 
     def _write_back(self, peer: _Peer, number: int) -> None:
-        """The coldest part of a memory has been written all along; only who dies has anything of it."""
+        """The coldest part of a memory has been written all along; only a peer that dies has anything of it."""
         if peer.ssd is None:
             return
         for entry in islice(peer.memory.order.coldest(), peer.memory.capacity // WRITTEN_SHARE):

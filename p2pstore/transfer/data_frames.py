@@ -53,7 +53,7 @@ MAX_UNSENT_BYTES: Final = MIB
 
 
 class FrameLink:
-    """One task receives; any task says something at any time, and one (`send_all`) sends it."""
+    """One task receives; any task enqueues a frame at any time, and one (`send_all`) sends it."""
 
     def __init__(self, stream: ByteStream, frames: FrameBuffer) -> None:
         """`frames` has what was received already."""
@@ -67,7 +67,7 @@ class FrameLink:
         self._unsent_bytes = 0
         self._closed = False
 
-    def say(self, frame: bytes) -> bool:
+    def enqueue(self, frame: bytes) -> bool:
         """Have a frame sent next. False when too much waits already: the other side does not read, and the link is
         closed."""
         if not self._unsent_bytes:
@@ -89,7 +89,7 @@ class FrameLink:
         try:
             sent: int = send_now(frame)
         except OSError:
-            return 0  # `send_all` finds out, and who receives
+            return 0  # `send_all` finds out, and the receiver
         return sent
 
     @property
@@ -98,7 +98,7 @@ class FrameLink:
         return bool(self._unsent)
 
     async def send_all(self) -> None:
-        """Send what was said. Raises `OSError`, `DeadlineExceeded` among them; the link is of no use then."""
+        """Send what was enqueued. Raises `OSError`, `DeadlineExceeded` among them; the link is of no use then."""
         while self._unsent:
             frames, self._unsent = self._unsent, []
             joined = b"".join(frames)

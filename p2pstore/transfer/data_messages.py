@@ -289,7 +289,7 @@ class StorePart(Message, frozen=True):
 
 class RdmaConnect(Message, frozen=True):
     """Let my queue pair read the memory that you share. It may as long as this connection lasts. The fields
-    are `p2pstore.transfer.rdma.rdma_rules.Endpoint`: the end of the one who asks."""
+    are `p2pstore.transfer.rdma.rdma_rules.Endpoint`: the end of the asking side."""
 
     queue_pair: int
     packet_number: int
@@ -320,7 +320,7 @@ class GetManifest(Message, frozen=True):
 
 
 class ManifestReply(Message, frozen=True):
-    """The bulk is the manifest's bytes; who signed them, and the signature."""
+    """The bulk is the manifest's bytes; their signer, and the signature."""
 
     signer: bytes
     signature: bytes
@@ -339,7 +339,7 @@ class PieceStatus(IntEnum):
     """No upload slot is free: a grant will come, over the link."""
     LACKS = 2
     NOT_LINKED = 3
-    """There is no link to the one who asks, or no such version."""
+    """There is no link to the asking peer, or no such version."""
 
 
 class PieceReply(Message, frozen=True):

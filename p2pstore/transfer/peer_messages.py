@@ -36,7 +36,7 @@ class Replicate(Message, frozen=True):
     """Fetch this object from me and keep a copy of at least this version.
 
     The sender's signed peer record comes along: a fresh peer may ask before gossip has told of it. `replicas`: how
-    many copies are wanted in all, for who holds it already and has heard of fewer; 0 says nothing. `proof`: that the
+    many copies are wanted in all, for a holder that has heard of fewer; 0 says nothing. `proof`: that the
     version's writer wrote it with this root (`core.copies.proofs`), which the copy keeps.
     """
 
@@ -176,7 +176,7 @@ class SnapshotReply(Message, frozen=True):
 
 
 class ClusterRecords(Message, frozen=True):
-    """Packed signed cluster records, pushed to those whom they concern at once."""
+    """Packed signed cluster records, pushed at once to the peers that they concern."""
 
     bodies: Annotated[list[bytes], Meta(max_length=MAX_PUSHED_RECORDS)]
     signatures: Annotated[list[bytes], Meta(max_length=MAX_PUSHED_RECORDS)]

@@ -101,7 +101,7 @@ def issue_ticket(
 
 
 def ticket_secret(key: bytes, claims: bytes) -> bytes:
-    """A secret that only holders of the cluster key can make, for those whom they tell."""
+    """A secret that only holders of the cluster key can make, and pass on."""
     return hmac.digest(key, _SECRET_CONTEXT + claims, "sha256")
 
 

@@ -49,7 +49,7 @@ SEND_PIECE_BYTES: Final = 64 * KIB
 """Encrypted before any of it is sent: more gained nothing, and each connection keeps the room."""
 MIN_RECEIVE_BYTES: Final = 32 * KIB
 MAX_RECEIVE_BYTES: Final = 128 * KIB
-"""Room to receive into, for who reads little and for who reads much at once."""
+"""Room to receive into, for readers of little and of much at once."""
 MAX_HANDSHAKE_BYTES: Final = 64 * KIB
 """Most bytes from the other side in it; usual are one or two KiB."""
 
@@ -279,7 +279,7 @@ async def dial_tls(
 
 @cache
 def dialling_context() -> ssl.SSLContext:
-    """For who checks the certificate itself afterwards."""
+    """For a caller that checks the certificate itself afterwards."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -352,7 +352,7 @@ def serving_context(pem: bytes) -> ssl.SSLContext:
     """For servers that show this certificate: TLS 1.3, and no resumption."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # every connection proves anew who answers
+    context.num_tickets = 0  # every connection proves the answering peer anew
     descriptor = os.memfd_create("p2pstore-tls")  # OpenSSL wants a file: one that no disk has
     with open(descriptor, "wb", buffering=0) as file:
         file.write(pem)
@@ -455,7 +455,7 @@ def check_certificate(der: bytes, peer_id: bytes, now_unix: float) -> None:
 
 def bound_secret(secret: bytes, certificate_der: bytes) -> bytes:
     """A ticket's secret for use over TLS with that server certificate alone: proofs made with it are of no use to
-    an attacker in between, who shows another certificate or none."""
+    an attacker in between, which shows another certificate or none."""
     return hmac.digest(secret, _BINDING_CONTEXT + sha256(certificate_der).digest(), "sha256")
 
 

@@ -72,8 +72,8 @@ class RemoteCopy(RemotePeer):
     length_bytes: int = 0
     """About its length, where that is known."""
     on_ssd: bool = False
-    """It is on its holder's SSD alone, who brings it to memory when asked: over TCP in passing, over other transports
-    first. These leave it to TCP where that is used."""
+    """It is on its holder's SSD alone; the holder brings it to memory when asked: over TCP in passing, over other
+    transports first. These leave it to TCP where that is used."""
 
 
 class Pulled(NamedTuple):

@@ -301,13 +301,13 @@ async def test_transfers_side_by_side(peer: SmallPeer, device: str) -> None:
 def passing_by(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of what went by way of pinned memory."""
     sizes: list[int] = []
-    made = device_memory.Staged.__init__
+    made = device_memory.PinnedStaging.__init__
 
-    def note(self: device_memory.Staged, on: device_memory.OnDevice) -> None:
+    def note(self: device_memory.PinnedStaging, on: device_memory.OnDevice) -> None:
         sizes.append(on.nbytes)
         made(self, on)
 
-    monkeypatch.setattr(device_memory.Staged, "__init__", note)
+    monkeypatch.setattr(device_memory.PinnedStaging, "__init__", note)
     return sizes
 
 

@@ -180,7 +180,7 @@ async def test_a_map_beyond_the_last_piece_bans_its_sender(tmp_path: Path) -> No
         liar = await world.add()
         run = liar.fetch(signed, to(tmp_path, liar))
         await until(lambda: source.own in run.links.members)
-        run.links.say([source.own], NewPieces([4000]))
+        run.links.enqueue([source.own], NewPieces([4000]))
         await until(lambda: source.run.machine.state.senders.is_banned(liar.own))
         await until(lambda: liar.own not in source.run.links.members)
         run.links.begin_dialing(source.own)
@@ -209,7 +209,7 @@ async def test_who_does_not_read_is_cut_off(tmp_path: Path) -> None:
         await until(lambda: other.own in source.run.links.members)
         news = NewPieces([40] * MAX_NEW_PIECES)
         for _ in range(20 * MIB // MAX_NEW_PIECES):  # without a turn for who reads
-            source.run.links.say([other.own], news)
+            source.run.links.enqueue([other.own], news)
         await until(lambda: other.own not in source.run.links.members)
         await until(lambda: not run.links.members)
 

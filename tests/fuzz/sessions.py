@@ -291,7 +291,7 @@ async def _impostor(serve: Callable[[TrioStream], Awaitable[None]]) -> AsyncIter
 
 
 class _PairStream:
-    """A `MuxedStream` over one end of a socket pair."""
+    """A `RawStream` over one end of a socket pair."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.stream = TrioStream(sock, SESSION_SECONDS)

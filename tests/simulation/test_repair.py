@@ -255,18 +255,6 @@ def test_a_cluster_that_is_too_small_waits_until_it_has_grown() -> None:
     assert world.replications == 10
 
 
-def test_a_put_that_found_too_few_peers_is_completed_when_one_joins() -> None:
-    world = World(52, 3)
-    world.peer(2).stop()
-    world.run(10.0)
-    assert world.put(0, "k", 3).copies == 2
-    world.run(100.0)
-    assert world.missing() == 1
-    world.peer(2).boot([world.peer(0).address])
-    world.run(REPAIRED_SECONDS + TIMING.turn_seconds)
-    world.check_whole()
-
-
 def test_copies_that_a_cluster_never_had_are_not_called_lost() -> None:
     world = World(54, 4)
     assert world.put(0, "k", 9).copies == 4

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import numpy as np
 import trio
 import trio.testing
 
-from p2pstore.objects import MIB, Version, chunk_count, chunk_sums, key_digest, root_checksum
+from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.disk_protocol import Check, Disk, Waits
@@ -41,10 +40,8 @@ def facts_of(
 ) -> ColdFacts:
     sums = chunk_sums(value)
     version = Version(clock, 7, root_checksum(len(value), sums))
-    packed = tuple(np.frombuffer(sums, "<u8").tolist())
-    assert len(packed) == chunk_count(len(value))
     digest = key_digest(key, namespace)
-    return ColdFacts(digest, version, len(value), namespace, key, packed, **more)
+    return ColdFacts(digest, version, len(value), namespace, key, sums, **more)
 
 
 def aligned(value: bytes) -> memoryview:

@@ -16,9 +16,6 @@ def facts_of(
     key: str, length: int, clock: int = 1, namespace: str = "default", value: bytes | None = None
 ) -> ColdFacts:
     """The facts of `value`, or of that number of zeros."""
-    packed = chunk_sums(value) if value is not None else _sums_of_zeros(length)
-    sums = tuple(
-        int.from_bytes(packed[start : start + 8], "little") for start in range(0, len(packed), 8)
-    )
-    version = Version(clock, 7, root_checksum(length, packed))
+    sums = chunk_sums(value) if value is not None else _sums_of_zeros(length)
+    version = Version(clock, 7, root_checksum(length, sums))
     return ColdFacts(key_digest(key, namespace), version, length, namespace, key, sums)

@@ -140,7 +140,7 @@ class ColdWorld(Harness):
             replicas=held.replicas,
             pin=int(held.pin),
             soft=held.soft,
-            disk_bytes=held.length,
+            stored=(),
             described=bool(held.dtype),
         )
         self.store.objects[held.digest] = Stored(entry, trailer, bytes(self.segment.payload(held)))

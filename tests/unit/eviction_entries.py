@@ -1,6 +1,7 @@
-"""Entries of objects that are in no segment, for tests of what is evicted."""
+"""Entries of objects that are in no segment, for tests of what is evicted; and single extents."""
 
 from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.extent_allocator import ExtentAllocator
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version
 
@@ -26,3 +27,8 @@ def entry(number: int, *, bytes_: int = 4096, now: float = 0.0, soft: bool = Fal
         shape=(),
         last_access=now,
     )
+
+
+def allocate(allocator: ExtentAllocator, size_bytes: int) -> int | None:
+    """Offset of a new extent, or None when no free extent is long enough."""
+    return next(iter(allocator.allocate_many(size_bytes, 1)), None)

@@ -39,7 +39,7 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.objects import Version, clock_from_unix_seconds
 from p2pstore.wire import Failure, Message, decode_body, encode_body
-from simulation.gossip_data import take_push
+from simulation.gossip_data import log_snapshot, take_push, view_snapshot
 from simulation.signer import SimulatedVerifier, simulated_signature
 from tests.present import present
 
@@ -177,7 +177,7 @@ class Node:
         position = directory.position(other.gossip.member)
         if position != (other.gossip.incarnation, other.gossip.log.sequence):
             return False
-        snapshot = directory.snapshot(other.gossip.member)
+        snapshot = view_snapshot(directory, other.gossip.member)
         packed = snapshot[3] if snapshot else b""
         records = {packed[i : i + 42] for i in range(0, len(packed), 42)}
         return records == {record.encode() for record in other.held.values()}
@@ -355,7 +355,7 @@ class Network:
             if not node.running:
                 return
             target = self.reachable(node, fetch.peer_id)
-            known = target.gossip.snapshot(fetch.member) if target else None
+            known = log_snapshot(target.gossip, fetch.member) if target else None
             head, packed = known if known else (None, b"")
             self.snapshots += head is not None
             try:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from p2pstore.ssd_tier import disk as disk_module
+from p2pstore.ssd_tier.kernel_aio import KernelAio
 
 
 class Hang:
@@ -34,8 +35,13 @@ class Hang:
 
 @contextmanager
 def hanging_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
-    """All files as disks of this process."""
+    """All files as disks of this process, which do nothing without a thread."""
     hang = Hang()
+
+    async def by_a_thread(*arguments: object) -> bool:
+        return False
+
+    monkeypatch.setattr(KernelAio, "read", by_a_thread)
     for name in ("_transfer", "_write_copied"):
         monkeypatch.setattr(disk_module, name, hang.wrapped(getattr(disk_module, name)))
     try:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from p2pstore.memory.extent_allocator import ExtentAllocator, choose_windows
 from p2pstore.runtime.stepping import run_through
+from tests.unit.eviction_entries import allocate
 
 GRANULE = 16
 
@@ -38,7 +39,7 @@ class AllocatorAgainstIntervals(RuleBasedStateMachine):
     def allocate(self, granules: int) -> None:
         size = granules * GRANULE
         fitting = [hole for hole in self.holes() if hole[1] >= size]
-        offset = self.allocator.allocate(size)
+        offset = allocate(self.allocator, size)
         if not fitting:
             assert offset is None
             return
@@ -127,19 +128,19 @@ TestAllocatorAgainstIntervals.settings = settings(
 
 def test_equal_extents_are_reused_last_in_first_out() -> None:
     allocator = ExtentAllocator(20 * GRANULE, GRANULE)
-    offsets = [allocator.allocate(GRANULE) for _ in range(20)]
+    offsets = [allocate(allocator, GRANULE) for _ in range(20)]
     freed = [offset for offset in offsets[1::2] if offset is not None]
     random.Random(3).shuffle(freed)
     for offset in freed:
         allocator.free(offset)
-    assert [allocator.allocate(GRANULE) for _ in freed] == freed[::-1]
+    assert [allocate(allocator, GRANULE) for _ in freed] == freed[::-1]
 
 
 @pytest.mark.parametrize("size", [0, -GRANULE, GRANULE + 1])
 def test_sizes_that_are_no_granules_are_refused(size: int) -> None:
     allocator = ExtentAllocator(4 * GRANULE, GRANULE)
     with pytest.raises(ValueError, match="granules"):
-        allocator.allocate(size)
+        allocate(allocator, size)
     if size:
         with pytest.raises(ValueError, match="granules"):
             ExtentAllocator(size, GRANULE)
@@ -147,14 +148,14 @@ def test_sizes_that_are_no_granules_are_refused(size: int) -> None:
 
 def test_an_area_of_nothing_has_room_for_nothing() -> None:
     allocator = ExtentAllocator(0, GRANULE)
-    assert allocator.allocate(GRANULE) is None
+    assert allocate(allocator, GRANULE) is None
     assert not run_through(allocator.find_windows(GRANULE, [], lambda _: 1.0))
     assert (allocator.free_bytes, allocator.largest_free_bytes, allocator.free_extents()) == (0, 0, [])
 
 
 def test_an_extent_does_not_grow() -> None:
     allocator = ExtentAllocator(4 * GRANULE, GRANULE)
-    offset = allocator.allocate(GRANULE)
+    offset = allocate(allocator, GRANULE)
     assert offset is not None
     with pytest.raises(ValueError, match="cannot grow"):
         allocator.shrink(offset, 2 * GRANULE)
@@ -165,7 +166,7 @@ def window(
 ) -> object:
     """Windows in a full area of extents of `sizes` granules; extents are named by their number."""
     allocator = ExtentAllocator(sum(sizes) * GRANULE, GRANULE)
-    offsets = [allocator.allocate(size * GRANULE) for size in sizes]
+    offsets = [allocate(allocator, size * GRANULE) for size in sizes]
     number = {offset: index for index, offset in enumerate(offsets)}
     found = run_through(
         allocator.find_windows(
@@ -232,7 +233,7 @@ def utilisation(evict: Eviction) -> float:
     used = []
     for now in range(6000):
         size = int(math.exp(rng.uniform(0, math.log(256)))) * GRANULE
-        while (offset := allocator.allocate(size)) is None:
+        while (offset := allocate(allocator, size)) is None:
             for victim in evict(allocator, born, now, size):
                 allocator.free(victim)
                 del born[victim]

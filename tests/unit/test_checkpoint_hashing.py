@@ -24,7 +24,7 @@ from p2pstore.checkpoint.content.hashing import (
 from p2pstore.checkpoint.content.manifest import FileHashes, Manifest, hash_of
 from p2pstore.checkpoint.content.pieces import MIN_PIECE_BYTES, SMALLEST_USUAL
 from p2pstore.checkpoint.content.sources import SourceDirectory, SourceMemory
-from p2pstore.checkpoint.peer.piece_flow import FIRST_IN_THREADS, AtOnce
+from p2pstore.checkpoint.peer.piece_flow import FIRST_IN_THREADS, InlineOrThread
 from p2pstore.errors import CheckpointChanged, CheckpointRefused
 from p2pstore.objects import KIB, MIB
 
@@ -357,15 +357,15 @@ a line that is no mount
 
 
 def test_small_pieces_on_this_machine_are_done_at_once() -> None:
-    at_once = AtOnce(is_local=True)
+    at_once = InlineOrThread(is_local=True)
     assert at_once.may(512 * KIB)
     assert at_once.may(MIB)
     assert not at_once.may(MIB + 1)
-    assert not AtOnce(is_local=False).may(1)
+    assert not InlineOrThread(is_local=False).may(1)
 
 
 def test_after_a_step_that_waited_long_many_are_left_to_threads_and_then_twice_as_many() -> None:
-    at_once = AtOnce(is_local=True)
+    at_once = InlineOrThread(is_local=True)
     at_once.took(0.004, waited=True)
     at_once.took(0.5, waited=False)  # others had the core
     assert at_once.may(1)

@@ -27,9 +27,9 @@ from p2pstore.checkpoint.content.manifest import (
 )
 from p2pstore.checkpoint.content.pieces import (
     CHEAP,
-    LARGEST_USUAL,
     MAX_FILE_BYTES,
     MAX_PIECES,
+    MAX_USUAL_BYTES,
     MIN_PIECE_BYTES,
     SMALLEST_USUAL,
     Extent,
@@ -116,9 +116,9 @@ def test_a_range_of_a_file_is_in_the_pieces_that_have_it_and_in_no_others() -> N
         (10**9, CHEAP // 2),
         (2048 * CHEAP, CHEAP),
         (2048 * CHEAP + 4096, 2 * CHEAP),
-        (140 * 10**9, LARGEST_USUAL),
-        (10**12, LARGEST_USUAL),
-        (8 * 10**12, 2 * LARGEST_USUAL),
+        (140 * 10**9, MAX_USUAL_BYTES),
+        (10**12, MAX_USUAL_BYTES),
+        (8 * 10**12, 2 * MAX_USUAL_BYTES),
     ],
 )
 def test_the_usual_length_of_pieces(total: int, wanted: int) -> None:

@@ -98,7 +98,7 @@ class _Frames(FrameLink):
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 
-    def say(self, frame: bytes) -> bool:
+    def enqueue(self, frame: bytes) -> bool:
         self.sent.append(frame)
         return True
 
@@ -118,13 +118,13 @@ async def test_what_a_member_is_told_in_one_step_is_sent_together() -> None:
         encode_frame(kind_of(message), 0, message, flags=ONE_WAY)
         for message in (NewPieces([7]), Grant())
     )
-    links.say((1, 2, 3, 4), NewPieces([7]))
-    links.say((1,), Grant())
+    links.enqueue((1, 2, 3, 4), NewPieces([7]))
+    links.enqueue((1,), Grant())
     assert not frames[1].sent
     links.drop(3)
-    links.send_said()
+    links.send_queued()
     assert [each.sent for each in frames.values()] == [[news + grant], [news], []]
-    links.send_said()
+    links.send_queued()
     assert len(frames[1].sent) == 1
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from mooncake_p2p.commands import completion
 from mooncake_p2p.commands.completion import candidates
-from mooncake_p2p.main import COMMANDS, LazyCommands
+from mooncake_p2p.main import LazyCommands
+from mooncake_p2p.manual import COMMANDS
 from p2pstore import blocking
 from p2pstore.results import KeyPage, ListedKey
 from tests.command_line import Cli

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mooncake_p2p.commands import demo
-from mooncake_p2p.main import COMMANDS
+from mooncake_p2p.manual import COMMANDS
 from mooncake_p2p.output import ENDING_SIGNALS, Interrupts
 from tests.command_line import Cli
 

@@ -13,7 +13,8 @@ import pytest
 
 from mooncake_p2p import output
 from mooncake_p2p.commands.join import SETTINGS
-from mooncake_p2p.main import COMMANDS, MEANT, LazyCommands, function_name, run
+from mooncake_p2p.main import MEANT, LazyCommands, function_name, run
+from mooncake_p2p.manual import COMMANDS
 from mooncake_p2p.output import EXIT_CODES, AlreadyTold, CommandFailed, ExitCode, describe, exit_code
 from p2pstore import errors
 from p2pstore.config import PeerConfig

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mooncake_p2p.commands.join import SETTINGS
-from mooncake_p2p.main import COMMANDS, PROGRAM, LazyCommands
-from mooncake_p2p.manual import PAGES
+from mooncake_p2p.main import PROGRAM, LazyCommands
+from mooncake_p2p.manual import COMMANDS, MANUAL, PAGES
 from mooncake_p2p.output import ExitCode
 from tests.command_line import Cli
 
@@ -30,8 +30,8 @@ def command_in(line: str, name: str) -> str:
     return " ".join(arguments_in(line)[: len(name.split())])
 
 
-def test_every_command_has_a_page() -> None:
-    assert set(PAGES) == set(COMMANDS)
+def test_every_heading_is_a_command() -> None:
+    assert len(COMMANDS) == sum(not line.startswith(" ") for line in MANUAL.splitlines())
 
 
 @pytest.mark.parametrize("name", PAGES)

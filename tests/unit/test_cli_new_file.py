@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_p2p import files_and_pipes as transfers
+from mooncake_p2p import files_and_pipes as files
 from mooncake_p2p.files_and_pipes import NewFile
 from mooncake_p2p.output import CommandFailed, ExitCode
 from p2pstore.errors import ObjectTooLarge
@@ -42,6 +42,12 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def write(file: NewFile, content: bytes) -> None:
     file.resize(len(content))
     assert os.write(file.descriptor, content) == len(content)
+
+
+def complete(file: NewFile, content: bytes) -> None:
+    write(file, content)
+    file.commit()
+    file.close()
 
 
 def current_umask() -> int:
@@ -84,10 +90,7 @@ def test_replacing_keeps_the_mode_and_the_link(kind: str, tmp_path: Path) -> Non
     path.write_bytes(b"old")
     path.chmod(0o640)
     link.symlink_to(path)
-    file = NewFile(str(link))
-    write(file, b"new")
-    file.commit()
-    file.close()
+    complete(NewFile(str(link)), b"new")
     assert link.is_symlink()
     assert path.read_bytes() == b"new"
     assert path.stat().st_mode & 0o777 == 0o640
@@ -96,10 +99,7 @@ def test_replacing_keeps_the_mode_and_the_link(kind: str, tmp_path: Path) -> Non
 def test_a_long_name_is_no_problem(kind: str, tmp_path: Path) -> None:
     path = tmp_path / ("é" * 127)
     for content in (b"one", b"two"):
-        file = NewFile(str(path))
-        write(file, content)
-        file.commit()
-        file.close()
+        complete(NewFile(str(path)), content)
         assert path.read_bytes() == content
 
 
@@ -166,10 +166,7 @@ def test_what_a_killed_process_left_is_replaced(tmp_path: Path, monkeypatch: pyt
     killed_writer(path, unnamed=False)
     assert [each.suffix for each in tmp_path.iterdir()] == [".part"]
     monkeypatch.setattr(os, "open", without_unnamed_files)
-    file = NewFile(str(path))
-    write(file, b"v")
-    file.commit()
-    file.close()
+    complete(NewFile(str(path)), b"v")
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == b"v"
 
@@ -180,9 +177,7 @@ def test_two_writers_of_one_name_do_not_mix(tmp_path: Path, monkeypatch: pytest.
     first = NewFile(str(path))
     with pytest.raises(CommandFailed, match="another get is writing"):
         NewFile(str(path))
-    write(first, b"first")
-    first.commit()
-    first.close()
+    complete(first, b"first")
     assert path.read_bytes() == b"first"
 
 
@@ -194,10 +189,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fcntl, "flock", no_locks)
     path = tmp_path / "out"
     leftover = NewFile(str(path))
-    file = NewFile(str(path))
-    write(file, b"v")
-    file.commit()
-    file.close()
+    complete(NewFile(str(path)), b"v")
     os.close(leftover.descriptor)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -241,9 +233,9 @@ def test_a_file_and_a_pipe_give_the_same_value(length: int, tmp_path: Path) -> N
     content = os.urandom(length)
     path = tmp_path / "value"
     path.write_bytes(content)
-    with transfers.open_source(str(path)) as source, transfers.value_of(source) as value:
+    with files.open_source(str(path)) as source, files.value_of(source) as value:
         assert value == content
-    with pipe_with(content) as source, transfers.value_of(source) as value:
+    with pipe_with(content) as source, files.value_of(source) as value:
         assert value == content
 
 
@@ -252,14 +244,14 @@ def test_a_redirected_file_is_read_from_its_position(tmp_path: Path) -> None:
     path.write_bytes(b"0123456789")
     with path.open("rb") as file:
         os.lseek(file.fileno(), 4, os.SEEK_SET)
-        with transfers.value_of(file.fileno()) as value:
+        with files.value_of(file.fileno()) as value:
             assert bytes(value) == b"456789"
 
 
 def test_files_that_claim_to_be_empty_are_read() -> None:
-    with transfers.open_source("/proc/self/cmdline") as source:
+    with files.open_source("/proc/self/cmdline") as source:
         assert os.fstat(source).st_size == 0
-        with transfers.value_of(source) as value:
+        with files.value_of(source) as value:
             assert bytes(value) == Path("/proc/self/cmdline").read_bytes()
 
 
@@ -267,37 +259,37 @@ def test_a_value_outlives_an_error_that_still_looks_at_it(tmp_path: Path) -> Non
     path = tmp_path / "value"
     path.write_bytes(b"x" * 100)
     kept = []
-    with transfers.open_source(str(path)) as source, transfers.value_of(source) as value:
+    with files.open_source(str(path)) as source, files.value_of(source) as value:
         kept.append(value[10:20])
     assert kept[0] == b"x" * 10
 
 
 def test_an_endless_pipe_is_refused_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "MAX_OBJECT_BYTES", 2 * MIB)
+    monkeypatch.setattr(files, "MAX_OBJECT_BYTES", 2 * MIB)
     monkeypatch.setattr("p2pstore.objects.MAX_OBJECT_BYTES", 2 * MIB)
-    with pipe_with(bytes(3 * MIB)) as source, pytest.raises(ObjectTooLarge), transfers.value_of(source):
+    with pipe_with(bytes(3 * MIB)) as source, pytest.raises(ObjectTooLarge), files.value_of(source):
         pass
 
 
 def test_what_cannot_be_a_source(tmp_path: Path) -> None:
-    with pytest.raises(CommandFailed, match="is a directory"), transfers.open_source(str(tmp_path)):
+    with pytest.raises(CommandFailed, match="is a directory"), files.open_source(str(tmp_path)):
         pass
-    with pytest.raises(FileNotFoundError), transfers.open_source(str(tmp_path / "none")):
+    with pytest.raises(FileNotFoundError), files.open_source(str(tmp_path / "none")):
         pass
 
 
 @pytest.mark.parametrize("length", [0, 1, 3 * MIB])
 def test_memory_can_be_filled_and_outlives_its_maker(length: int) -> None:
-    view = transfers.memory_for(length)[:length]
+    view = files.memory_for(length)[:length]
     gc.collect()
     view[:] = b"x" * length
     assert view == b"x" * length
 
 
 def test_devices_are_streams_and_files_are_not(tmp_path: Path) -> None:
-    assert transfers.is_stream("/dev/null")
-    assert not transfers.is_stream(str(tmp_path))
-    assert not transfers.is_stream(str(tmp_path / "new"))
+    assert files.is_stream("/dev/null")
+    assert not files.is_stream(str(tmp_path))
+    assert not files.is_stream(str(tmp_path / "new"))
 
 
 def test_everything_is_written_to_a_pipe_that_does_not_block() -> None:
@@ -313,7 +305,7 @@ def test_everything_is_written_to_a_pipe_that_does_not_block() -> None:
     reader = threading.Thread(target=read)
     reader.start()
     counts: list[int] = []
-    transfers.write_all(writing, memoryview(content), counts.append)
+    files.write_all(writing, memoryview(content), counts.append)
     os.close(writing)
     reader.join(60)
     os.close(reading)
@@ -326,9 +318,9 @@ def test_binary_stays_off_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with os.fdopen(primary, "rb", buffering=0), os.fdopen(secondary, "w") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
         with pytest.raises(CommandFailed, match="-o FILE") as refused:
-            transfers.standard_output(binary_to_terminal=False)
+            files.standard_output(binary_to_terminal=False)
         assert refused.value.code == ExitCode.USAGE
-        assert transfers.standard_output(binary_to_terminal=True) == terminal.fileno()
+        assert files.standard_output(binary_to_terminal=True) == terminal.fileno()
         monkeypatch.undo()
 
 
@@ -336,6 +328,6 @@ def test_a_terminal_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     primary, secondary = os.openpty()
     with os.fdopen(primary, "rb", buffering=0), os.fdopen(secondary, "r") as terminal:
         monkeypatch.setattr("sys.stdin", terminal)
-        with pytest.raises(CommandFailed, match="terminal"), transfers.open_source("-"):
+        with pytest.raises(CommandFailed, match="terminal"), files.open_source("-"):
             pass
         monkeypatch.undo()

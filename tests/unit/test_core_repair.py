@@ -189,18 +189,6 @@ def test_what_nobody_takes_is_tried_less_and_less_often() -> None:
     assert world.core.repair.lacking == 1
 
 
-def test_copies_that_there_never_could_be_are_not_lacking() -> None:
-    world = Harness()
-    world.stored("k", VALUE, replicas=4)
-    with_others(world, 2)
-    hold_as_well(world, world.others[0], "k")
-    hold_as_well(world, world.others[1], "k")
-    repair = world.core.repair
-    live(world, DELAY_SECONDS)
-    assert (repair.lacking, repair.limited) == (0, 1)
-    assert not replications(world)
-
-
 def test_when_nobody_takes_anything_a_pass_ends() -> None:
     world = Harness(memory_bytes=8 << 20)
     for number in range(3 * LOOKED_AT):

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations import views as watched_keys
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.log import REMOVED, OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import STEP_RECORDS, Applied, DirectoryConfig, Outcome
-from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, partition_of
 from p2pstore.objects import Version
+from simulation.gossip_data import view_snapshot
 from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 
 A, B = 111, 222
@@ -58,7 +59,7 @@ def records_in(packed: bytes) -> set[bytes]:
 
 def known_set(directory: Directory) -> tuple[int, int, int, set[bytes]]:
     """The view of A's log, and where it stands."""
-    snapshot = directory.snapshot(A)
+    snapshot = view_snapshot(directory, A)
     assert snapshot is not None
     return *snapshot[:3], records_in(snapshot[3])
 
@@ -153,11 +154,11 @@ def test_a_snapshot_is_all_or_nothing() -> None:
 
 def test_a_snapshot_may_be_of_nothing() -> None:
     log, directory = log_of(1), Directory()
-    log.remove(digest_of(0), Version(1, 1))
+    log.remove_many([(digest_of(0), Version(1, 1))])
     directory.observe_head(A, 1, log.head)
     assert install(directory, log)
     assert (directory.position(A), directory.record_count) == ((1, 2), 0)
-    assert directory.snapshot(A) == (1, 2, 0, b"")
+    assert view_snapshot(directory, A) == (1, 2, 0, b"")
 
 
 def test_keys_of_which_another_version_is_named() -> None:
@@ -197,11 +198,63 @@ def test_newest_first_and_the_dead_last() -> None:
     assert directory.holders(digest_of(2)) == []
 
 
+# --- views of partitions beside views of logs -------------------------------------------------
+
+
+def part_of(directory: Directory, sequence: int, *records: LocationRecord) -> None:
+    """A has these records of the first key's partition, as of this place of its log."""
+    with directory.changing_rows():
+        view = directory.open_part(partition_of(digest_of(1)), A, 1, hidden=False)
+        view.sequence = sequence
+        directory.index.load(view.slot, b"".join(record.encode() for record in records))
+
+
+def clocks(directory: Directory) -> list[int]:
+    return [found.record.version.clock for found in directory.holders(digest_of(1))]
+
+
+def test_of_two_views_of_a_member_the_one_at_the_later_place_counts() -> None:
+    log = log_of(3)
+    directory = reading(log)
+    part_of(directory, 3, location(1, 9))
+    assert clocks(directory) == [1], "at one place the log counts, and the member comes once"
+    part_of(directory, 4, location(1, 9))
+    assert clocks(directory) == [9]
+    part_of(directory, 5)
+    assert clocks(directory) == [], "it was withdrawn, which the log will tell of"
+    log.remove_many([(digest_of(1), location(1).version)])
+    log.add(location(5))
+    log.add(location(1, 7))
+    assert feed(directory, log, first=4).outcome is Outcome.APPLIED
+    assert clocks(directory) == [7]
+    with directory.changing_rows():
+        directory.close_part(partition_of(digest_of(1)), A)
+    assert (clocks(directory), directory.parts) == ([7], {})
+
+
+def test_a_word_counts_before_a_view_of_an_earlier_place_and_hearsay_where_no_log_is_followed() -> None:
+    directory = Directory()
+    directory.follows_logs = False
+    part_of(directory, 4, location(1))
+    directory.heard(A, 1, [9], location(1, 9).encode(), 0.0, hearsay=True)
+    found = directory.holders(digest_of(1))
+    assert {each.hearsay: each.record.version.clock for each in found} == {False: 1, True: 9}
+    gone = location(1).encode()
+    directory.heard(A, 1, [5], gone[:-1] + bytes((gone[-1] | REMOVED,)), 0.0)
+    assert clocks(directory) == [9]
+    assert directory.held({digest_of(1)}, lambda _: range(20)) == {digest_of(1)}
+    part_of(directory, 9, location(1, 3))
+    assert clocks(directory) == [3], "it is later than every word"
+    directory.follows_logs = True
+    directory.heard(B, 1, [9], location(1, 9).encode(), 0.0, hearsay=True)
+    assert clocks(directory) == [3]
+
+
 def test_early_operations_count_until_the_log_has_caught_up() -> None:
     log = log_of(3)
     directory = reading(log)
     log.add(location(7))
-    log.remove(digest_of(1), Version(1, 1))
+    log.remove_many([(digest_of(1), Version(1, 1))])
     operations = operations_after(log, 3)
     assert directory.heard(A, 1, [4, 5], operations, 0.0) == 2
     assert directory.heard(A, 1, [4, 5], operations, 0.0) == 0
@@ -209,7 +262,7 @@ def test_early_operations_count_until_the_log_has_caught_up() -> None:
     assert held(directory, 1) == []
     found = directory.holders(digest_of(7))[0]
     assert (found.incarnation, found.sequence) == (1, 4)
-    log.remove(digest_of(7), Version(1, 1))
+    log.remove_many([(digest_of(7), Version(1, 1))])
     feed(directory, log, 4)
     assert held(directory, 7) == []
 
@@ -257,7 +310,7 @@ def test_a_denied_location_is_hidden_until_the_view_is_past_the_denial() -> None
 
 
 def test_denials_are_bounded() -> None:
-    directory = reading(log_of(20), max_stale=5)
+    directory = reading(log_of(20), max_denials=5)
     for number in range(20):
         directory.mark_stale(A, digest_of(number), 1, 99)
     assert sum(bool(held(directory, number)) for number in range(20)) == 15
@@ -294,7 +347,7 @@ def test_a_reader_by_steps_equals_a_reader_by_snapshot(choices: list[tuple[bool,
         if add:
             log.add(location(key, clock))
         else:
-            log.remove(digest_of(key), Version(clock, 1))
+            log.remove_many([(digest_of(key), Version(clock, 1))])
         if log.sequence > before:
             assert feed(by_steps, log, log.sequence).outcome is Outcome.APPLIED
     assert by_steps.observe_head(A, 1, log.head)
@@ -346,7 +399,7 @@ def test_nothing_of_a_large_snapshot_is_seen_before_all_of_it_is() -> None:
         assert directory.held(everything, lambda _: range(100)) == set()
         assert held(directory, -1) == [A]  # known records stay
         assert (directory.position(A), directory.record_count) == ((1, 1), 1)
-        assert directory.snapshot(A) == (1, 1, old.head.set_hash, old.snapshot())
+        assert view_snapshot(directory, A) == (1, 1, old.head.set_hash, old.snapshot())
         assert not directory.watched.any_touched
     assert directory.work()
     assert directory.position(A) == (1, LARGE)
@@ -459,7 +512,7 @@ def test_a_member_that_is_back_touches_all_that_is_watched_in_steps() -> None:
         directory.work()
         before = log.sequence
         for number in (before % 90, LARGE - before % 90):
-            log.remove(digest_of(number), Version(1, 1))
+            log.remove_many([(digest_of(number), Version(1, 1))])
         assert feed(directory, log, before + 1).outcome is Outcome.APPLIED
     expected = {d for d in watched | {digest_of(LARGE - 1)} if directory.holders(d)}
     assert len(expected) > LARGE // 4
@@ -519,7 +572,7 @@ def random_directory(rng: Random, members: int) -> Directory:
             directory.apply(member, 1, run_at(1, told))
         for _ in range(rng.randrange(4)):
             operation = location(rng.randrange(40), rng.randrange(1, 9))
-            log.remove(operation.digest, Version(operation.version.clock, 1))
+            log.remove_many([(operation.digest, Version(operation.version.clock, 1))])
             early = rng.choice([operation.encode(), operations_after(log, max(0, log.sequence - 1))])
             if early:
                 directory.heard(member, 1, [known + rng.randrange(5)], early, 0.0)

@@ -14,7 +14,8 @@ from typing import Any, Final
 import pytest
 
 import p2pstore
-from mooncake_p2p.main import COMMANDS, LazyCommands
+from mooncake_p2p.main import LazyCommands
+from mooncake_p2p.manual import COMMANDS
 from p2pstore.config import PeerConfig
 from p2pstore.settings import PEOPLES_NAMES
 from tests.pages import DOCS, ROOT, Block, blocks, documents, pages, prose, steps

@@ -30,7 +30,14 @@ from p2pstore.status.doctor.finding import (
 )
 from p2pstore.status.doctor.support_bundle import REMOVED, Redactor
 from p2pstore.transfer.rdma.rdma_rules import GidEntry
-from p2pstore.transfer.rdma.rdma_topology import Machine, Nic, NumaNode, Place, matrix_of, overridden
+from p2pstore.transfer.rdma.rdma_topology import (
+    DevicePlace,
+    Machine,
+    Nic,
+    NumaNode,
+    matrix_of,
+    overridden,
+)
 from p2pstore.wire import Code
 from tests.unit.gossip_network import peer_record
 
@@ -254,13 +261,13 @@ def test_rdma_devices() -> None:
 
 def test_which_rdma_devices_are_near_which_memory() -> None:
     nodes = (NumaNode(0, {0: 10, 1: 21}), NumaNode(1, {0: 21, 1: 10}))
-    known = Machine(nodes, (Nic("mlx5_0", Place((), 0)), Nic("mlx5_1", Place((), 1))))
+    known = Machine(nodes, (Nic("mlx5_0", DevicePlace((), 0)), Nic("mlx5_1", DevicePlace((), 1))))
     findings = network.judge_topology(known, matrix_of(known), told=False)
     assert [(each.name, each.value) for each in findings] == [
         ("rdma for cpu:0", "mlx5_0; else mlx5_1"),
         ("rdma for cpu:1", "mlx5_1; else mlx5_0"),
     ]
-    lost = Machine(nodes, (*known.nics, Nic("rxe0", Place())))
+    lost = Machine(nodes, (*known.nics, Nic("rxe0", DevicePlace())))
     (*_, found) = network.judge_topology(lost, matrix_of(lost), told=False)
     assert (found.status, "rxe0" in found.value) == (WARNING, True)
     check_words(found)

@@ -216,6 +216,7 @@ def test_without_direct_io(
         disk = open_disk(tmp_path, SIZE, direct=False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "page cache" in caplog.text
+    assert disk._small_reads is None, "the kernel does those at once that are in the page cache"
 
     async def use() -> None:
         await disk.write_from(PAGE, [page_of(1, 3)])

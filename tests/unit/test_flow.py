@@ -10,9 +10,9 @@ from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import GIB, KIB, MIB
 from p2pstore.runtime.flow import (
     ASSUMED_RATE,
-    LOWEST_RATE,
     MAX_HOLDERS,
     MAX_LEAST_RATE,
+    MIN_RATE,
     MIN_SOON_SECONDS,
     PATIENCE,
     REMEMBERED_SECONDS,
@@ -115,7 +115,7 @@ def test_the_lag_of_any_stretch_is_bounded(moves: list[tuple[int, float]]) -> No
     for first in range(len(kept)):
         count = sum(each for each, _ in kept[first:])
         seconds = sum(each for _, each in kept[first:])
-        assert seconds <= 2.0 + count / LOWEST_RATE + 1e-6
+        assert seconds <= 2.0 + count / MIN_RATE + 1e-6
 
 
 # --- what others bring -----------------------------------------------------------------------
@@ -129,7 +129,7 @@ def brought(count: int, seconds: float) -> Flow:
 
 def test_who_was_not_measured_is_assumed_to_be_usual() -> None:
     rates = HolderRates()
-    assert rates.least([], 0.0) == LOWEST_RATE
+    assert rates.least([], 0.0) == MIN_RATE
     assert rates.least([ONE], 0.0) == ASSUMED_RATE / PATIENCE
     assert rates.least([ONE], 0.0, readers=4) == ASSUMED_RATE / PATIENCE / 4
     rates.measured(ONE, brought(1000, 0.01), 0.0)  # too little to say
@@ -150,7 +150,7 @@ def test_the_best_of_the_others_counts() -> None:
 def test_who_brought_next_to_nothing_is_no_alternative_for_a_while() -> None:
     rates = HolderRates()
     rates.measured(ONE, brought(3, 1.5), 0.0)
-    assert rates.least([ONE], REMEMBERED_SECONDS - 1) == LOWEST_RATE
+    assert rates.least([ONE], REMEMBERED_SECONDS - 1) == MIN_RATE
     assert rates.least([ONE], REMEMBERED_SECONDS) == ASSUMED_RATE / PATIENCE
 
 

@@ -137,7 +137,7 @@ MESSAGES: dict[str, tuple[int, int, Message]] = {
     "checkpoints": (
         LocalKind.CHECKPOINT_LIST,
         REPLY,
-        checkpoints.Checkpoints(
+        checkpoints.ListedCheckpoints(
             [
                 checkpoints.CheckpointEntry(
                     *("n", "m", b"p", "pn", b"v", 1, 2, 3, 4, 5, b"o", b"s", True, True, True),

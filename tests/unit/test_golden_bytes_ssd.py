@@ -39,7 +39,7 @@ FACTS = ColdFacts(
     len(VALUE),
     "golden",
     "golden key",
-    (int.from_bytes(SUMS, "little"),),
+    SUMS,
     expires_unix_ms=1_700_000_000_123,
     replicas=2,
     pin=1,

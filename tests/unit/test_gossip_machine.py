@@ -46,6 +46,7 @@ from p2pstore.gossip.records import (
     sign_peer_record,
 )
 from p2pstore.wire import Code, Empty, Failure, Message
+from simulation.gossip_data import log_snapshot, view_snapshot
 from tests.present import present
 from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import (
@@ -347,7 +348,7 @@ def test_a_snapshot_with_a_wrong_hash_is_refused_and_fetched_again() -> None:
         )
         for effect in reader.tick(net.now):
             fetch = effect if isinstance(effect, FetchSnapshot) else fetch
-    known = present(record.snapshot(fetch.member))
+    known = present(log_snapshot(record, fetch.member))
     head, packed = known
     with pytest.raises(ProtocolError):
         reader.snapshot_fetched(fetch.token, head, packed[:-42], net.now)
@@ -403,7 +404,7 @@ def everything(node: Node) -> object:
     return (
         [replace(state, heard_at=0.0) for state in gossip.membership.states()],
         gossip.directory.record_count,
-        [gossip.directory.snapshot(s.member) for s in gossip.membership.states()],
+        [view_snapshot(gossip.directory, s.member) for s in gossip.membership.states()],
         gossip.cluster_records.bucket_hashes,
         gossip.incarnation,
     )

@@ -56,7 +56,7 @@ class Owner:
     def release(self, number: int) -> None:
         held = self.log.held(digest_of(number))
         if held is not None:
-            operation = present(self.log.remove(digest_of(number), decode_location(held).version))
+            [operation] = self.log.remove_many([(digest_of(number), decode_location(held).version)])
             self.pushes.note([operation])
 
     def take(self, now: float) -> list[HomePush]:

@@ -217,75 +217,6 @@ async def test_a_cancelled_request_raises_that_and_not_its_error() -> None:
     assert nursery.cancel_scope.cancelled_caught
 
 
-async def test_a_full_queue_makes_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_threads, "MAX_WAITING_PIECES", 3)
-    gate, done = Gate(), []
-    with pool() as threads:
-
-        async def read(number: int) -> None:
-            await threads.read([lambda: done.append(number)])
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(threads.read, [gate])
-            await gate.wait_begun()
-            for number in range(20):
-                nursery.start_soon(read, number)
-            await wait_all_tasks_blocked()
-            assert threads._reads.queue.qsize() == 3
-            assert done == []
-            gate.may_end.set()
-        assert sorted(done) == list(range(20))
-
-
-async def test_requests_taken_back_keep_their_place_in_a_full_queue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Or cancelling again and again on a disk that hangs would fill memory."""
-    monkeypatch.setattr(io_threads, "MAX_WAITING_PIECES", 3)
-    gate = Gate()
-    with pool() as threads:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(threads.read, [gate])
-            await gate.wait_begun()
-            for _ in range(10):
-                with trio.move_on_after(0.001):
-                    await threads.read([nothing])
-            assert threads._reads.queue.qsize() == 3
-            nursery.start_soon(threads.read, [nothing])
-            await wait_all_tasks_blocked()
-            gate.may_end.set()
-
-
-async def test_who_waits_for_room_hears_of_places_that_only_cancelled_requests_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(io_threads, "MAX_WAITING_PIECES", 3)
-    gate, loop_knows = Gate(), threading.Event()
-    with pool() as threads:
-        tell_loop = threads._tell_loop
-
-        def tell_and_wait(request: io_threads._Request | None) -> None:
-            """The queue is still full when the loop hears of a request that has ended."""
-            tell_loop(request)
-            if request is not None:
-                assert loop_knows.wait(PATIENCE_SECONDS)
-
-        async def begin() -> None:
-            await threads.read([gate])
-            loop_knows.set()
-
-        monkeypatch.setattr(threads, "_tell_loop", tell_and_wait)
-        with trio.fail_after(PATIENCE_SECONDS):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(begin)
-                await gate.wait_begun()
-                with trio.move_on_after(0.001):
-                    await threads.read([nothing] * 3)
-                nursery.start_soon(threads.read, [nothing])
-                await wait_all_tasks_blocked()
-                gate.may_end.set()
-
-
 async def test_closing_refuses_what_waits_and_lets_end_what_runs() -> None:
     gate, outcomes, ended = Gate(), [], threading.Event()
     threads = IoThreads("test", 1, 1, ended.set)
@@ -311,30 +242,6 @@ async def test_closing_refuses_what_waits_and_lets_end_what_runs() -> None:
     assert ended.wait(PATIENCE_SECONDS)
     await read(nothing)
     assert outcomes[-1] == "closed"
-
-
-async def test_closing_refuses_those_who_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_threads, "MAX_WAITING_PIECES", 1)
-    gate, refused = Gate(), []
-    threads = IoThreads("test", 1, 1, lambda: None)
-
-    async def read() -> None:
-        try:
-            await threads.read([nothing])
-        except StoreClosed:
-            refused.append(1)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(threads.read, [gate])
-        await gate.wait_begun()
-        for _ in range(5):
-            nursery.start_soon(read)
-        await wait_all_tasks_blocked()
-        await trio.to_thread.run_sync(threads.close)
-        with trio.fail_after(PATIENCE_SECONDS):
-            while len(refused) < 5:
-                await trio.sleep(0.001)
-        gate.may_end.set()
 
 
 async def test_all_threads_end_when_it_is_closed() -> None:

@@ -136,7 +136,7 @@ class World:
     def drop(self, member: int, key: str, namespace: str = NAMESPACE) -> None:
         for record in iterate_locations(self.logs[member].snapshot()):
             if record.digest == key_digest(key, namespace):
-                self.logs[member].remove(record.digest, record.version)
+                self.logs[member].remove_many([(record.digest, record.version)])
 
     def put_here(self, key: str) -> None:
         self.names[digest_of(key)] = NAMESPACE, key

@@ -14,9 +14,9 @@ from p2pstore.client.known_holders import (
     HOLDERS_PER_PLAN,
     MAX_HOLDERS,
     TRUSTED_SECONDS,
-    KnownElsewhere,
     KnownHolders,
     KnownRecord,
+    MappedLocations,
 )
 from p2pstore.client.read_plan import remote_copy
 from p2pstore.local.local_messages import Holder, PlanItem
@@ -27,7 +27,7 @@ from tests.present import present
 DIGEST = bytes(16)
 
 
-class Table(KnownElsewhere):
+class Table(MappedLocations):
     """Knows what it is told."""
 
     def __init__(self, *records: KnownRecord) -> None:
@@ -215,5 +215,5 @@ def test_threads_may_note_and_forget_at_once() -> None:
 
 def test_as_many_are_remembered_as_there_is_room_for() -> None:
     holders = known(record(1), named=MAX_HOLDERS + 5)
-    assert len(holders._named) == MAX_HOLDERS
+    assert len(holders._routes) == MAX_HOLDERS
     assert planned(holders) is None

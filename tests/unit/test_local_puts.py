@@ -93,6 +93,37 @@ def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
     assert world.segment.object_count == there
 
 
+def test_room_is_held_ready_for_the_next_put_and_no_longer() -> None:
+    world = Harness(memory_bytes=256 * 1024)
+    reservations = world.segment.reservations
+
+    def held_by(loop: Loop) -> set[int]:
+        loop.put(f"k{world.segment.object_count}")
+        assert set(reservations.of(CLIENT.session)) == {loop.room.first}
+        loop.puts.make_ready()
+        loop.puts.make_ready()  # a request of another kind came between
+        return set(reservations.of(CLIENT.session)) - {loop.room.first}
+
+    loop = Loop(world)
+    for _ in range(3):
+        ready = held_by(loop)
+        assert len(ready) == 1
+        loop.put("again" + str(ready))
+        assert {loop.room.first} == ready
+        loop.puts.make_ready()
+        loop.puts.abort(CLIENT, local.Abort([loop.room.first]))
+        assert not reservations.of(CLIENT.session)
+        loop = Loop(world)
+    held_by(loop)
+    loop.put("larger", again=(2 * len(VALUE), 128, 1))
+    assert set(reservations.of(CLIENT.session)) == {loop.room.first}
+    loop.puts.client_gone(CLIENT)
+    world.segment.drop_session(CLIENT.session)
+    loop.puts.make_ready()
+    assert not reservations.of(CLIENT.session)
+    check_segment(world.segment)
+
+
 def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
     world = Harness(memory_bytes=64 * 1024)
     loop = Loop(world)
@@ -113,9 +144,7 @@ def test_an_answer_goes_before_its_books() -> None:
     assert world.find("k") is not None
     assert world.announced("k") is None
     assert not world.core.proofs._unsigned.keys() & {key_digest("k", NAMESPACE)}
-    loop.puts.reserve(
-        CLIENT, local.Reserve([ROOM], NAMESPACE)
-    )  # evicts: what was put before is settled first
+    loop.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE))  # evicting settles the books first
     assert world.announced("k") is not None
     assert world.find("before 0") is None
     assert world.announced("before 0") is not None

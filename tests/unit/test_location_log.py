@@ -26,7 +26,7 @@ def play(log: OwnLog, choices: list[tuple[bool, int, int]]) -> None:
         if add:
             log.add(location(key, clock))
         else:
-            log.remove(digest_of(key), Version(clock, 1))
+            log.remove_many([(digest_of(key), Version(clock, 1))])
 
 
 @given(steps)
@@ -62,10 +62,10 @@ def test_what_changes_nothing_takes_no_number() -> None:
     log = OwnLog(1)
     assert log.add(location(1)) == location(1).encode()
     assert log.add(location(1)) is None
-    assert log.remove(digest_of(1), Version(9, 9)) is None
-    assert log.remove(digest_of(2), Version(1, 1)) is None
+    assert log.remove_many([(digest_of(1), Version(9, 9))]) == []
+    assert log.remove_many([(digest_of(2), Version(1, 1))]) == []
     # The root of a version does not travel in records, so it does not count.
-    assert log.remove(digest_of(1), Version(1, 1, 77)) is not None
+    assert log.remove_many([(digest_of(1), Version(1, 1, 77))])
     assert (log.sequence, log.head) == (2, LogHead(2, 0, 0))
 
 
@@ -198,7 +198,7 @@ def change(log: OwnLog, rng: Random, keys: int) -> None:
     number = rng.randrange(keys)
     held = log.held(digest_of(number))
     if held is not None and rng.random() < 0.6:
-        log.remove(digest_of(number), decode_location(held).version)
+        log.remove_many([(digest_of(number), decode_location(held).version)])
     else:
         log.add(location(number, log.sequence + 1))
 
@@ -238,7 +238,7 @@ def test_windows_that_come_and_go_add_up_to_the_head(seed: int) -> None:
             going = [(record[:16], decode_location(record).version) for record in held]
             log.remove_many([*going, (digest_of(-1), Version(7, 1))])
         if rng.random() < 0.2 and reader.records:
-            log.remove(next(iter(reader.records)), Version(7, 1))
+            log.remove_many([(next(iter(reader.records)), Version(7, 1))])
         reader.apply(present(log.after(before)))
         assert log.head == LogHead(log.sequence, len(reader), reader.hash)
     assert records_of(log.snapshot()) == set(reader.records.values())

@@ -9,6 +9,7 @@ from p2pstore.runtime import polling
 from p2pstore.runtime.polling import (
     ALONE_SECONDS,
     CHEAP_SECONDS,
+    LOCAL_SHORT_SECONDS,
     MAX_BUSY_SECONDS,
     MAX_SLEEPS,
     POLL_SECONDS,
@@ -150,6 +151,31 @@ def test_nobody_polls_where_several_threads_receive_in_turns(line: Line) -> None
     line.now += ALONE_SECONDS
     assert line.ask(other, 0) == "polled"
     assert line.ask(some, POLL_SECONDS / 2) == "polled", "a thread may have many connections"
+
+
+def test_of_connections_that_share_a_thread_only_one_in_use_polls(line: Line) -> None:
+    some, other = Polling(shares_thread=True), Polling(shares_thread=True)
+    short = POLL_SECONDS / 2
+    assert [line.ask(each, short) for each in (some, other, some)] == ["slept"] * 3
+    line.now += ALONE_SECONDS
+    assert [line.ask(each, short) for each in (some, some, other, some)] == [
+        *["polled"] * 2,
+        *["slept"] * 2,
+    ]
+
+
+def test_an_event_loop_polls_for_what_sleep_would_bring_at_little_cost(line: Line) -> None:
+    some = Polling(shares_thread=True)
+    line.ask(some, 0)
+    line.now += ALONE_SECONDS
+    assert line.ask(some, CHEAP_SECONDS / 2) == "polled"
+
+
+def test_the_bound_of_short_waits_is_given(line: Line) -> None:
+    some = Polling(short_seconds=LOCAL_SHORT_SECONDS)
+    line.ask(some, SHORT_SECONDS / 2)
+    assert line.ask(some, LOCAL_SHORT_SECONDS / 2) == "slept"
+    assert line.ask(some, POLL_SECONDS / 2) == "polled"
 
 
 def test_nothing_is_left_of_who_was_interrupted(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:

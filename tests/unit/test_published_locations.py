@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.client.known_holders import KnownElsewhere, KnownRecord, _known_record
+from p2pstore.client.known_holders import KnownRecord, MappedLocations, _known_record
 from p2pstore.errors import ProtocolError, ProtocolMismatch
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.gossip_messages import Status
@@ -68,7 +68,7 @@ class Cluster:
         self.logs: dict[int, OwnLog] = {}
         self.forbidden = 0
         self.floors: dict[bytes, int] = {}
-        self.client = KnownElsewhere(memory)
+        self.client = MappedLocations(memory)
         self.published.vouch(time.monotonic(), NEWEST)
 
     def step(self) -> None:
@@ -100,7 +100,7 @@ class Cluster:
         member, log = self.log()
         number, clock = self.rng.randrange(60), self.rng.randrange(1, 20)
         for writer in (member, location(number, clock).version.writer):
-            log.remove(digest_of(number), Version(clock, writer))
+            log.remove_many([(digest_of(number), Version(clock, writer))])
 
     def read(self) -> None:
         member, log = self.log()
@@ -203,7 +203,7 @@ def test_a_client_says_what_the_peer_would_or_asks(seed: int) -> None:
     assert said > 400  # of 3,000
 
 
-def known_table() -> tuple[PublishedLocations, Directory, KnownElsewhere]:
+def known_table() -> tuple[PublishedLocations, Directory, MappedLocations]:
     """A table in which one member holds the first ten keys."""
     memory, published = published_table()
     directory, log = Directory(CONFIG, published=published), OwnLog(1)
@@ -212,7 +212,7 @@ def known_table() -> tuple[PublishedLocations, Directory, KnownElsewhere]:
     directory.observe_head(1, 1, log.head)
     directory.apply(1, 1, run_at(1, operations_after(log, 0)))
     published.vouch(time.monotonic(), NEWEST)
-    return published, directory, KnownElsewhere(memory)
+    return published, directory, MappedLocations(memory)
 
 
 def test_what_is_plain_needs_no_question() -> None:
@@ -224,7 +224,7 @@ def test_what_is_plain_needs_no_question() -> None:
     assert client.contains(KEYS[0]) is True
 
 
-def asks(client: KnownElsewhere, digest: bytes) -> bool:
+def asks(client: MappedLocations, digest: bytes) -> bool:
     held, asked = client.contains_many(digest)
     assert (client.contains(digest) is None) == asked.tolist()[0]
     assert not (held & asked).any()
@@ -285,7 +285,7 @@ def test_keys_that_very_many_hold_are_asked_about(monkeypatch: pytest.MonkeyPatc
 def test_a_mapping_may_be_longer_than_the_table() -> None:
     memory, published = published_table()
     published.vouch(time.monotonic(), NEWEST)
-    client = KnownElsewhere(memory + bytes(60_000))  # pages of 64 KiB
+    client = MappedLocations(memory + bytes(60_000))  # pages of 64 KiB
     assert client.contains(KEYS[0]) is False
 
 
@@ -330,12 +330,12 @@ def test_the_limit_of_rows_is_each_digests_own() -> None:
 def test_what_does_not_look_like_a_table_is_refused() -> None:
     memory, _ = published_table()
     with pytest.raises(ProtocolError):
-        KnownElsewhere(memory[:-1])
+        MappedLocations(memory[:-1])
     with pytest.raises(ProtocolError):
-        KnownElsewhere(bytearray(100))
+        MappedLocations(bytearray(100))
     memory[8 * Word.MAGIC] ^= 1
     with pytest.raises(ProtocolMismatch):  # of another version
-        KnownElsewhere(memory)
+        MappedLocations(memory)
 
 
 def test_a_counter_that_is_full_stays_so() -> None:
@@ -449,7 +449,7 @@ def test_a_table_that_another_process_changes_is_read_right() -> None:
         with changer:
             assert changer.stdout is not None
             assert changer.stdout.readline() == b"ready\n"
-            client = KnownElsewhere(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+            client = MappedLocations(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
             steady = [digest_of(number) for number in range(400)]
             never = [digest_of(number) for number in range(400, 800)]
             packed = b"".join(steady + never)

@@ -545,6 +545,16 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
     check_segment(segment)
 
 
+def test_what_is_given_up_is_not_lent() -> None:
+    segment, _ = new_segment(4)
+    entry = put(segment, "gone", one_granule(1), expires_unix_ms=150_000, now=100.0)
+    assert segment.leases.lend(entry.digest, 200.0) is None
+    segment.remove(entry.digest)
+    assert segment.leases.lend(entry.digest, 101.0) is None
+    assert segment.leases.lend(b"?" * 16, 101.0) is None
+    assert not segment.references.loans.any_known
+
+
 # --- what is evicted first -------------------------------------------------------------------
 
 
@@ -770,6 +780,16 @@ def test_an_expired_version_does_not_stop_a_lower_one() -> None:
     entry = put(segment, "k", b"lower", clock=3, now=150.0)
     assert segment.find(entry.digest, 150.0) is entry
     assert entry.version.clock == 3
+    check_segment(segment)
+
+
+def test_a_soft_replica_becomes_an_ordinary_copy_when_it_is_put_again() -> None:
+    segment, _ = new_segment(8)
+    entry = put(segment, "k", b"value", soft=True)
+    assert put(segment, "k", b"value") is entry
+    assert not entry.soft
+    assert put(segment, "k", b"value", soft=True) is entry
+    assert not entry.soft
     check_segment(segment)
 
 

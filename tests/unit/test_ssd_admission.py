@@ -16,16 +16,16 @@ from p2pstore.ssd_tier.write_admission import (
     Admission,
     AdmissionPolicy,
     NamespaceBytes,
-    Refusal,
     Share,
     WriteBudget,
+    WriteRefusal,
 )
 from tests.unit.cold_harness import NAMESPACE, running, simulated_disk, value_of
 
 
 def decide(
     admission: Admission, length: int = MIB, *, now: float = 0.0, **changed: Any
-) -> Refusal | None:
+) -> WriteRefusal | None:
     arguments: dict[str, Any] = {"hits": 1, "last_copy": False, "queued_bytes": 0, "read_only": False}
     return admission.decide(length, now=now, **{**arguments, **changed})
 
@@ -40,14 +40,16 @@ def test_what_was_read_once_is_written() -> None:
 @pytest.mark.parametrize(
     ("length", "changed", "reason"),
     [
-        (MIB, {"read_only": True}, Refusal.READ_ONLY),
-        (16 * KIB - 1, {}, Refusal.TOO_SMALL),
-        (8 * MIB + 1, {}, Refusal.TOO_LARGE),
-        (MIB, {"hits": 0}, Refusal.SEEN_ONCE),
-        (MIB, {"queued_bytes": 9 * MIB + 1}, Refusal.QUEUE_FULL),
+        (MIB, {"read_only": True}, WriteRefusal.READ_ONLY),
+        (16 * KIB - 1, {}, WriteRefusal.TOO_SMALL),
+        (8 * MIB + 1, {}, WriteRefusal.TOO_LARGE),
+        (MIB, {"hits": 0}, WriteRefusal.SEEN_ONCE),
+        (MIB, {"queued_bytes": 9 * MIB + 1}, WriteRefusal.QUEUE_FULL),
     ],
 )
-def test_each_reason_is_given_and_counted(length: int, changed: dict[str, Any], reason: Refusal) -> None:
+def test_each_reason_is_given_and_counted(
+    length: int, changed: dict[str, Any], reason: WriteRefusal
+) -> None:
     policy = AdmissionPolicy(max_bytes=8 * MIB, max_queued_bytes=10 * MIB)
     admission = Admission(policy, now=0)
     assert decide(admission, length, **changed) is reason
@@ -62,7 +64,7 @@ def test_a_last_copy_needs_no_second_touch() -> None:
 def test_what_is_longer_than_the_queue_goes_when_it_is_empty() -> None:
     admission = Admission(AdmissionPolicy(max_queued_bytes=MIB), now=0)
     assert decide(admission, 4 * MIB) is None
-    assert decide(admission, 4 * MIB, queued_bytes=1) is Refusal.QUEUE_FULL
+    assert decide(admission, 4 * MIB, queued_bytes=1) is WriteRefusal.QUEUE_FULL
 
 
 def test_the_budget_is_spent_and_comes_back() -> None:
@@ -70,16 +72,16 @@ def test_the_budget_is_spent_and_comes_back() -> None:
     admission = Admission(policy, now=100.0)
     for _ in range(10):
         assert decide(admission, now=100.0) is None
-    assert decide(admission, now=100.0) is Refusal.WRITE_BUDGET_SPENT
+    assert decide(admission, now=100.0) is WriteRefusal.WRITE_BUDGET_SPENT
     assert decide(admission, now=101.1) is None
-    assert decide(admission, now=101.1) is Refusal.WRITE_BUDGET_SPENT
+    assert decide(admission, now=101.1) is WriteRefusal.WRITE_BUDGET_SPENT
 
 
 def test_what_had_to_be_written_is_paid_for_later() -> None:
     policy = AdmissionPolicy(write_bytes_per_day=int(SECONDS_A_DAY) * MIB, burst_seconds=10)
     admission = Admission(policy, now=0.0)
     admission.spend(20 * MIB, now=0.0)
-    assert decide(admission, now=10.9) is Refusal.WRITE_BUDGET_SPENT
+    assert decide(admission, now=10.9) is WriteRefusal.WRITE_BUDGET_SPENT
     assert decide(admission, now=11.1) is None
 
 
@@ -87,7 +89,7 @@ def test_an_object_above_the_burst_goes_when_all_is_saved_up() -> None:
     policy = AdmissionPolicy(write_bytes_per_day=int(SECONDS_A_DAY) * MIB, burst_seconds=10)
     admission = Admission(policy, now=0.0)
     assert decide(admission, 30 * MIB, now=0.0) is None
-    assert decide(admission, now=20.0) is Refusal.WRITE_BUDGET_SPENT
+    assert decide(admission, now=20.0) is WriteRefusal.WRITE_BUDGET_SPENT
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ async def test_what_is_larger_than_its_share_is_refused(autojump_clock: object) 
         assert await harness.store("a", 1, value(0))
         assert not await harness.store("b", 1, value_of("b", 1, VALUE_BYTES * 2))
         assert harness.keys() == {"a": 1}
-        assert harness.tier.admit(b"d" * 16, VALUE_BYTES * 2, 9, NAMESPACE) is Refusal.OVER_CAP
+        assert harness.tier.admit(b"d" * 16, VALUE_BYTES * 2, 9, NAMESPACE) is WriteRefusal.OVER_CAP
         assert harness.tier.admit(b"d" * 16, VALUE_BYTES * 2, 9, "other") is None
         assert harness.tier.statistics()["refused"] == {"over_cap": 2}
 

@@ -267,7 +267,7 @@ def test_an_entry_has_all_facts_but_sums_and_tensor() -> None:
     index = ColdIndex(1, 10, salt=1)
     version = Version(2**64 - 1, 65_535, 2**64 - 2)
     facts = ColdFacts(
-        key_digest("k" * 1024), version, 4096, "n" * 255, "k" * 1024, (1,), 2**50, 70_000, 2, True
+        key_digest("k" * 1024), version, 4096, "n" * 255, "k" * 1024, bytes(8), 2**50, 70_000, 2, True
     )
     assert index.add(place(3), facts, 0, 100) == ()
     entry = present(index.find(facts.digest))

@@ -17,7 +17,7 @@ from p2pstore.ssd_tier.health import ColdMiss, Miss, TierOff, TierState
 from p2pstore.ssd_tier.log_layout import LOG_START_BYTES, PAGE_BYTES, ColdFacts, record_position
 from p2pstore.ssd_tier.log_segments import SegmentState
 from p2pstore.ssd_tier.upkeep import Keeper
-from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal
+from p2pstore.ssd_tier.write_admission import AdmissionPolicy, WriteRefusal
 from simulation.faulty_disk import FaultyDisk
 from tests.present import present
 from tests.unit.cold_harness import (
@@ -460,7 +460,7 @@ async def test_a_full_disk_makes_it_read_only(
         assert harness.states == [TierState.READ_ONLY]
         assert "the SSD tier is read_only: writing failed" in caplog.text
         assert (await harness.load("a"))[1] == VALUE
-        assert harness.tier.admit(key_digest("c", NAMESPACE), MIB, 5) is Refusal.READ_ONLY
+        assert harness.tier.admit(key_digest("c", NAMESPACE), MIB, 5) is WriteRefusal.READ_ONLY
 
 
 async def test_a_failed_sync_drops_what_it_leaves_in_doubt(autojump_clock: object) -> None:
@@ -542,7 +542,7 @@ async def test_what_is_too_large_is_refused(autojump_clock: object) -> None:
 async def test_admission_asks_who_else_has_it(autojump_clock: object) -> None:
     async with running(simulated_disk(), AdmissionPolicy(min_bytes=100)) as harness:
         digest = key_digest("a", NAMESPACE)
-        assert harness.tier.admit(digest, 1000, 0) is Refusal.SEEN_ONCE
+        assert harness.tier.admit(digest, 1000, 0) is WriteRefusal.SEEN_ONCE
         harness.last_copies.add(digest)
         assert harness.tier.admit(digest, 1000, 0) is None
         assert harness.tier.statistics()["refused"] == {"seen_once": 1}

@@ -15,23 +15,21 @@ def facts_with(**changes: Any) -> Facts:
     names = {each.name for each in fields(Facts)}
     beside = {name: value for name, value in changes.items() if name in names}
     quiet = {"taken": 0, "limit": 1024, "largest": {"name": "", "places": 0, "host_places": 0}}
+    numbers = (
+        "load_permille",
+        "members_refused",
+        "memory_used_bytes",
+        "leased_bytes",
+        "floors_permille",
+    )
+    lists = ("wrong_clocks", "floors_wait_for", "floors_disbelieved", "state_damage")
     peer: dict[str, Any] = {
         **{"state": "ready", "joined": True, "bootstrap_addresses": 0, "bootstrap_silent": True},
-        **{"load_permille": 0, "members_refused": 0, "gossip": {"local_health": 0}, "counters": {}},
-        **{
-            "clock_ahead_seconds": None,
-            "clock_problem": "",
-            "stamps_ahead_seconds": 0.0,
-            "wrong_clocks": [],
-        },
-        **{
-            "memory_capacity_bytes": 100,
-            "memory_used_bytes": 0,
-            "leased_bytes": 0,
-            "repair": {"lacking": 0},
-        },
-        **{"floors_permille": 0, "floors_wait_for": [], "floors_disbelieved": []},
-        **{"state_problem": "", "state_damage": []},
+        **{"clock_ahead_seconds": None, "stamps_ahead_seconds": 0.0, "memory_capacity_bytes": 100},
+        **{"gossip": {"local_health": 0}, "repair": {"lacking": 0}, "counters": {}},
+        **dict.fromkeys(numbers, 0),
+        **dict.fromkeys(lists, ()),
+        **dict.fromkeys(("clock_problem", "state_problem"), ""),
         **{"places": {"control": quiet, "data": quiet} | changes.pop("places", {})},
         **{name: value for name, value in changes.items() if name not in names},
     }

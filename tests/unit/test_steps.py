@@ -49,6 +49,7 @@ from simulation.segment_checks import check_segment
 from simulation.signer import SimulatedSigner
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of, peer_record
+from tests.unit.eviction_entries import allocate
 
 GRANULE = 4096
 CLIENT = LocalClient(7, NAMESPACE, Access.WRITE, 1, "")
@@ -108,7 +109,7 @@ def _take_the_rest(segment: Segment) -> None:
     """Nothing is free any more."""
     allocator = segment.areas.shared.allocator
     while allocator.largest_free_bytes:
-        assert allocator.allocate(allocator.largest_free_bytes) is not None
+        assert allocate(allocator, allocator.largest_free_bytes) is not None
 
 
 def test_a_failed_search_for_room_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from p2pstore.memory.extent_allocator import ExtentAllocator
 from p2pstore.memory.victims import LOOKED_AT_PER_STEP, StretchSearch
 from p2pstore.runtime.stepping import run_through
+from tests.unit.eviction_entries import allocate
 
 GRANULE = 4096
 
@@ -29,7 +30,7 @@ class World:
         return offset in self.staying
 
     def fill(self, granules: int = 1) -> None:
-        while self.allocator.allocate(granules * GRANULE) is not None:
+        while allocate(self.allocator, granules * GRANULE) is not None:
             pass
 
     def find(self, granules: int) -> list[int]:
@@ -127,7 +128,7 @@ class SearchAgainstExtents(RuleBasedStateMachine):
 
     @rule(granules=st.integers(1, 6))
     def put(self, granules: int) -> None:
-        offset = self.world.allocator.allocate(granules * GRANULE)
+        offset = allocate(self.world.allocator, granules * GRANULE)
         if offset is not None:  # it was being written, and may go now
             self.world.let_go(offset)
 

@@ -26,6 +26,7 @@ SSD_TIER_KNOWS = (
     "p2pstore.wire",
     "p2pstore.runtime.trio_tasks",
     "p2pstore.runtime.linux",
+    "p2pstore.runtime.histograms",
 )
 """Of p2pstore: the tier knows no peers, no memory segments and no settings."""
 

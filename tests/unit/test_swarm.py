@@ -19,7 +19,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Disconnect,
     Effect,
     Event,
-    Failure,
     FetchPiece,
     Found,
     Grant,
@@ -31,6 +30,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Participants,
     PieceArrived,
     PieceFailed,
+    PieceFailure,
     PieceMapMessage,
     Received,
     Refusal,
@@ -354,7 +354,7 @@ def test_who_sends_a_bad_piece_is_left_alone_and_the_second_time_banned() -> Non
     peer.neighbour(1, *range(8))
     peer.on(Received(1, Grant(0)))
     assert peer.asked(FetchPiece) == [FetchPiece(1, 0)]
-    peer.on(PieceFailed(1, 0, Failure.BAD))
+    peer.on(PieceFailed(1, 0, PieceFailure.BAD))
     peer.on(Received(1, Grant(0)))
     peer.wait(29.0)
     assert peer.asked(FetchPiece) == []
@@ -362,7 +362,7 @@ def test_who_sends_a_bad_piece_is_left_alone_and_the_second_time_banned() -> Non
     peer.wait(1.0)
     peer.on(Received(1, Grant(0)))
     (fetch,) = peer.asked(FetchPiece)
-    peer.on(PieceFailed(1, fetch.piece, Failure.BAD))
+    peer.on(PieceFailed(1, fetch.piece, PieceFailure.BAD))
     assert peer.asked(Disconnect) == [Disconnect(1, banned=True)]
     assert peer.machine.have == 0
     peer.on(Linked(1))
@@ -391,9 +391,9 @@ def test_what_a_neighbour_turns_out_to_lack_is_asked_for_elsewhere() -> None:
     peer.neighbour(1, 0)
     peer.neighbour(2, 0)
     peer.on(Received(1, Grant(0)))
-    peer.on(PieceFailed(1, 0, Failure.LACKS))
+    peer.on(PieceFailed(1, 0, PieceFailure.LACKS))
     assert peer.asked(FetchPiece) == [FetchPiece(1, 0), FetchPiece(2, 0)]
-    peer.on(PieceFailed(2, 0, Failure.LACKS))
+    peer.on(PieceFailed(2, 0, PieceFailure.LACKS))
     peer.wait(10.0)
     assert peer.asked(FetchPiece) == []
 
@@ -403,7 +403,7 @@ def test_without_offers_it_asks_now_and_then() -> None:
     peer.neighbour(1, 4)
     peer.wait(0.6)
     assert peer.asked(FetchPiece) == [FetchPiece(1, 4)]
-    peer.on(PieceFailed(1, 4, Failure.BUSY))
+    peer.on(PieceFailed(1, 4, PieceFailure.BUSY))
     assert peer.asked(FetchPiece) == []
     peer.wait(0.6)
     assert peer.asked(FetchPiece) == [FetchPiece(1, 4)]
@@ -735,7 +735,7 @@ def test_a_peer_of_this_host_whose_piece_is_bad_loses_its_share() -> None:
     peer.neighbour(1, *range(8))
     peer.neighbour(50, 0, same_host=True)
     assert peer.asked(FetchPiece) == [FetchPiece(50, 0, same_host=True)]
-    peer.on(PieceFailed(50, 0, Failure.BAD))
+    peer.on(PieceFailed(50, 0, PieceFailure.BAD))
     assert peer.asked(FetchPiece) == [FetchPiece(1, 0)]
     peer.on(Received(50, PieceMapMessage(b"\xff")))
     peer.wait(0.6)

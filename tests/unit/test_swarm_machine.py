@@ -17,7 +17,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Disconnect,
     Effect,
     Event,
-    Failure,
     FetchPiece,
     Grant,
     Linked,
@@ -27,6 +26,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Participants,
     PieceArrived,
     PieceFailed,
+    PieceFailure,
     PieceMapMessage,
     Received,
     Refuse,
@@ -158,8 +158,8 @@ class SwarmPeer(RuleBasedStateMachine):
         self.on(PieceArrived(member, piece), seconds)
 
     @precondition(lambda self: self.fetching)
-    @rule(data=st.data(), why=st.sampled_from(list(Failure)))
-    def fails(self, data: st.DataObject, why: Failure) -> None:
+    @rule(data=st.data(), why=st.sampled_from(list(PieceFailure)))
+    def fails(self, data: st.DataObject, why: PieceFailure) -> None:
         member, piece = data.draw(st.sampled_from(sorted(self.fetching)))
         self.fetching.remove((member, piece))
         self.on(PieceFailed(member, piece, why))

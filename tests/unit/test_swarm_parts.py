@@ -39,7 +39,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
 from p2pstore.checkpoint.swarm.upload_slots import (
     FIRST_BACK_OFF_SECONDS,
     FIRST_HELD_UP_SECONDS,
-    LONGEST_BACK_OFF_SECONDS,
+    MAX_BACKOFF_SECONDS,
     MAX_WAITING,
     Pace,
     Senders,
@@ -259,7 +259,7 @@ def test_a_sender_that_fails_is_left_alone_longer_each_time_until_it_brings_some
         now += seconds
     for _ in range(20):
         senders.failed(5, now)
-    assert not senders.is_ignored(5, now + LONGEST_BACK_OFF_SECONDS)
+    assert not senders.is_ignored(5, now + MAX_BACKOFF_SECONDS)
     senders.brought(5, 1, 1.0)
     senders.failed(5, now)
     assert not senders.is_ignored(5, now + FIRST_BACK_OFF_SECONDS)
@@ -269,9 +269,9 @@ def test_a_sender_that_fails_is_left_alone_longer_each_time_until_it_brings_some
 def test_a_bad_piece_is_forgiven_once() -> None:
     senders = Senders(30.0, 1.0)
     assert not senders.sent_bad_piece(5, 0.0)
-    assert senders.is_ignored(5, LONGEST_BACK_OFF_SECONDS / 2)
-    assert not senders.is_ignored(5, LONGEST_BACK_OFF_SECONDS)
-    assert senders.sent_bad_piece(5, LONGEST_BACK_OFF_SECONDS)
+    assert senders.is_ignored(5, MAX_BACKOFF_SECONDS / 2)
+    assert not senders.is_ignored(5, MAX_BACKOFF_SECONDS)
+    assert senders.sent_bad_piece(5, MAX_BACKOFF_SECONDS)
     assert senders.is_banned(5)
     assert senders.is_ignored(5, math.inf)
     senders.failed(5, 0.0)

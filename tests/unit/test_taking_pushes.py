@@ -9,7 +9,7 @@ from p2pstore.core.serving import MAX_COMING_OF_ONE, TakePushOperation, reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.homes.home_updates import (
     AUDIT_ENTRY,
-    LARGEST_SET_RECORDS,
+    MAX_SET_RECORDS,
     OPERATION_COST,
     STEP_COST,
     in_steps,
@@ -63,7 +63,7 @@ def begin(world: Harness, other: Other, push: Push) -> TakePushOperation:
 
 
 def test_parts_are_all_of_an_update_in_order_and_bounded() -> None:
-    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), *empty_partitions().sets[1:]]
+    sets = [whole(in_one_partition(MAX_SET_RECORDS)), *empty_partitions().sets[1:]]
     audit = b"".join(AUDIT_ENTRY.pack(each, 1, 2) for each in range(PARTITION_COUNT))
     run = run_of(records(MANY))
     push = Push(5, run.sequences, run.operations, run.numbers, 99, sets, audit, 10)
@@ -77,7 +77,7 @@ def test_parts_are_all_of_an_update_in_order_and_bounded() -> None:
     assert parts[-1].audit_seconds == 10
     for part in parts:
         assert OPERATION_COST * len(part.operations) + len(part.audit) <= STEP_COST
-        assert sum(len(each.records) for each in part.sets) <= LARGEST_SET_RECORDS * LOCATION_BYTES
+        assert sum(len(each.records) for each in part.sets) <= MAX_SET_RECORDS * LOCATION_BYTES
 
 
 def test_a_small_update_is_one_part() -> None:
@@ -86,7 +86,7 @@ def test_a_small_update_is_one_part() -> None:
 
 
 def test_nonsense_at_the_end_is_found_before_anything_is_taken_in() -> None:
-    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), PartitionSet(7, 1, 1, b"")]
+    sets = [whole(in_one_partition(MAX_SET_RECORDS)), PartitionSet(7, 1, 1, b"")]
     steps = in_steps(Push(OTHER_INCARNATION, [], b"", sets=sets))
     assert next(steps) is None
     with pytest.raises(ProtocolError, match="hash"):
@@ -174,7 +174,7 @@ def test_who_does_not_wait_any_more_stands_in_nobodys_way() -> None:
 
 def test_nonsense_that_is_found_late_is_said() -> None:
     world = acquainted(partitioned())
-    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), PartitionSet(7, 1, 1, b"")]
+    sets = [whole(in_one_partition(MAX_SET_RECORDS)), PartitionSet(7, 1, 1, b"")]
     push = Push(OTHER_INCARNATION, [], b"", sets=sets)
     operation = begin(world, world.others[0], push)
     world.pass_time(0.1)
@@ -207,6 +207,6 @@ def test_what_is_taken_in_by_steps_is_what_would_be_at_once() -> None:
 
 def test_a_partition_that_is_too_large_is_not_kept() -> None:
     home = HomeViews(PartitionConfig(), Directory())
-    large = whole(in_one_partition(LARGEST_SET_RECORDS + 1))
+    large = whole(in_one_partition(MAX_SET_RECORDS + 1))
     assert home.take(1, check_update(Push(5, [], b"", sets=[large])), 0.0) == [0]
     assert home.record_count == 0

@@ -9,7 +9,7 @@ import pytest
 
 from p2pstore.checkpoint.client import checkpoint_calls as tensor_file
 from p2pstore.checkpoint.client.checkpoint_calls import FILE_NAME, plan_image, write_image
-from p2pstore.checkpoint.client.checkpoint_tensors import CheckpointTensors, Place
+from p2pstore.checkpoint.client.checkpoint_tensors import CheckpointTensors, TensorPlace
 from p2pstore.checkpoint.content.pieces import Extent
 from p2pstore.checkpoint.content.safetensors import DTYPES, read_header
 from p2pstore.checkpoint.content.sources import SourceMemory
@@ -30,10 +30,10 @@ def content_of(descriptor: int) -> bytes:
     return os.pread(descriptor, 1 << 20, 0)
 
 
-def places_in(content: bytes) -> dict[str, Place]:
+def places_in(content: bytes) -> dict[str, TensorPlace]:
     header = read_header(content, len(content))
     assert not header.bad
-    return {name: Place(*each[:2], 0, *each[2:]) for name, each in header.entries.items()}
+    return {name: TensorPlace(*each[:2], 0, *each[2:]) for name, each in header.entries.items()}
 
 
 def test_the_file_has_every_tensor_without_gaps_at_aligned_places() -> None:

@@ -10,11 +10,11 @@ from p2pstore.errors import ConfigError
 from p2pstore.transfer.rdma.rdma_hardware import location_of, read_machine, read_matrix
 from p2pstore.transfer.rdma.rdma_topology import (
     Choice,
+    DevicePlace,
     Machine,
     Nic,
     NumaNode,
     PciDistance,
-    Place,
     matrix_of,
     natural_order,
     overridden,
@@ -211,9 +211,9 @@ def test_devices_that_are_not_on_pci(tree: Tree) -> None:
     tree.soft_nic("rxe2", "eth9")
     machine = read_machine(tree.root)
     assert [nic.place for nic in machine.nics] == [
-        Place(),
-        Place(("pci0000:80", "0000:80:03.0", "0000:81:00.0"), 1),
-        Place(),
+        DevicePlace(),
+        DevicePlace(("pci0000:80", "0000:80:03.0", "0000:81:00.0"), 1),
+        DevicePlace(),
     ]
     assert matrix_of(machine)["cpu:0"] == Choice(("rxe1",), ("rxe0", "rxe2"))
 
@@ -234,7 +234,7 @@ def test_unfinished_entries_are_no_devices_with_a_place(tree: Tree) -> None:
     tree.write("class/infiniband/mlx5_1/parent/oops", "a folder")
     machine = read_machine(tree.root)
     assert [nic.name for nic in machine.nics] == ["mlx5_0", "mlx5_1"]
-    assert {nic.place for nic in machine.nics} == {Place()}
+    assert {nic.place for nic in machine.nics} == {DevicePlace()}
     assert machine.gpus == ()
 
 
@@ -267,8 +267,8 @@ def test_some_of_the_cards() -> None:
 
 def two_cards() -> Machine:
     nodes = (NumaNode(0, {0: 10, 1: 21}), NumaNode(1, {0: 21, 1: 10}))
-    nics = tuple(Nic(f"mlx5_{node}", Place((), node)) for node in (0, 1))
-    return Machine(nodes, nics, (Place((), 1),))
+    nics = tuple(Nic(f"mlx5_{node}", DevicePlace((), node)) for node in (0, 1))
+    return Machine(nodes, nics, (DevicePlace((), 1),))
 
 
 def test_what_is_told_goes_before_what_was_found() -> None:

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, option, parse_timeout
 from mooncake_p2p.output import (
     CommandFailed,
@@ -127,9 +125,7 @@ def bench(
         list[str] | None,
         option("SIZE", "Length of the values; may be repeated  [default: 4KiB 1MiB 64MiB]."),
     ] = None,
-    seconds: Annotated[
-        str, typer.Option(metavar="SECONDS", help="How long each figure is measured.")
-    ] = "0.5",
+    seconds: Annotated[str, option("SECONDS", "How long each figure is measured.")] = "0.5",
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,

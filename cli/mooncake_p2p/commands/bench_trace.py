@@ -43,11 +43,9 @@ class Routing(StrEnum):
 class PoolOptions:
     """The pool that serves the trace."""
 
-    peers: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many.")] = 10
-    memory: Annotated[str, typer.Option(metavar="SIZE|Nblocks", help="Memory of each peer.")] = (
-        "5859blocks"
-    )
-    ssd: Annotated[str, typer.Option(metavar="SIZE|Nblocks", help="SSD of each peer; 0: none.")] = "0"
+    peers: Annotated[int, option("N", "How many.", min=1, max=1000)] = 10
+    memory: Annotated[str, option("SIZE|Nblocks", "Memory of each peer.")] = "5859blocks"
+    ssd: Annotated[str, option("SIZE|Nblocks", "SSD of each peer; 0: none.")] = "0"
     policy: Annotated[Policy, typer.Option(help="Order of eviction from memory.")] = Policy.prefix
     routing: Annotated[
         Routing,
@@ -55,12 +53,9 @@ class PoolOptions:
             help="Which peer a request goes to; affine: has its prefix; unequal: 70 % to the first."
         ),
     ] = Routing.round_robin
-    load_bound: Annotated[
-        float, typer.Option(metavar="F", help="affine: at most F times the mean of requests.")
-    ] = 1.05
+    load_bound: Annotated[float, option("F", "affine: at most F times the mean of requests.")] = 1.05
     keep_after: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="Readers keep copies of what was read N times; 0: never."),
+        int, option("N", "Readers keep copies of what was read N times; 0: never.", min=0)
     ] = 10
 
     def settings(self, model: Model) -> PoolSettings:
@@ -91,22 +86,15 @@ class PoolOptions:
 class ReplayOptions:
     """How the trace is replayed and shown."""
 
-    token_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="KVCache of a token; a block has 512 tokens.")
-    ] = "320KiB"
+    token_bytes: Annotated[str, option("SIZE", "KVCache of a token; a block has 512 tokens.")] = "320KiB"
     block_bytes: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Real peers: what a block takes there.", show_default="16KiB"),
+        str, option("SIZE", "Real peers: what a block takes there.", show_default="16KiB")
     ] = ""
     kill_every: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="Real peers: time between two kills of a peer, which starts again.",
-        ),
+        option("SECONDS", "Real peers: time between two kills of a peer, which starts again.", min=0),
     ] = 0.0
-    down: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long it is away.")] = 5.0
+    down: Annotated[float, option("SECONDS", "How long it is away.", min=0)] = 5.0
     plot: Annotated[
         str | None, option("FILE", "Picture: hit rate by memory; of real peers, as it grows.")
     ] = None

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from mooncake_p2p.options import (
     AtPeer,
     Exclude,
@@ -53,7 +51,7 @@ NameAndVersion = Annotated[
 ]
 Source = Annotated[str, argument("DIR", "Directory to publish.")]
 Target = Annotated[str, argument("DIR", "Directory for the versions.")]
-Keep = Annotated[int, typer.Option(min=1, metavar="N", help="How many versions stay, the newest.")]
+Keep = Annotated[int, option("N", "How many versions stay, the newest.", min=1)]
 Publisher = Annotated[
     str | None,
     option("PEER", "Peer id of the publisher to trust; default: the first that this peer saw."),
@@ -75,7 +73,10 @@ class PublishOptions:
     wait_followers: Annotated[
         int,
         option(
-            "N", "End when N followers have it verified; status 5 after --timeout, or 10 minutes.", min=0
+            "N",
+            "End when N followers have it verified; status 5 after --timeout, or 10 minutes.",
+            min=0,
+            show_default=False,
         ),
     ] = 0
     dry_run: Annotated[bool, flag("--dry-run", "Only say what would be published.")] = False
@@ -102,9 +103,7 @@ class FetchOptions:
     limit_rate: Annotated[str | None, option("SIZE", "Fetch no more than this a second.")] = None
     verify: Annotated[bool, flag("--verify", "Read and hash again what is in DIR already.")] = False
     publisher: Publisher = None
-    wait: Annotated[
-        str, typer.Option(metavar="SECONDS|10m", help="How long to wait until it is published.")
-    ] = "0"
+    wait: Annotated[str, option("SECONDS|10m", "How long to wait until it is published.")] = "0"
 
     def arguments(self) -> dict[str, Any]:
         """As `Checkpoints.fetch` takes them. Raises `ValueError` naming an option."""

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from mooncake_p2p.commands.checkpoint import Keep, Name, Publisher, Target
 from mooncake_p2p.options import (
     AtPeer,
@@ -152,7 +150,7 @@ def checkpoint_update(
     name: Name,
     quorum: Annotated[int | None, option("N", "Wait for N followers instead of all.", min=0)] = None,
     timeout: Annotated[
-        str, typer.Option(metavar="SECONDS|10m", help="Switch no follower when they need longer.")
+        str, option("SECONDS|10m", "Switch no follower when they need longer.")
     ] = DEFAULT_UPDATE_TIMEOUT,
     socket: Socket = None,
     namespace: Namespace = "default",

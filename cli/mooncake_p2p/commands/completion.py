@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
-from mooncake_p2p.main import COMMANDS, COMPLETION_VARIABLE, FILE_METAVARS, PROGRAM, LazyCommands
+from mooncake_p2p.main import COMPLETION_VARIABLE, FILE_METAVARS, PROGRAM, LazyCommands
+from mooncake_p2p.manual import COMMANDS
 from mooncake_p2p.options import argument
 
 if TYPE_CHECKING:

@@ -9,10 +9,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
-from mooncake_p2p.options import Json
+from mooncake_p2p.options import Json, option
 from mooncake_p2p.output import (
     AlreadyTold,
     CommandFailed,
@@ -60,12 +58,8 @@ class Step:
 
 
 def demo(
-    memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory of each of the three peers.")
-    ] = "256MiB",
-    blocks: Annotated[
-        int, typer.Option(min=1, metavar="N", help="KV cache blocks of 5 MiB to put at a time.")
-    ] = 16,
+    memory: Annotated[str, option("SIZE", "Memory of each of the three peers.")] = "256MiB",
+    blocks: Annotated[int, option("N", "KV cache blocks of 5 MiB to put at a time.", min=1)] = 16,
     json: Json = False,
 ) -> None:
     """Watch three peers on this machine do the real thing, in a few seconds.

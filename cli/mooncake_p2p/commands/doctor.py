@@ -7,12 +7,9 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
-
-import typer
 
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
@@ -30,6 +27,7 @@ from p2pstore.objects import format_bytes
 if TYPE_CHECKING:
     from p2pstore.status.doctor.finding import Finding
     from p2pstore.status.doctor.support_bundle import Bundle
+    from p2pstore.status.doctor.way import Way
 
 STATUS_COLUMNS: Final = 8
 NAME_COLUMNS: Final = 20
@@ -51,15 +49,12 @@ class WayOptions:
         option("FILE", "The cluster's key, for --peer.", envvar="MOONCAKE_P2P_CLUSTER_KEY_FILE"),
     ] = None
     cluster: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", envvar="MOONCAKE_P2P_CLUSTER", help="The cluster's name, for --peer."
-        ),
+        str, option("NAME", "The cluster's name, for --peer.", envvar="MOONCAKE_P2P_CLUSTER")
     ] = "default"
-    seconds: Annotated[str, typer.Option(metavar="SECONDS", help="How long --peer measures GB/s.")] = "2"
+    seconds: Annotated[str, option("SECONDS", "How long --peer measures GB/s.")] = "2"
 
-    def checked_seconds(self) -> float:
-        """`seconds`. Raises `ValueError` for options that contradict each other."""
+    def way(self, timeout_seconds: float) -> Way | None:
+        """The way to examine; None without --peer. Raises `ValueError` for options that contradict each other."""
         measure_seconds = parse_timeout(self.seconds, "--seconds")
         if measure_seconds > MAX_MEASURE_SECONDS:
             raise ValueError(f"--seconds: {self.seconds!r} is above {MAX_MEASURE_SECONDS:g}")
@@ -67,7 +62,15 @@ class WayOptions:
             if self.peer is None and was_given(each):
                 name = each.replace("_", "-")
                 raise ValueError(f"--{name} is for --peer: add it, or leave it out")
-        return measure_seconds
+        if self.peer is None:
+            return None
+        from p2pstore.state.folder import load_cluster_key_file
+        from p2pstore.state.places import ring_of_the_keyless
+        from p2pstore.status.doctor.way import Way
+
+        file = self.cluster_key_file
+        ring = load_cluster_key_file(file) if file else ring_of_the_keyless()
+        return Way(self.peer, ring, self.cluster, measure_seconds, timeout_seconds)
 
 
 @with_records
@@ -84,7 +87,7 @@ def doctor(
         ),
     ] = None,
     *,
-    way: WayOptions,
+    options: WayOptions,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
@@ -100,9 +103,8 @@ def doctor(
     the cluster's key, versions, round trips, clock skew, and GB/s by each transport, both ways. It
     does not join the cluster. --timeout is for each step.
     """
-    timeout_seconds = parse_timeout(timeout)
-    measure_seconds = way.checked_seconds()
-    if way.peer is not None and directory is not None:
+    way = options.way(parse_timeout(timeout))
+    if way is not None and directory is not None:
         raise ValueError("--directory is about this machine and --peer is not: choose one")
     if directory is not None and not os.path.isdir(directory):
         raise ValueError(f"--directory: {directory} is no directory; name one on the disk to try")
@@ -114,39 +116,16 @@ def doctor(
             _show(finding)
             sys.stdout.flush()
 
-    if way.peer is None:
-        _examine_machine(report, socket, directory, rdma_topology)
+    if way is not None:
+        from p2pstore.status.doctor.way import examine_way
+
+        examine_way(way, report)
     else:
-        _examine_way(report, way.peer, way, measure_seconds, timeout_seconds)
+        from p2pstore.status.doctor.checks import examine_machine
+
+        for each in examine_machine(socket=socket, directory=directory, rdma_topology=rdma_topology):
+            report(each)
     _conclude(findings, json)
-
-
-def _examine_way(
-    report: Callable[[Finding], None],
-    peer: str,
-    options: WayOptions,
-    measure_seconds: float,
-    timeout_seconds: float,
-) -> None:
-    from p2pstore.state.folder import load_cluster_key_file
-    from p2pstore.state.places import ring_of_the_keyless
-    from p2pstore.status.doctor.way import Way, examine_way
-
-    file = options.cluster_key_file
-    ring = load_cluster_key_file(file) if file else ring_of_the_keyless()
-    examine_way(Way(peer, ring, options.cluster, measure_seconds, timeout_seconds), report)
-
-
-def _examine_machine(
-    report: Callable[[Finding], None],
-    socket: str | None,
-    directory: str | None,
-    rdma_topology: str | None,
-) -> None:
-    from p2pstore.status.doctor.checks import examine_machine
-
-    for finding in examine_machine(socket=socket, directory=directory, rdma_topology=rdma_topology):
-        report(finding)
 
 
 def _conclude(findings: list[Finding], json: bool) -> None:

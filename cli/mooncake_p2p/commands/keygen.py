@@ -18,6 +18,7 @@ from mooncake_p2p.options import (
     Json,
     Socket,
     Timeout,
+    argument,
     connected,
     flag,
     option,
@@ -78,9 +79,7 @@ class KeyOptions:
 
 @with_records
 def keygen(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="The key file; a new one must not exist yet.")
-    ],
+    file: Annotated[str, argument("FILE", "The key file; a new one must not exist yet.")],
     *,
     what: KeyOptions,
     json: Json = False,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p import files_and_pipes as transfers
+from mooncake_p2p import files_and_pipes as files
 from mooncake_p2p.files_and_pipes import NewFile
 from mooncake_p2p.options import AtPeer, Key, argument, flag, option, parse_timeout, with_records
 from mooncake_p2p.output import (
@@ -62,7 +62,7 @@ class OnConflict(StrEnum):
 class PutOptions:
     """How `put` stores an object."""
 
-    replicas: Annotated[int, typer.Option(min=1, metavar="N", help="How many peers shall hold it.")] = 1
+    replicas: Annotated[int, option("N", "How many peers shall hold it.", min=1)] = 1
     pin: Annotated[Pin, typer.Option(help="soft: evicted last; hard: never evicted.")] = Pin.none
     ttl: Annotated[str | None, option("SECONDS|10m", "Forget it after this time.")] = None
     overwrite: Annotated[bool, flag("--overwrite", "Replace a value that has other bytes.")] = False
@@ -113,9 +113,9 @@ def put(
         swapped = f"`put {shlex.quote(file)} {shlex.quote(key)}`"
         raise CommandFailed(f"{printable(file)}: no such file; the key comes first: {swapped}")
     with (
-        transfers.open_source(file) as source,
+        files.open_source(file) as source,
         peer.connected() as client,
-        transfers.value_of(source) as value,
+        files.value_of(source) as value,
         progress(f"putting {printable(key)}", len(value)) as bar,
     ):
         length_bytes = len(value)
@@ -150,9 +150,7 @@ def get(
         str | None,
         option("FILE|-", "Where to write the value; - is stdout, even a terminal.", "--output", "-o"),
     ] = None,
-    wait: Annotated[
-        str, typer.Option(metavar="SECONDS|10m", help="Time to wait for a key that is not there yet.")
-    ] = "0",
+    wait: Annotated[str, option("SECONDS|10m", "Time to wait for a key that is not there yet.")] = "0",
     explain: Annotated[
         bool, flag("--explain", "Show on stderr its source, and the time of each stage.")
     ] = False,
@@ -217,7 +215,7 @@ class _Reading:
                     from p2pstore.transfer.transfer_trace import FetchTrace
 
                     self._trace = FetchTrace()
-                value = transfers.memory_for(length)
+                value = files.memory_for(length)
                 try:
                     length = client.get_into(
                         self._key,
@@ -250,8 +248,8 @@ _Sink = Callable[[Fetch], int]
 
 def _destination(output: str | None) -> AbstractContextManager[_Sink]:
     if output is None or output == "-":
-        return _stream(transfers.standard_output(binary_to_terminal=output == "-"), STANDARD_OUTPUT)
-    return _special_file(output) if transfers.is_stream(output) else _file(output)
+        return _stream(files.standard_output(binary_to_terminal=output == "-"), STANDARD_OUTPUT)
+    return _special_file(output) if files.is_stream(output) else _file(output)
 
 
 @contextmanager
@@ -264,7 +262,7 @@ def _file(path: str) -> Iterator[_Sink]:
             value = fetch()
             file.resize(len(value))
             with progress("writing", len(value)) as bar:
-                transfers.write_all(file.descriptor, value, bar.advance)
+                files.write_all(file.descriptor, value, bar.advance)
             file.commit()
             return len(value)
 
@@ -277,7 +275,7 @@ def _stream(descriptor: int, name: str) -> Iterator[_Sink]:
         value = fetch()
         with progress("writing", len(value)) as bar:
             try:
-                transfers.write_all(descriptor, value, bar.advance)
+                files.write_all(descriptor, value, bar.advance)
             except OSError as error:
                 error.filename = name
                 raise

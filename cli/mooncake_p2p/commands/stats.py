@@ -16,8 +16,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
@@ -25,6 +23,7 @@ from mooncake_p2p.options import (
     Timeout,
     connected,
     flag,
+    option,
     parse_timeout,
     was_given,
 )
@@ -61,7 +60,7 @@ LOOK_SECONDS: Final = 0.05
 def stats(
     watch: Annotated[bool, flag("--watch", "Show rates, again and again, until Ctrl-C.")] = False,
     interval: Annotated[
-        str, typer.Option(metavar="SECONDS", help="Time between two readings of --watch.")
+        str, option("SECONDS", "Time between two readings of --watch.")
     ] = DEFAULT_INTERVAL,
     slow: Annotated[bool, flag("--slow", "Recent slow operations, and where their time went.")] = False,
     socket: Socket = None,
@@ -176,7 +175,6 @@ def _read_by(member: PeerInfo) -> str:
 
 
 def _print_reads(members: Sequence[PeerInfo]) -> None:
-
     def took(microseconds: int) -> str:
         return format_seconds(microseconds / 1e6) if microseconds else "-"
 
@@ -196,9 +194,7 @@ def _print_reads(members: Sequence[PeerInfo]) -> None:
 
 
 def leave(
-    drain: Annotated[
-        str, typer.Option(metavar="SECONDS|60s", help="How long it may take to leave.")
-    ] = "60s",
+    drain: Annotated[str, option("SECONDS|60s", "How long it may take to leave.")] = "60s",
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,

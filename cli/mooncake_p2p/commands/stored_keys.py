@@ -334,9 +334,7 @@ def flush(
 class ListOptions:
     """Which keys `ls` lists."""
 
-    limit: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Most keys to list.")] = (
-        1000
-    )
+    limit: Annotated[int, option("N", "Most keys to list.", min=1, max=100_000)] = 1000
     local: Annotated[bool, flag("--local", "Only what this peer holds.")] = False
     pinned: Annotated[bool, flag("--pinned", "Only what is pinned.")] = False
     after: Annotated[str, option("KEY", "Only keys behind this one: the next page.")] = ""

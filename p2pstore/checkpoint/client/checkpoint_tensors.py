@@ -45,7 +45,7 @@ LOGGED_PROBLEMS: Final = 8
 _PLAIN_NAMES: Final = frozenset(DTYPES.values())
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A tensor's bytes `begin` to `end` in a file, by number. `dtype` is the file's name for it."""
 
     dtype: str
@@ -86,7 +86,7 @@ class CheckpointTensors(Mapping[str, Any]):
     def __init__(
         self,
         version: MappedVersion,
-        places: Mapping[str, Place],
+        places: Mapping[str, TensorPlace],
         files: Collection[int],
         problems: Problems | None = None,
     ) -> None:
@@ -148,7 +148,7 @@ class CheckpointTensors(Mapping[str, Any]):
         """The shape of the tensor, or of its wanted rows. Raises like `raw`."""
         return self._place(name).shape
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> TensorPlace:
         place = self._places.get(name)
         if place is None:
             raise self._problems.why_not(name, self._places)
@@ -216,7 +216,7 @@ class TensorsWanted:
     ) -> None:
         """`names` and `files` are patterns; without any, all tensors and no other files."""
         self.pieces: PieceMap = NO_PIECES
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorPlace] = {}
         self.files: set[int] = set()
         self.problems = Problems({}, {})
         self._names, self._patterns, self._rows = names, files, rows
@@ -330,7 +330,7 @@ class TensorsWanted:
         for number, file in enumerate(version.manifest.files):
             if file.dtype:
                 self._place(
-                    version, file.path, Place(file.dtype, tuple(file.shape), number, 0, file.size)
+                    version, file.path, TensorPlace(file.dtype, tuple(file.shape), number, 0, file.size)
                 )
         for number in self._headed:
             file = version.manifest.files[number]
@@ -342,7 +342,7 @@ class TensorsWanted:
             for name, entry in header.entries.items():
                 if name in self.places and self._by_index.get(name) != file.path:
                     continue
-                self._place(version, name, Place(*entry[:2], number, *entry[2:]))
+                self._place(version, name, TensorPlace(*entry[:2], number, *entry[2:]))
             for name, why in header.bad.items():
                 self._known.add(name)
                 self.problems.tensors[name] = f"{file.path}: {why}"
@@ -354,7 +354,7 @@ class TensorsWanted:
                 why = self.problems.files.get(path, "it has no such tensor")
                 self.problems.tensors.setdefault(name, f"by its index it is in {path}: {why}")
 
-    def _place(self, version: MappedVersion, name: str, place: Place) -> None:
+    def _place(self, version: MappedVersion, name: str, place: TensorPlace) -> None:
         self._known.add(name)
         self.problems.tensors.pop(name, None)
         if not self._is_wanted(name):
@@ -377,7 +377,7 @@ def _plain_name(dtype: str) -> str:
 
 
 @contextmanager
-def _as_shaped(name: str, place: Place, library: str) -> Iterator[None]:
+def _as_shaped(name: str, place: TensorPlace, library: str) -> Iterator[None]:
     """Raise a shape that an array cannot have, such as an empty one of (0, 2**62), as a `P2PStoreError`."""
     try:
         yield
@@ -388,7 +388,7 @@ def _as_shaped(name: str, place: Place, library: str) -> Iterator[None]:
         ) from error
 
 
-def _unknown(name: str, place: Place, library: str, error: P2PStoreError) -> P2PStoreError:
+def _unknown(name: str, place: TensorPlace, library: str, error: P2PStoreError) -> P2PStoreError:
     other = f"torch({name!r})" if library == "numpy" else f"[{name!r}]"
     return P2PStoreError(
         f"tensor {name!r} has dtype {place.dtype} and shape {place.shape}, and {library} has no such dtype here "
@@ -396,7 +396,7 @@ def _unknown(name: str, place: Place, library: str, error: P2PStoreError) -> P2P
     )
 
 
-def _rows_of(name: str, place: Place, rows: slice) -> Place:
+def _rows_of(name: str, place: TensorPlace, rows: slice) -> TensorPlace:
     if not place.shape:
         raise ValueError(f"{name} has no rows: it is a scalar")
     begin, end, step = rows.indices(place.shape[0])

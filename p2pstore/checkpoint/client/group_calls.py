@@ -227,7 +227,7 @@ class CheckpointGroups:
         return reply.version.hex()
 
     async def _known(self, request: local.ListCheckpoints) -> list[CheckpointInfo]:
-        reply = await self._request(LocalKind.CHECKPOINT_LIST, request, local.Checkpoints)
+        reply = await self._request(LocalKind.CHECKPOINT_LIST, request, local.ListedCheckpoints)
         return [_info(item) for item in reply.items]
 
     async def _request(self, kind: LocalKind, request: Message, reply_type: type[M]) -> M:

@@ -3,8 +3,6 @@ of an unfinished one's pieces. Shell; blocking.
 
 Followers ignore a version with some files only, and it is not passed on as a whole: `DIR/.p2pstore/VERSION.part` names
 its files, and is written before them.
-
-Files of one version in a directory: their places while it is fetched, and reading and writing them.
 """
 
 from __future__ import annotations

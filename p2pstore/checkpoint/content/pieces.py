@@ -27,7 +27,7 @@ MIN_PIECE_BYTES: Final = 16 * 1024
 MAX_PIECE_BYTES: Final = 256 * 1024 * 1024
 """Limits for publishers; both are powers of two."""
 SMALLEST_USUAL: Final = 512 * 1024
-LARGEST_USUAL: Final = 64 * 1024 * 1024
+MAX_USUAL_BYTES: Final = 64 * 1024 * 1024
 USUAL_PIECES: Final = 2048
 """With this number, the start and the end of a broadcast, when not all peers send, cost 1 % of its time."""
 FEWER_PIECES: Final = 512
@@ -157,7 +157,7 @@ def choose_piece_bytes(file_sizes: Sequence[int], previous: int = 0) -> int:
     piece would be unchanged. Raises `CheckpointRefused` for too large a checkpoint."""
     total = sum(file_sizes)
     wanted = max(1, total // USUAL_PIECES, min(CHEAP, total // FEWER_PIECES))
-    usual = min(max(_next_power_of_two(wanted), SMALLEST_USUAL), LARGEST_USUAL)
+    usual = min(max(_next_power_of_two(wanted), SMALLEST_USUAL), MAX_USUAL_BYTES)
     chosen = previous if previous and usual <= 4 * previous <= 16 * usual else usual
     while True:
         try:

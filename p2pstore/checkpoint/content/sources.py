@@ -61,7 +61,7 @@ class SourceFile:
     """Of a tensor; empty for a file."""
 
 
-class Source(ABC):
+class PublishedFiles(ABC):
     """Published files."""
 
     files: list[SourceFile]
@@ -94,7 +94,7 @@ class Source(ABC):
             read_fully(descriptor, view, offset)
 
 
-class SourceDirectory(Source):
+class SourceDirectory(PublishedFiles):
     """The files below a directory, in the order of their paths."""
 
     def __init__(self, root: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
@@ -239,7 +239,7 @@ MODE: Final = 0o644
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-class SourceMemory(Source):
+class SourceMemory(PublishedFiles):
     """One file in sealed memory. Close it when it is not published any more."""
 
     def __init__(self, descriptor: int, path: str) -> None:

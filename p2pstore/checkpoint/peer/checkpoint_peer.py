@@ -10,7 +10,7 @@ from typing import Final
 import trio
 
 from p2pstore.checkpoint.content.manifest import SignedManifest
-from p2pstore.core.checkpoints import Checkpoints
+from p2pstore.core.checkpoints import CheckpointNames
 from p2pstore.core.participations import Participations
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.checkpoint_records import HeadBody
@@ -56,7 +56,7 @@ class CheckpointPeer:
         return self.core.peer_id
 
     @property
-    def records(self) -> Checkpoints:
+    def records(self) -> CheckpointNames:
         return self.core.checkpoints
 
     @property

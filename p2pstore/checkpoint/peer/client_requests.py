@@ -329,7 +329,7 @@ class NameRequests:
                 self._peer.now,
             )
 
-    def list_names(self, client: LocalClient, message: local.ListCheckpoints) -> local.Checkpoints:
+    def list_names(self, client: LocalClient, message: local.ListCheckpoints) -> local.ListedCheckpoints:
         """The published names; a single name with what members have of it."""
         heads = self._records.heads(message.namespace or None, message.name or None)
         if message.name and not heads:
@@ -337,7 +337,7 @@ class NameRequests:
                 f"no checkpoint {message.name!r} is known in namespace {message.namespace!r}: "
                 "`mooncake-p2p checkpoint list --all` shows those that are"
             )
-        return local.Checkpoints(
+        return local.ListedCheckpoints(
             [self._entry(head, members=bool(message.name)) for head in heads[:MAX_ENTRIES]]
         )
 

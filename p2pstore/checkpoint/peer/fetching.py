@@ -1,7 +1,4 @@
-"""Fetching versions to directories and to memory, and passing on versions of the previous run. Shell.
-
-Finding the version that a fetch means, and its manifest.
-"""
+"""Fetching versions to directories and to memory, and passing on versions of the previous run. Shell."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, un
 from p2pstore.checkpoint.content.target_directory import DirectoryInUse, TargetDirectory
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.running import SwarmParts
-from p2pstore.checkpoint.peer.stores import HeldDirectory, Holding, Memories, MemoryTarget
+from p2pstore.checkpoint.peer.stores import HeldDirectory, HeldStore, Memories, MemoryTarget
 from p2pstore.checkpoint.peer.version_fetch import Job, JobPhase, VersionFetch, in_threads, verify
 from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.checkpoint_records import Head
@@ -90,7 +87,7 @@ class Fetching:
             yield from target.finishing(order.keep, use=use)
             target.close()
 
-        store = Holding(target, directory.hand_over())
+        store = HeldStore(target, directory.hand_over())
         fetch = VersionFetch(
             self._peer, self._parts, order, signed, target, job, store=store, finish=finish
         )
@@ -126,9 +123,9 @@ class Fetching:
         target.close()  # it is only read
         if not target.committed:
             return
-        store = Holding(target, directory.hand_over())
+        store = HeldStore(target, directory.hand_over())
         part = await self._parts.begin(order.namespace, signed, store)
-        part.say(TakesPart.SEEDING)
+        part.announce(TakesPart.SEEDING)
 
     async def _open_target(
         self,
@@ -172,7 +169,7 @@ class Fetching:
         for part in list(self._parts.parts.values()):
             if part.jobs or part.run.version in there or not part.run.machine.complete:
                 continue
-            if isinstance(part.run.store, Holding) and part.run.store.fetched_to(directory):
+            if isinstance(part.run.store, HeldStore) and part.run.store.fetched_to(directory):
                 await self._parts.stop(part.run.version)
 
     # --- to memory -------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ class Following:
                     order = _fetch_order(self.order, head.publisher)
                     await self._fetching.pass_on(order, version, head.publisher, directory)
             except (P2PStoreError, OSError, ValueError) as error:
-                why = self.directory.say(str(error))
+                why = self.directory.with_shown_name(str(error))
                 logger.info("%s is not passed on: %s", self._called(version), why, extra=_FOLLOWED)
 
     async def _tick_forever(self) -> None:
@@ -227,7 +227,7 @@ class Following:
                 event = Prepared(version)
                 logger.info("%s is verified", self._called(version), extra=_FOLLOWED)
             except (P2PStoreError, OSError, ValueError) as error:
-                why = self.directory.say(str(error))
+                why = self.directory.with_shown_name(str(error))
                 logger.warning("%s cannot be fetched: %s", self._called(version), why, extra=_FOLLOWED)
                 event = NotPrepared(version, why)
         self._happens(event)
@@ -254,7 +254,7 @@ class Following:
             event = Switched(version)
             logger.info("%s is in use", self._called(version), extra=_FOLLOWED)
         except OSError as error:
-            why = self.directory.say(str(error))
+            why = self.directory.with_shown_name(str(error))
             logger.warning("%s cannot be switched to: %s", self._called(version), why, extra=_FOLLOWED)
             event = NotSwitched(version, why, isinstance(error, FileNotFoundError))
         self._happens(event)

@@ -19,8 +19,8 @@ MAX_BELIEVED: Final = 1024
 
 
 class Introductions:
-    """Members that neighbours tell of, as gossip takes a second to say who has come. A new link is told to the others,
-    and they to it. Only members that gossip knows to be alive are dialed, so a lie costs vain attempts at most."""
+    """Members that neighbours tell of, as gossip takes a second to announce a new one. A new link is told to the
+    others, and they to it. Only members that gossip knows to be alive are dialed: a lie costs vain attempts at most."""
 
     def __init__(self) -> None:
         self._linked: list[Member] = []
@@ -74,7 +74,7 @@ FIRST_IN_THREADS: Final = 64
 MAX_IN_THREADS: Final = 16_384
 
 
-class AtOnce:
+class InlineOrThread:
     """Whether the event loop reads or writes a piece itself, or a thread does. Ask `may` before each step, and report
     with `took`.
 

@@ -12,12 +12,12 @@ import trio
 from p2pstore.checkpoint.checkpoint_messages import Publish
 from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, format_version, sign_manifest
-from p2pstore.checkpoint.content.sources import Source, SourceDirectory, SourceMemory
+from p2pstore.checkpoint.content.sources import PublishedFiles, SourceDirectory, SourceMemory
 from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS, CheckpointPeer
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import (
     HeldDirectory,
-    Holding,
+    HeldStore,
     Memories,
     PieceStore,
     PublishedMemory,
@@ -177,7 +177,7 @@ class Publishing:
         )
 
         def store(manifest: Manifest, _: bytes) -> PieceStore:
-            return Holding(PublishedPieces(source, manifest), directory.hand_over())
+            return HeldStore(PublishedPieces(source, manifest), directory.hand_over())
 
         held = directory.again()
 
@@ -221,7 +221,7 @@ class Publishing:
     async def _publish(
         self,
         order: Publish,
-        source: Source,
+        source: PublishedFiles,
         make_store: Callable[[Manifest, bytes], PieceStore],
         job: Job,
         keep: Callable[[SignedManifest], None] = lambda _: None,
@@ -245,7 +245,7 @@ class Publishing:
         with part.wanted():
             await trio.to_thread.run_sync(keep, signed)
             self._peer.announce(order.namespace, signed)
-            part.say(TakesPart.PUBLISHING)
+            part.announce(TakesPart.PUBLISHING)
             logger.info(
                 "published checkpoint %s@%s", order.name, format_version(version), extra=_PUBLISHED
             )
@@ -327,9 +327,9 @@ class Publishing:
         if self._parts.get(version) is not None:  # its user published it meanwhile
             directory.close()
             return
-        store = Holding(PublishedPieces(source, manifest), directory)
+        store = HeldStore(PublishedPieces(source, manifest), directory)
         part = await self._parts.begin(kept.namespace, kept.manifest, store, publishes=True)
         if self._peer.records.head(digest) is None:
             self._peer.announce(kept.namespace, kept.manifest)
-        part.say(TakesPart.PUBLISHING)
+        part.announce(TakesPart.PUBLISHING)
         logger.info("checkpoint %s is published again, from %s", kept.called, where, extra=_PUBLISHED)

@@ -46,14 +46,14 @@ class SwarmPart:
     jobs: int = 0
     """Jobs that wait for it; without any, the part may be ended to make room."""
 
-    def say(self, state: TakesPart, done_permille: int = 1000) -> None:
+    def announce(self, state: TakesPart, done_permille: int = 1000) -> None:
         """Announce the state, unless the swarm ended: the reason of its end stays the last announcement."""
         if not self.run.progress.ended.is_set():
             self.tell(state, done_permille, "")
 
-    def say_fetching(self) -> None:
+    def announce_progress(self) -> None:
         """Announce how far the fetch is."""
-        self.say(TakesPart.FETCHING, self.run.progress.done_permille)
+        self.announce(TakesPart.FETCHING, self.run.progress.done_permille)
 
     @contextmanager
     def wanted(self) -> Iterator[None]:

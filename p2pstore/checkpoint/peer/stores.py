@@ -17,7 +17,7 @@ import trio
 from p2pstore.checkpoint.content.directory_versions import read_extents
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest
 from p2pstore.checkpoint.content.pieces import NO_PIECES, Extent, PieceMap, full_map, plan_memory
-from p2pstore.checkpoint.content.sources import Source, SourceMemory
+from p2pstore.checkpoint.content.sources import PublishedFiles, SourceMemory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.errors import CapacityExceeded, ConfigError, P2PStoreError, StoreClosed
 from p2pstore.memory.mapped.mapped_memory import available_memory, create_table_memory
@@ -68,7 +68,7 @@ class PieceStore(Protocol):
 class PublishedPieces:
     """The `PieceStore` of a publisher, which has every piece."""
 
-    def __init__(self, source: Source, manifest: Manifest) -> None:
+    def __init__(self, source: PublishedFiles, manifest: Manifest) -> None:
         self.is_local = False  # links may lead anywhere, and files may be cold
         self.have = self.needed = full_map(manifest.layout.count)
         self._source = source
@@ -125,7 +125,7 @@ class HeldDirectory:
         self._descriptor = -1
         return other
 
-    def say(self, text: str) -> str:
+    def with_shown_name(self, text: str) -> str:
         """A message with the user's name for the directory."""
         return text.replace(str(self.path), self.shown)
 
@@ -135,9 +135,9 @@ class HeldDirectory:
         try:
             yield
         except P2PStoreError as error:
-            raise type(error)(self.say(str(error))) from error
+            raise type(error)(self.with_shown_name(str(error))) from error
         except OSError as error:
-            text = self.say(f"{error.filename or self.shown}: {error.strerror or error}")
+            text = self.with_shown_name(f"{error.filename or self.shown}: {error.strerror or error}")
             kind = CapacityExceeded if error.errno in FULL else ConfigError
             raise kind(text) from error
 
@@ -334,7 +334,7 @@ class Memories:
         self._users.clear()
 
 
-class Holding:
+class HeldStore:
     """A store that keeps its directory open."""
 
     def __init__(self, store: PieceStore, directory: HeldDirectory) -> None:

@@ -2,8 +2,6 @@
 
 SWARM_LINK turns a data connection, authenticated and encrypted like all others, into a link. Of two members that dial
 each other at once, the link of the lower short name counts: it refuses the other's.
-
-Moving pieces between a swarm's store and other members: received in place, then verified and written in one step.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ import trio
 
 from p2pstore.checkpoint.content.pieces import PieceLayout
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.checkpoint.peer.piece_flow import AtOnce, PieceBuffers, TokenBucket
+from p2pstore.checkpoint.peer.piece_flow import InlineOrThread, PieceBuffers, TokenBucket
 from p2pstore.checkpoint.peer.stores import PieceStore
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Event,
-    Failure,
     Linked,
     Members,
+    PieceFailure,
     Received,
     SwarmMessage,
     Unlinked,
@@ -56,9 +54,9 @@ class _Link:
     frames: FrameLink
     dialed: bool
     since: float
-    said: trio.Event = field(default_factory=trio.Event)
-    to_say: list[bytes] = field(default_factory=list)
-    """Frames that go out together, with `send_said`."""
+    has_more: trio.Event = field(default_factory=trio.Event)
+    queued: list[bytes] = field(default_factory=list)
+    """Frames that go out together, with `send_queued`."""
 
 
 class SwarmLinks:
@@ -78,7 +76,7 @@ class SwarmLinks:
         self._introduced = introduced
         self._links: dict[Member, _Link] = {}
         self._talking: list[tuple[Member, _Link]] = []
-        """Links with something `to_say`."""
+        """Links with something `queued`."""
         self._dialing: set[Member] = set()
         self._banned: set[Member] = set()
         self._closed = False
@@ -88,25 +86,25 @@ class SwarmLinks:
         """Members with a link."""
         return list(self._links)
 
-    def say(self, members: Iterable[Member], message: SwarmMessage) -> None:
-        """Queue a message for those of these members that have links, until `send_said`."""
+    def enqueue(self, members: Iterable[Member], message: SwarmMessage) -> None:
+        """Queue a message for those of these members that have links, until `send_queued`."""
         frame = encode_frame(kind_of(message), 0, message, flags=ONE_WAY)
         for member in members:
             link = self._links.get(member)
             if link is not None:
-                if not link.to_say:
+                if not link.queued:
                     self._talking.append((member, link))
-                link.to_say.append(frame)
+                link.queued.append(frame)
 
-    def send_said(self) -> None:
+    def send_queued(self) -> None:
         """Send what was queued, in one write a member."""
         talking, self._talking = self._talking, []
         for member, link in talking:
-            frames, link.to_say = link.to_say, []
+            frames, link.queued = link.queued, []
             if self._links.get(member) is not link:
                 continue
-            if link.frames.say(b"".join(frames)) and link.frames.has_unsent:
-                link.said.set()
+            if link.frames.enqueue(b"".join(frames)) and link.frames.has_unsent:
+                link.has_more.set()
 
     def drop(self, member: Member, *, banned: bool = False) -> None:
         """End the link without an event. A banned member gets no other link."""
@@ -218,8 +216,8 @@ class SwarmLinks:
     async def _send(self, link: _Link) -> None:
         with suppress(OSError):  # the receiving task notices it as well
             while True:
-                await link.said.wait()
-                link.said = trio.Event()
+                await link.has_more.wait()
+                link.has_more = trio.Event()
                 await link.frames.send_all()
         link.frames.end()
 
@@ -240,11 +238,14 @@ T = TypeVar("T")
 
 PIECE_SECONDS: Final = 15.0
 """A request for a piece fails after this time without progress; the machine abandons it earlier."""
-FAILURE_OF: Final = {int(PieceStatus.BUSY): Failure.BUSY, int(PieceStatus.LACKS): Failure.LACKS}
+FAILURE_OF: Final = {
+    int(PieceStatus.BUSY): PieceFailure.BUSY,
+    int(PieceStatus.LACKS): PieceFailure.LACKS,
+}
 
 
 class PieceTransfers:
-    """The pieces of one version on their way in and out."""
+    """The pieces of one version on their way in and out: received in place, then verified and written in one step."""
 
     def __init__(
         self,
@@ -262,12 +263,12 @@ class PieceTransfers:
         self._store = store
         self._fail = fail
         self._bucket = TokenBucket(rate, trio.current_time()) if rate else None
-        self._at_once = AtOnce(store.is_local)
+        self._at_once = InlineOrThread(store.is_local)
         self._buffers = PieceBuffers(max(layout.sizes, default=0))
         self._writing = 0
         self._written = trio.Event()
 
-    async def bring(self, member: Member, piece: int) -> Failure | None:
+    async def bring(self, member: Member, piece: int) -> PieceFailure | None:
         """Fetch a piece from a member, verify and store it. Returns the reason of a failure."""
         buffer = self._buffers.take()
         try:
@@ -277,13 +278,13 @@ class PieceTransfers:
         finally:
             self._buffers.give_back(buffer)
 
-    async def _receive(self, member: Member, piece: int, view: memoryview) -> Failure | None:
+    async def _receive(self, member: Member, piece: int, view: memoryview) -> PieceFailure | None:
         way = self._peer.way_to(member)
         if way is None:
-            return Failure.LOST
+            return PieceFailure.LOST
         if self._bucket is None:
             return await self._request(member, way, piece, view)
-        failure: Failure | None = Failure.LOST
+        failure: PieceFailure | None = PieceFailure.LOST
         wait_seconds = self._bucket.take(len(view), trio.current_time())
         try:
             await trio.sleep(wait_seconds)
@@ -295,33 +296,33 @@ class PieceTransfers:
 
     async def _request(
         self, member: Member, way: RemotePeer, piece: int, view: memoryview
-    ) -> Failure | None:
+    ) -> PieceFailure | None:
         try:
             reply = await self._peer.pool.get_piece(
                 way, GetPiece(self._version, piece), view, PIECE_SECONDS
             )
         except (P2PStoreError, OSError, ValueError) as error:
             logger.debug("piece %d from member %016x: %s", piece, member, error)
-            return Failure.LOST
+            return PieceFailure.LOST
         if reply.status == PieceStatus.OK:
             return None
-        return FAILURE_OF.get(reply.status, Failure.LOST)
+        return FAILURE_OF.get(reply.status, PieceFailure.LOST)
 
-    async def _keep(self, piece: int, view: memoryview) -> Failure | None:
+    async def _keep(self, piece: int, view: memoryview) -> PieceFailure | None:
         self._writing += 1
         try:
             good = await self._step(partial(self._store.write, piece, view), piece)
         except OSError as error:
             self._fail(error)
-            return Failure.LOST
+            return PieceFailure.LOST
         finally:
             self._writing -= 1
             if not self._writing:
                 self._written.set()
-        return None if good else Failure.BAD
+        return None if good else PieceFailure.BAD
 
     async def _step(self, step: Callable[[], T], piece: int) -> T:
-        """Read or write a piece, in the event loop or in a worker thread (`AtOnce`)."""
+        """Read or write a piece, in the event loop or in a worker thread (`InlineOrThread`)."""
         files = len(self._layout.extents(piece))
         if not self._at_once.may(self._layout.sizes[piece], files):
             in_thread: T = await trio.to_thread.run_sync(step, limiter=self._peer.threads)

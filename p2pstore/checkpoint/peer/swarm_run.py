@@ -249,8 +249,8 @@ class SwarmRun:
             self._met = trio.Event()
             if self._introductions.due:
                 for members, message in self._introductions.take():
-                    self.links.say(members, message)
-                self.links.send_said()
+                    self.links.enqueue(members, message)
+                self.links.send_queued()
 
     def _link_changed(self, event: Event) -> None:
         if isinstance(event, Linked):
@@ -289,7 +289,7 @@ class SwarmRun:
         self._handled()
 
     def _handled(self) -> None:
-        self.links.send_said()
+        self.links.send_queued()
         wake_at = self.machine.wake_at
         if wake_at < self._nap.deadline:  # moving a deadline to later needs no wake-up
             self._nap.deadline = wake_at
@@ -298,7 +298,7 @@ class SwarmRun:
         assert self._nursery is not None
         match effect:
             case Tell(members, message):
-                self.links.say(members, message)
+                self.links.enqueue(members, message)
             case FetchPiece(member, piece):
                 scope = self._fetching[member, piece] = trio.CancelScope()
                 self._nursery.start_soon(self._fetch, member, piece, scope)

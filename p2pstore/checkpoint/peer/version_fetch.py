@@ -83,7 +83,7 @@ class VersionFetch:
         except BaseException:
             await self._parts.stop(version)
             raise
-        part.say(TakesPart.SEEDING)
+        part.announce(TakesPart.SEEDING)
         return Fetched(version, "", part.run.progress.total_bytes, part.run.progress.fetched_bytes)
 
     @property
@@ -157,7 +157,7 @@ class VersionFetch:
             run.need(pieces)
             await self._until(part, partial(run.progress.until, lambda: not pieces & ~run.machine.have))
         if run.machine.complete:
-            part.say(TakesPart.SEEDING)
+            part.announce(TakesPart.SEEDING)
 
     async def _copy_within(self, part: SwarmPart) -> PieceMap:
         """Make pieces of equal pieces that are here. Returns those for which that failed."""
@@ -187,7 +187,7 @@ class VersionFetch:
         """Wait for the swarm, while others hear of the progress."""
         run = part.run
         self.job.begin(JobPhase.FETCHING, run.progress.total_bytes, run.progress.done_bytes)
-        part.say_fetching()
+        part.announce_progress()
         async with open_background_nursery() as nursery:
             nursery.start_soon(self._tell_progress, part)
             nursery.start_soon(self._give_up_without_publisher, part)
@@ -197,7 +197,7 @@ class VersionFetch:
         run = part.run
         while True:
             await run.progress.changed()
-            part.say_fetching()
+            part.announce_progress()
             self.job.at(run.progress.done_bytes, len(run.links.members))
             await trio.sleep(REPORT_SECONDS)
 
@@ -242,7 +242,7 @@ def _copy_extents(target: Target, piece: int, extents: Sequence[Extent]) -> bool
         return False
 
 
-LONGEST_WAIT_SECONDS: Final = 30.0
+MAX_WAIT_SECONDS: Final = 30.0
 SYNC_THREADS: Final = 16
 """Files synced at once; a file system commits those that wait together in one transaction."""
 
@@ -268,7 +268,7 @@ class ChangeSignal:
 
     async def wait(self, seen: int, seconds: float) -> None:
         """Wait until `number` differs from `seen`, at most `seconds`."""
-        with trio.move_on_after(min(seconds, LONGEST_WAIT_SECONDS)):
+        with trio.move_on_after(min(seconds, MAX_WAIT_SECONDS)):
             while self.number == seen:
                 await self._changed.wait()
 

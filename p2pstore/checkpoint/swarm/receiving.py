@@ -13,12 +13,12 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     Abandon,
     Complete,
-    Failure,
     FetchPiece,
     Grant,
     Invite,
     PieceArrived,
     PieceFailed,
+    PieceFailure,
     Refusal,
     Refuse,
 )
@@ -271,14 +271,14 @@ class Receiving:
         neighbour = state.neighbours.get(event.member)
         if neighbour is None or self._end_flight(event.member, event.piece) is None:
             return
-        if event.why is Failure.BUSY:
+        if event.why is PieceFailure.BUSY:
             return  # its grant will come
-        if event.why is Failure.LACKS:
+        if event.why is PieceFailure.LACKS:
             bit = 1 << event.piece
             if neighbour.pieces & bit:
                 neighbour.pieces ^= bit
                 state.selection.availability.remove(bit)
-        elif event.why is Failure.BAD:
+        elif event.why is PieceFailure.BAD:
             if state.senders.sent_bad_piece(neighbour.member, now):
                 self._links.drop(neighbour.member, now, banned=True)
         else:

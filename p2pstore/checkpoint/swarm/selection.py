@@ -38,7 +38,7 @@ MAX_PIECES_UNTOLD: Final = 6.0
 """News wait one piece time for each `NEIGHBOURS_A_PIECE` neighbours beyond `FEW_NEIGHBOURS`, at most
 `MAX_PIECES_UNTOLD`: a message costs both sides more than the hash of a small piece. (By simulation, half of that gains
 nothing with 15, 64 and 128 receivers, and 0.6 % with 8.)"""
-LONGEST_NEWS_SECONDS: Final = 0.5
+MAX_NEWS_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class PieceNews:
             return state.config.news_seconds
         pieces = (len(state.neighbours) - FEW_NEIGHBOURS) / NEIGHBOURS_A_PIECE
         seconds = min(pieces, MAX_PIECES_UNTOLD) * piece_seconds
-        return min(max(state.config.news_seconds, seconds), LONGEST_NEWS_SECONDS)
+        return min(max(state.config.news_seconds, seconds), MAX_NEWS_SECONDS)
 
     def _message(self, pieces: Sequence[int]) -> SwarmMessage:
         if len(pieces) > MAX_NEW_PIECES:

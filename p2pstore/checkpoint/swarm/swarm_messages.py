@@ -180,7 +180,7 @@ class PieceArrived(msgspec.Struct, frozen=True, gc=False):
     piece: int
 
 
-class Failure(Enum):
+class PieceFailure(Enum):
     """Why a piece did not come."""
 
     BUSY = "no slot was free"
@@ -194,7 +194,7 @@ class PieceFailed(msgspec.Struct, frozen=True, gc=False):
 
     member: int
     piece: int
-    why: Failure
+    why: PieceFailure
 
 
 class Needed(msgspec.Struct, frozen=True, gc=False):

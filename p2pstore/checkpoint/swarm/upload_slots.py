@@ -241,7 +241,7 @@ hold a place for long."""
 SHARE_OF_NEWEST_PIECE: Final = 0.25
 """Weight of the newest piece in the usual time."""
 FIRST_BACK_OFF_SECONDS: Final = 0.5
-LONGEST_BACK_OFF_SECONDS: Final = 30.0
+MAX_BACKOFF_SECONDS: Final = 30.0
 BAD_PIECES_ALLOWED: Final = 1
 SLOW: Final = 3.0
 """A transfer that takes this many times the quickest is held up at the other end, where `USUAL_SLOTS` share the link;
@@ -346,7 +346,7 @@ class Senders:
         """A piece did not come, or not in time: ignore its sender for a while."""
         sender = self._of(member)
         sender.ignored_until = now + sender.back_off_seconds
-        sender.back_off_seconds = min(2 * sender.back_off_seconds, LONGEST_BACK_OFF_SECONDS)
+        sender.back_off_seconds = min(2 * sender.back_off_seconds, MAX_BACKOFF_SECONDS)
 
     def sent_bad_piece(self, member: int, now: float) -> bool:
         """A piece had the wrong hash. Whether its sender is banned now."""
@@ -355,7 +355,7 @@ class Senders:
         if sender.bad_pieces > BAD_PIECES_ALLOWED:
             self.ban(member)
             return True
-        sender.ignored_until = now + LONGEST_BACK_OFF_SECONDS
+        sender.ignored_until = now + MAX_BACKOFF_SECONDS
         return False
 
     def ban(self, member: int) -> None:

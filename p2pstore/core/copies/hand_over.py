@@ -25,7 +25,6 @@ from p2pstore.objects import MIB
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.entries import ObjectEntry
     from p2pstore.ssd_tier.index import ColdEntry
 
 READY_PART: Final = 32
@@ -287,7 +286,7 @@ class Offers:
 
 AT_ONCE: Final = 8
 BEGUN_PER_STEP: Final = 2
-"""To find whom to give an object to takes 2 ms among 5,000 members."""
+"""To find a peer for an object takes 2 ms among 5,000 members."""
 UNDER_WAY_BYTES: Final = 256 * MIB
 """At most, of all that are being handed over; a single object may be larger."""
 MAX_ORDERED: Final = 32_768

@@ -62,7 +62,7 @@ MAX_LACKING: Final = 65_536
 FIRST_PAUSE_SECONDS: Final = 1.0
 PATIENCE_SECONDS: Final = 2.0
 """After this pause an unproved copy is adopted that its writer no longer holds: otherwise no peer could read it."""
-LONGEST_PAUSE_SECONDS: Final = 60.0
+MAX_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version, at first."""
 MAX_HOLDERS_ASKED: Final = 8
@@ -88,7 +88,7 @@ class VersionProofs:
         self._asking: set[bytes] = set()
         """Keys of which newer versions are to be proved."""
         self._told: set[Member] = set()
-        """Of whom was logged that they contradict a writer."""
+        """Members of which the log says that they contradict a writer."""
 
     # --- this peer's own versions ------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class VersionProofs:
             if pause > PATIENCE_SECONDS and not vouched:
                 self._core.objects.adopt(entry, now)
                 continue
-            self._lacking[digest] = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            self._lacking[digest] = min(2 * pause, MAX_PAUSE_SECONDS)
             heapq.heappush(self._due, (now + pause, digest))
             wanted += same
         if wanted:

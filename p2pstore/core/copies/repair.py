@@ -339,5 +339,6 @@ class Repair:
 
 
 def _order(digest: bytes, member: Member, only_on_ssd: bool) -> tuple[bool, int]:
-    """Sort key of holders by who acts first: holders with the object in memory, then by rendezvous order."""
+    """Sort key of holders by the order in which they act: holders with the object in memory, then by rendezvous
+    order."""
     return only_on_ssd, -weight(member, digest)

@@ -25,7 +25,6 @@ from p2pstore.wire import Code, Failure
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.entries import ObjectEntry
 
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A target that copies slower than this is given up for the next candidate."""

@@ -12,7 +12,6 @@ from p2pstore.objects import MIB
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.entries import ObjectEntry
 
 WRITTEN_SHARE: Final = 4
 """This part of memory, from the coldest on, is to be free or written."""

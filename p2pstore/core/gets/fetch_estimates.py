@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from p2pstore.gossip.locations.location_lookups import Holding
+from p2pstore.gossip.locations.location_lookups import HeldKeys
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.objects import SIZE_UNIT_BYTES, put_newest
 from p2pstore.results import SOURCE_KINDS, SourceKind, total_time
@@ -219,7 +219,7 @@ class Estimator:
         self.rates.observe(member, kind, requests, length_bytes, seconds, now, round_trip)
 
     def estimate(
-        self, digests: Sequence[bytes], found: Mapping[Member, Holding], now: float
+        self, digests: Sequence[bytes], found: Mapping[Member, HeldKeys], now: float
     ) -> list[Source]:
         """Where each of the keys with a holder would be read, and how long that takes: of several sources at once,
         the share of each."""
@@ -260,7 +260,7 @@ class Estimator:
         return "remote", load, self._round_trip_seconds(state.peer_id) or 0.0
 
     def _choose(
-        self, found: Mapping[Member, Holding], count: int
+        self, found: Mapping[Member, HeldKeys], count: int
     ) -> Iterator[tuple[Member, SourceKind, npt.NDArray[np.intp]]]:
         """The places of each source. Of several holders of one kind each gets its share: readers choose at random."""
         by_kind: dict[SourceKind, list[tuple[Member, npt.NDArray[np.bool_]]]] = {}
@@ -283,7 +283,7 @@ class Estimator:
                     yield member, kind, places
 
     def _sizes(
-        self, digests: Sequence[bytes], found: Mapping[Member, Holding], now: float
+        self, digests: Sequence[bytes], found: Mapping[Member, HeldKeys], now: float
     ) -> npt.NDArray[np.int64]:
         """Length of each object in bytes; in units of 4 KiB where another peer holds it."""
         sizes = np.zeros(len(digests), np.int64)

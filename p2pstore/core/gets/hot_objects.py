@@ -109,7 +109,7 @@ class HotObjects:
         self._pauses: OrderedDict[Member, _Pause] = OrderedDict()
 
     def __len__(self) -> int:
-        """Of how many objects it is known who read them."""
+        """Number of objects whose readers are remembered."""
         return len(self._objects)
 
     def read(

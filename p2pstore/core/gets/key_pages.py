@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from p2pstore.core.operation import KnownCopy, Operation, Reply
 from p2pstore.core.serving import MAX_LIST_LIMIT, ListHereOperation
-from p2pstore.gossip.locations.location_lookups import Holding
+from p2pstore.gossip.locations.location_lookups import HeldKeys
 from p2pstore.gossip.records import Member, PeerId, Tier
 from p2pstore.objects import ZERO_VERSION, newest_accepted_clock
 from p2pstore.put_facts import KeyEntry
@@ -218,7 +218,7 @@ class PrefixMatch:
 
 def holdings_here(
     core: PeerCore, digests: Sequence[bytes], now: float, namespace: bytes
-) -> dict[Member, Holding] | None:
+) -> dict[Member, HeldKeys] | None:
     """Holders of keys whose locations this peer knows all, at a microsecond or so a key. None: ask homes
     (`LookupOperation`), and use `holdings_of`."""
     if not core.gossip.partitions.knows_all:
@@ -234,16 +234,16 @@ def holdings_here(
     return found
 
 
-def holdings_of(copies: Sequence[Sequence[KnownCopy]]) -> dict[Member, Holding]:
+def holdings_of(copies: Sequence[Sequence[KnownCopy]]) -> dict[Member, HeldKeys]:
     """Holders of keys with these copies each."""
-    found: dict[Member, Holding] = {}
+    found: dict[Member, HeldKeys] = {}
     for place, some in enumerate(copies):
         _note_copies(found, place, len(copies), some)
     return found
 
 
-def _own_holding(core: PeerCore, digests: Sequence[bytes], now: float) -> Holding:
-    own, here = Holding.of_none(len(digests)), core.segment.digests()
+def _own_holding(core: PeerCore, digests: Sequence[bytes], now: float) -> HeldKeys:
+    own, here = HeldKeys.of_none(len(digests)), core.segment.digests()
     own.in_memory[:] = [digest in here for digest in digests]
     own.held[:] = own.in_memory
     if core.cold.store is not None:
@@ -253,17 +253,17 @@ def _own_holding(core: PeerCore, digests: Sequence[bytes], now: float) -> Holdin
 
 
 def _note_copies(
-    found: dict[Member, Holding], place: int, count: int, copies: Sequence[KnownCopy]
+    found: dict[Member, HeldKeys], place: int, count: int, copies: Sequence[KnownCopy]
 ) -> None:
     for copy in copies:
         if copy.reachable:
-            holding = found.setdefault(copy.member, Holding.of_none(count))
+            holding = found.setdefault(copy.member, HeldKeys.of_none(count))
             holding.held[place] = True
             holding.in_memory[place] = copy.record.tier is not Tier.SSD
             holding.size_units[place] = copy.record.size_units
 
 
-def match(found: Mapping[Member, Holding], count: int, pieces: int = 1) -> PrefixMatch:
+def match(found: Mapping[Member, HeldKeys], count: int, pieces: int = 1) -> PrefixMatch:
     """The match of a chain of `count` keys with these holders. A block is `pieces` keys in a row, all of one member."""
     runs = []
     pooled = np.zeros(count // pieces, np.bool_)

@@ -279,7 +279,7 @@ class FreshNews:
         self._rate = rate
         self._spread_at = -math.inf
         self._logs: dict[Member, tuple[int, set[PeerId]]] = {}
-        """Member -> first fresh operation, and who knows of it already."""
+        """Member -> first fresh operation, and the members that know of it already."""
         self._records: dict[PeerId, set[PeerId]] = {}
 
     def __bool__(self) -> bool:

@@ -156,7 +156,7 @@ def pack_positions(digest: Digest) -> bytes | None:
 
 
 def pack_record_positions(digest: Digest) -> bytes:
-    """4 bytes a member: of who wants no logs, among others who want none."""
+    """4 bytes a member: of a member that wants no logs, among others that want none."""
     return digest.record_sequences.astype("<u4").tobytes()
 
 

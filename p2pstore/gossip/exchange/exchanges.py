@@ -1,11 +1,11 @@
-"""Exchanges: with whom and when this peer compares what they know, and what each side says. Pure.
+"""Exchanges: which peers compare their knowledge, when, and what each side says. Pure.
 
-A question carries digests; its answer what the asker lacks, and the other's digests; what that one
-lacks goes back. Between exchanges there are 67 ms while there are differences, up to a second else, and more
-where the message budget is spent.
+A request carries digests; the reply carries what the sender lacks, and the replier's digests; a delta with what the
+replier lacks goes back. Between two exchanges there are 67 ms while there are differences, otherwise up to a second,
+and more where the message budget is spent.
 
-Under load one other at a time is told what to send: while an answer or a delta is on its way here, this peer
-asks no other, and answers others without a digest. Else several would send the same.
+Under load one other peer at a time is told what to send: while a reply or a delta is on its way here, this peer sends
+no request, and replies without a digest. Otherwise several peers would send the same.
 
 Digests are in full until the other side has named a hash of its members; from then on numbers alone are sent as
 long as the last peer that was asked knew the same members (`digests`). Where cluster records differ, another
@@ -165,7 +165,7 @@ class Exchanges:
         return self._next_at() if self._membership.others() else math.inf
 
     def start(self, now: float) -> list[Ask]:
-        """The exchanges that are due: with whom one is wanted, else with a random member."""
+        """The exchanges that are due: with a member that wants one, else with a random member."""
         wanted, self._wanted = self._wanted, {}
         for peer_id in [peer_id for peer_id, until in self._invited.items() if until <= now]:
             del self._invited[peer_id]
@@ -292,7 +292,7 @@ class Exchanges:
         )
 
     def _invite(self, peer_id: PeerId, now: float) -> None:
-        """A member is told what to send. That who asks again meanwhile is not waited for any longer."""
+        """A member is told what to send. A peer that asks again meanwhile is not waited for any longer."""
         if self._is_member(peer_id) and peer_id not in self._unreliable:
             self._invited.setdefault(peer_id, now + INVITED_SECONDS)
 
@@ -315,7 +315,7 @@ class Exchanges:
             self._differing.pop(peer_id, None)
             return
         if not self._is_member(peer_id):
-            return  # yet: nothing is kept of who may never be one
+            return  # yet: nothing is kept of a peer that may never be one
         buckets = theirs.records.buckets
         news = not self._differing.get(peer_id)
         self._differing[peer_id] = [] if buckets is None else differing_buckets(self._records, buckets)

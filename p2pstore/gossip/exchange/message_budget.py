@@ -41,6 +41,13 @@ class MessageBudget:
         self._left = max(-self._burst, self._level(now) - count)
         self._at = max(now, self._at)
 
+    def affords(self, count: int, now: float) -> bool:
+        """Take this number if it is there. Whether it was."""
+        if self.has(count, now):
+            self.take(count, now)
+            return True
+        return False
+
     def ready_at(self, count: int) -> float:
         """The time from which this number is there."""
         missing = min(count, self._burst) - self._left
@@ -69,11 +76,10 @@ class MemberBudgets(Generic[Name]):
     def affords(self, name: Name, now: float) -> bool:
         """Whether this one's budget has room for one more. Counts it, if so."""
         budget = self._budgets.get(name) or MessageBudget(self._per_second, self._burst)
-        if not budget.has(1, now):
-            return False
-        budget.take(1, now)
-        put_newest(self._budgets, name, budget, self._limit)
-        return True
+        if budget.affords(1, now):
+            put_newest(self._budgets, name, budget, self._limit)
+            return True
+        return False
 
 
 class SharedBudget:
@@ -104,7 +110,6 @@ class SharedBudget:
         served = self._served[sender] = self._served.get(sender, 0) + 1
         if served > self._requests_per_sender:
             return False
-        if self._others.has(MESSAGES_PER_REQUEST, now):
-            self._others.take(MESSAGES_PER_REQUEST, now)
+        if self._others.affords(MESSAGES_PER_REQUEST, now):
             self._all.take(MESSAGES_PER_REQUEST, now)
         return True

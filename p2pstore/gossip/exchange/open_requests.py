@@ -103,7 +103,7 @@ class OpenRequests:
         return next((each.sent_at for each in newest), -math.inf)
 
     def fetching(self) -> set[Member]:
-        """Of whom snapshots are under way."""
+        """Members whose snapshots are under way."""
         return {each.member for each in self._of_kind[None].values()}
 
     def overdue(self, since: float, before: float) -> list[PeerId]:

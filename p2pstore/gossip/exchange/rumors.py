@@ -62,7 +62,7 @@ class Rumors(Generic[Name]):
 
 
 class ClaimRumors:
-    """The latest claim about each member. It is not told to whom it came from, nor twice running to one peer:
+    """The latest claim about each member. It is not told to the peer that it came from, nor twice running to one peer:
     with few partners that would use up its turns before all have heard it."""
 
     def __init__(self) -> None:

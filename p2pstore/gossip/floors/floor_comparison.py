@@ -48,7 +48,7 @@ APART_BIT: Final = 1
 CROWDED: Final = COMPACT_ABOVE / 2
 """Above this share of the limit a peer announces its floors although nothing else of its record has changed."""
 
-LONGEST_ABSENCE: Final = clock_from_unix_seconds(30 * 86_400.0)
+MAX_ABSENCE: Final = clock_from_unix_seconds(30 * 86_400.0)
 """A peer that was away for longer than 30 days is trusted with nothing it kept: older stamps are forgotten."""
 
 
@@ -211,7 +211,7 @@ class FloorComparison:
         return last_clock <= self._oldest(now)
 
     def _oldest(self, now: float) -> int:
-        return max(0, self._wall_clock(now) - LONGEST_ABSENCE)
+        return max(0, self._wall_clock(now) - MAX_ABSENCE)
 
 
 DISPUTE_REFUSALS: Final = 3

@@ -25,7 +25,7 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_messages import HomePush
-from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, LARGEST_SET_RECORDS, PartitionSets
+from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, MAX_SET_RECORDS, PartitionSets
 from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, PartitionConfig
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.records import LOCATION_BYTES, PARTITION_COUNT, Member, PeerId, partition_of
@@ -274,7 +274,7 @@ class HomePushes:
             del self._homes[member]
 
     def home_of(self, token: int) -> PeerId | None:
-        """To whom a push that is not answered yet went."""
+        """Homes with an unanswered push."""
         member = self.tokens.get(token)
         return None if member is None else self._peer_of(member)
 
@@ -377,7 +377,7 @@ class HomePushes:
             if member in self._confirmed.by[partition]:
                 continue
             size_bytes = self.sets.size_bytes(partition)
-            if size_bytes > LARGEST_SET_RECORDS * LOCATION_BYTES:
+            if size_bytes > MAX_SET_RECORDS * LOCATION_BYTES:
                 continue
             if sets and size_bytes > room:
                 return sets

@@ -22,14 +22,14 @@ from p2pstore.location_table import WHOLE
 AUDIT_ENTRY: Final = struct.Struct("<HIQ")
 """Partition, number, XOR hash of the set."""
 MAX_AUDIT_SECONDS: Final = 24 * 3600
-LARGEST_SET_RECORDS: Final = 5_000
+MAX_SET_RECORDS: Final = 5_000
 """Larger whole partitions are neither sent nor kept. Of the four million records of a peer a partition has some 4,096,
 and more only when keys are chosen for it; its homes then do not vouch for it, and are asked in vain."""
 STEP_COST: Final = 1_280
 """Of what is taken in at once, in units of 2 us: an empty partition or an entry of an audit costs one. A step may
 be longer for one large partition, and takes 4 ms then."""
 OPERATION_COST: Final = 10
-"""With the question who else holds the key."""
+"""Asks for other holders of the key as well."""
 SET_COST: Final = 50
 RECORD_COST_PERCENT: Final = 40
 CHECKED_AT_ONCE: Final = 4_096
@@ -145,7 +145,7 @@ def _check_set(whole: PartitionSet) -> None:
     _check_partition(whole.partition)
     if not 0 <= whole.number < 1 << 32:
         raise ProtocolError(f"a partition after operation {whole.number}")
-    if len(whole.records) > LARGEST_SET_RECORDS * LOCATION_BYTES:
+    if len(whole.records) > MAX_SET_RECORDS * LOCATION_BYTES:
         return  # it is not kept: see `home_views`
     set_hash = check_snapshot(whole.records).set_hash if whole.records else 0
     if set_hash != whole.set_hash:

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy
 
-from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS, CheckedUpdate
+from p2pstore.gossip.homes.home_updates import MAX_SET_RECORDS, CheckedUpdate
 from p2pstore.gossip.homes.partition_homes import PartitionConfig
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.location_index import digests_of
@@ -105,7 +105,7 @@ class HomeViews:
             if same or view.number > whole.number:
                 return True  # it comes again, or late
         replaced = 0 if view is None else self._index.count(view.slot)
-        if count > LARGEST_SET_RECORDS or not self._make_room(owner, count, replaced):
+        if count > MAX_SET_RECORDS or (count and not self._make_room(owner, count, replaced)):
             return False
         view = self.directory.open_part(whole.partition, owner, known.incarnation, hidden=known.hidden)
         view.number, view.sequence = whole.number, sequence

@@ -6,7 +6,7 @@ that joins or leaves changes the partitions that it wins or gave, and few others
 
 The weight of a member for a partition is `mix(member XOR (partition + 1) * 0x9E3779B97F4A7C15)` in 64
 bits, where `mix` is the finalizer of SplitMix64 (Steele, Lea and Flood 2014). It is a bijection, so two
-members never tie. Tables are shared by all who know the same members: they never change.
+members never tie. Tables are shared by all peers that know the same members: they never change.
 """
 
 from __future__ import annotations

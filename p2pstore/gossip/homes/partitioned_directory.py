@@ -50,7 +50,7 @@ FORGOTTEN_AT_ONCE: Final = 16
 NEAR_LIMIT: Final = 0.8
 """From this share of the limits on it may soon matter whether all logs are followed."""
 FOLLOW_SECONDS: Final = 50e-6
-"""For each member: shortest time between two looks at who is home now, which cost more the more there are."""
+"""For each member: shortest time between two looks at the homes of now, which cost more the more there are."""
 STEP_SECONDS: Final = 1e-3
 """An event within this time of another may be handled in one step with it."""
 _REMOVED: Final = 0x80

@@ -182,7 +182,7 @@ class Attempts(Generic[T]):
             self._under_way[peer_id, key] = attempt
         await attempt.ended.wait()
         if attempt.error is not None:
-            raise attempt.error.with_traceback(None)  # each who waits would add to it
+            raise attempt.error.with_traceback(None)  # each waiting task would add to it
         assert attempt.result is not None
         return attempt.result
 
@@ -207,7 +207,7 @@ class Attempts(Generic[T]):
                 in_time = trio.current_time() < deadline
                 why = "was ended" if in_time else f"took over {self._timeout_seconds:g} s"
                 attempt.error = LinkError(f"connecting with {who} {why}")
-        except Exception as error:  # it is for those who wait; this task's nursery has others' work
+        except Exception as error:  # it is for the waiting tasks; this task's nursery has others' work
             attempt.error = error
         except BaseException:
             attempt.error = LinkError(f"connecting with {who} was ended: this peer stops")
@@ -271,7 +271,7 @@ class Connection:
         self.address = address
         self.asking: AskingStream | None = None
         self.opening = trio.Lock()
-        """Held by who opens that stream."""
+        """Held by the task that opens that stream."""
         self.activity = Activity()
         self.ever_admitted = False
         self.parting = False

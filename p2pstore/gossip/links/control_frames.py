@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, Protocol, TypeVar
 
@@ -47,7 +47,7 @@ _WRITE_PIECE_BYTES: Final = 60 * 1024
 """One piece is one frame of the multiplexer and one message of the encryption."""
 
 
-class MuxedStream(Protocol):
+class RawStream(Protocol):
     """One stream of a multiplexed connection. Both calls raise `OSError` when it ends or breaks."""
 
     async def read(self, max_bytes: int) -> bytes: ...
@@ -76,7 +76,7 @@ class Frames:
     """Whole frames in, whole frames out. The account holds the bytes of every frame: of one that comes from its first
     byte until `handled`, of one that goes until it was sent."""
 
-    def __init__(self, stream: MuxedStream, account: Account | None) -> None:
+    def __init__(self, stream: RawStream, account: Account | None) -> None:
         self.account = account if account is not None else nobodys_account()
         self._stream = stream
         self._buffer = FrameBuffer(HELLO_LIMITS)
@@ -122,13 +122,21 @@ class Frames:
         """A frame that was read is not needed any more."""
         self._release(HEADER_BYTES + len(body))
 
-    def ended(self) -> None:
-        """Nothing is left of the stream: neither what came nor what was to go."""
-        self._release(self._held_bytes)
-        self._buffer.drop()
-        self._is_over = True
-        self._unsent_bytes = 0
-        self._sent.set()
+    async def run(self, take: Callable[[trio.Nursery, FrameHeader, bytes], Awaitable[None]]) -> None:
+        """Send what is queued and hand on what comes, until the stream ends. Raises `ProtocolError` and `OSError`."""
+        try:
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._run_writer)
+                    while True:  # no name keeps a frame, which may be large: the next one may be late
+                        await take(nursery, *await self.read())
+        finally:
+            # Nothing is left of the stream: neither what came nor what was to go.
+            self._release(self._held_bytes)
+            self._buffer.drop()
+            self._is_over = True
+            self._unsent_bytes = 0
+            self._sent.set()
 
     async def write(self, frame: bytes) -> None:
         """Send now; only during admission, when there is no writer task."""
@@ -169,7 +177,7 @@ class Frames:
         """Frames of every size from now on."""
         self._buffer.limits = CONTROL_LIMITS
 
-    async def run_writer(self) -> None:
+    async def _run_writer(self) -> None:
         """Send what is queued, joining small frames. Raises `OSError` when a write fails or is stuck."""
         with self._queue, self._dropping_queued():
             async for frame in self._queue:
@@ -207,3 +215,21 @@ class Frames:
             raise ProtocolError(f"a frame of kind {header.kind} where the handshake has {kind.name}")
         self.handled(body)
         return decode_body(message_type, body)
+
+
+@contextmanager
+def single_error() -> Iterator[None]:
+    """Raise what ended a stream or a connection as itself, not in a nursery's group: the others are its echoes."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        _, unexpected = group.split((ProtocolError, OSError))
+        if unexpected is not None:
+            cancelled, others = unexpected.split(trio.Cancelled)
+            if others is None and cancelled is not None:
+                raise cancelled from None  # it was to end anyhow
+            raise
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None

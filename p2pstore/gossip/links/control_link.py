@@ -9,8 +9,8 @@ and one stuck write delays no request for longer than `WRITE_SECONDS`, after whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final
 
 import trio
@@ -30,7 +30,7 @@ from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.control_frames import (
     MAX_REQUESTS_IN_FLIGHT,
     Frames,
-    MuxedStream,
+    RawStream,
     code_from,
     printable,
 )
@@ -53,7 +53,6 @@ from p2pstore.wire import (
 )
 
 logger = logging.getLogger("p2pstore.link")
-
 
 Handler = Callable[[PeerId, int, Message], Awaitable[Message]]
 """Answers a request of a peer: (peer id, kind, request) -> reply. What it raises becomes a Failure."""
@@ -167,25 +166,20 @@ class AskingStream:
     async def run(self) -> None:
         """Read replies and send requests until the stream ends and all requests fail (`ProtocolError`, `OSError`)."""
         try:
-            with single_error():
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._frames.run_writer)
-                    while True:
-                        self._take(*await self._frames.read())
+            await self._frames.run(self._take)
         finally:
-            self._frames.ended()
             self._lost = "the connection was lost"
             for pending in self._pending.values():
                 pending.error = LinkError(self._lost)
                 pending.event.set()
 
-    def _take(self, header: FrameHeader, body: bytes) -> None:
+    async def _take(self, nursery: trio.Nursery, header: FrameHeader, body: bytes) -> None:
         self._frames.handled(body)
         if not header.flags & REPLY:
             raise ProtocolError("a request on a stream that only the other side asks on")
         pending = self._pending.get(header.request_id)
         if pending is None:
-            return  # who asked has given up
+            return  # the caller has given up
         if header.flags & ERROR:
             failure = decode_body(Failure, body)
             text = printable(failure.text)
@@ -196,7 +190,7 @@ class AskingStream:
 
 
 async def open_asking_stream(
-    stream: MuxedStream, opener: Opener, activity: Activity | None = None, account: Account | None = None
+    stream: RawStream, opener: Opener, activity: Activity | None = None, account: Account | None = None
 ) -> AskingStream:
     """Be admitted; `activity` counts the requests, `account` the bytes that are held for the other side.
 
@@ -236,20 +230,14 @@ class AnsweringStream:
 
     async def run(self) -> None:
         """Answer until the stream ends. Raises `ProtocolError` and `OSError`."""
-        try:
-            with single_error():
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._frames.run_writer)
-                    while True:
-                        header, body = await self._frames.read()
-                        if header.flags & (REPLY | ERROR):
-                            raise ProtocolError("a reply on a stream that only the other side asks on")
-                        await self._slots.acquire()
-                        self._activity.begin()
-                        nursery.start_soon(self._answer, header, body)
-                        del body  # it may be large, and the next one late
-        finally:
-            self._frames.ended()
+        await self._frames.run(self._take)
+
+    async def _take(self, nursery: trio.Nursery, header: FrameHeader, body: bytes) -> None:
+        if header.flags & (REPLY | ERROR):
+            raise ProtocolError("a reply on a stream that only the other side asks on")
+        await self._slots.acquire()
+        self._activity.begin()
+        nursery.start_soon(self._answer, header, body)
 
     async def _answer(self, header: FrameHeader, body: bytes) -> None:
         try:
@@ -294,7 +282,7 @@ class AnsweringStream:
 
 
 async def admit_stream(
-    stream: MuxedStream,
+    stream: RawStream,
     listener: Listener,
     handler: Handler,
     *,
@@ -334,21 +322,3 @@ async def _refuse(frames: Frames, kind: ControlKind, refusal: AdmissionRefused) 
     with suppress(OSError, ProtocolError), trio.move_on_after(FAREWELL_SECONDS):
         await frames.write(encode_failure(kind, int(kind), refusal.code, refusal.told))
         await frames.read()
-
-
-@contextmanager
-def single_error() -> Iterator[None]:
-    """Raise what ended a stream or a connection as itself, not in a nursery's group: the others are its echoes."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        _, unexpected = group.split((ProtocolError, OSError))
-        if unexpected is not None:
-            cancelled, others = unexpected.split(trio.Cancelled)
-            if others is None and cancelled is not None:
-                raise cancelled from None  # it was to end anyhow
-            raise
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None

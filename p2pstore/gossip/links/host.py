@@ -1,16 +1,13 @@
-"""The control host: admitted, encrypted connections to other peers. Shell; no other module uses `libp2p_parts`.
+"""The control host: admitted, encrypted connections to other peers. Shell.
 
-From libp2p come the peer id, Noise and multistream-select, and the wire is libp2p's own. Sockets, dialling
-and tasks are ours instead of its Swarm and BasicHost: those leak sockets when cancelled, end
-the process when a handler raises, listen with SO_REUSEPORT (two peers on one port would each get half of
-the connections), wait 250 ms in every dial, and dial on their own. (`yamux` says why yamux is ours too.)
-Here every connection is a task of the host's nursery, and whatever goes wrong in it ends that connection
+Sockets, dialling and tasks are ours instead of libp2p's Swarm and BasicHost: those leak sockets when cancelled, end
+the process when a handler raises, listen with SO_REUSEPORT (two peers on one port would each get half of the
+connections), wait 250 ms in every dial, and dial on their own. (`secured_connections` says what of libp2p is used,
+`yamux` why yamux is ours.) Every connection is a task of the host's nursery, and a failure in it ends that connection
 with one line in the log.
 
 Connections with the peers named to its `keeper` stay open; others are closed, with a farewell, when they were
 unused for a while or there are too many.
-
-Only Noise is offered: with libp2p's default choice a stranger negotiates plaintext and claims any identity.
 """
 
 from __future__ import annotations
@@ -271,7 +268,7 @@ class ControlHost:
                     await connection.nursery.start(self._run_asking, connection)
             return connection
         except AdmissionRefused as refusal:
-            self._refusals.say(connection.address, f"not admitted by {who}")
+            self._refusals.log(connection.address, f"not admitted by {who}")
             raise LinkError(f"{who}: {refusal}", refused=True, code=refusal.code) from None
         except Exception as error:  # RuntimeError when the connection ends meanwhile
             await self._notice_farewell(connection)

@@ -8,8 +8,7 @@ from typing import Final, Protocol
 import trio
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.links.control_frames import nobodys_account
-from p2pstore.gossip.links.control_link import single_error
+from p2pstore.gossip.links.control_frames import nobodys_account, single_error
 from p2pstore.gossip.links.yamux import GOODBYE, Session, StreamState
 from p2pstore.runtime.byte_budget import Account
 from p2pstore.runtime.trio_tasks import wait_room
@@ -167,8 +166,8 @@ class Multiplexer:
                 nursery.start_soon(self._send_replies)
 
     async def _send_replies(self) -> None:
-        """Not in the task that reads: both sides' readers might wait for each other to read. One task for all: who
-        asks and does not read must not cost one for each."""
+        """Not in the task that reads: both sides' readers might wait for each other to read. One task for all: a peer
+        that asks and does not read must not cost one for each."""
         try:
             while self._replies:
                 frames, self._replies = bytes(self._replies), bytearray()

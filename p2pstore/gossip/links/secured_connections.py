@@ -2,11 +2,8 @@
 `libp2p_parts`.
 
 From libp2p come the peer id, Noise and multistream-select, and the wire is libp2p's own. Only Noise is offered: with
-libp2p's default choice a stranger negotiates plaintext and claims any identity.
-
-Dialling: connections that this side opens, by any of a peer's addresses.
-
-Incoming connections, until their end: strangers wait for admission in a bounded number of places.
+libp2p's default choice a stranger negotiates plaintext and claims any identity. `Dialler` opens connections, by any of
+a peer's addresses; `Arrivals` accepts them, and strangers wait for admission in a bounded number of places.
 """
 
 from __future__ import annotations
@@ -346,10 +343,10 @@ class Refusals:
         """A connection or stream was dropped because of what the other side did."""
         if self._silent:
             return
-        self.say(address, f"dropped {address}: {reason}")
+        self.log(address, f"dropped {address}: {reason}")
         call_back(partial(self._on_refused, address, reason))
 
-    def say(self, address: str, line: str) -> None:
+    def log(self, address: str, line: str) -> None:
         """One line about the host in `address` (`HOST:PORT`)."""
         host = address.rpartition(":")[0]
         now = trio.current_time()

@@ -27,7 +27,7 @@ _SYN, _ACK, _FIN, _RST = 1, 2, 4, 8
 _MAX_SEND_WINDOW_BYTES: Final = 1 << 32
 
 GOODBYE: Final = _HEADER.pack(0, _GO_AWAY, 0, 0, 0)
-"""Said by who closes a connection that it has no use for any more."""
+"""Sent by the side that closes a connection without further use."""
 
 
 class StreamState:

@@ -15,7 +15,7 @@ from p2pstore.gossip.locations.location_lookups import LocationLookups
 from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.locations.log import REMOVED, OperationRing, SignedRun, check_run
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot, Staged, Staging
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot, StagedSnapshot, Staging
 from p2pstore.gossip.locations.views import (
     STEP_RECORDS,
     Applied,
@@ -245,7 +245,7 @@ class Directory(LocationLookups):
         staged = self._staging.first
         return staged is not None and self._stage(self._views[staged.member], staged, limit_records)
 
-    def _stage(self, view: View, staged: Staged, limit_records: int) -> bool:
+    def _stage(self, view: View, staged: StagedSnapshot, limit_records: int) -> bool:
         """Put in some records of a snapshot. Whether it is whole, and the view's."""
         if not self._wants(view, staged.sequence):
             self._staging.drop(view.member)  # operations brought the view there meanwhile

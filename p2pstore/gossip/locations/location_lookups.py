@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex, digests_of
-from p2pstore.gossip.locations.location_slots import PublishedLocations
+from p2pstore.gossip.locations.location_index import LocationIndex, digests_of
 from p2pstore.gossip.locations.log import REMOVED, check_run
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.views import DirectoryConfig, Location, View, ViewTable, exclusive
-from p2pstore.gossip.locations.words import Denials, Words
+from p2pstore.gossip.locations.views import Location, View, ViewTable, exclusive
 from p2pstore.gossip.records import LOCATION_BYTES, Member, Tier, decode_location, partition_of
 from p2pstore.location_table import TIER_FLAGS, VERSION_BYTES, Matches
 from p2pstore.objects import DIGEST_BYTES, Version
@@ -41,7 +39,7 @@ _Said = tuple[Member, Position, bytes, bool]
 """A record: (owner, place in its log, packed record, whether the owner is believed dead)."""
 
 
-class Holding(NamedTuple):
+class HeldKeys(NamedTuple):
     """Which of some keys a member holds, and which of these in its memory: a boolean each; and how long they are, in
     units of 4 KiB, of which 0 is not known."""
 
@@ -50,27 +48,14 @@ class Holding(NamedTuple):
     size_units: npt.NDArray[np.uint32]
 
     @staticmethod
-    def of_none(count: int) -> Holding:
+    def of_none(count: int) -> HeldKeys:
         """Of none of `count` keys."""
         held, in_memory = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-        return Holding(held, in_memory, np.zeros(count, np.uint32))
+        return HeldKeys(held, in_memory, np.zeros(count, np.uint32))
 
 
 class LocationLookups(ViewTable):
     """Views that can be asked for a key. `holders` may be called from any thread when `share` was given a lock."""
-
-    def __init__(
-        self,
-        config: DirectoryConfig | None = None,
-        salt: int = DEFAULT_SALT,
-        published: PublishedLocations | None = None,
-    ) -> None:
-        super().__init__(config, salt, published)
-        apart = published.apart if published else None
-        self._words = Words(self.config.max_words, self.config.word_seconds, apart)
-        self._denials = Denials(self.config.max_stale, apart)
-        self.follows_logs = True
-        """Whether logs tell of all members: then hearsay is left out where it is not asked for."""
 
     @exclusive
     def close(self) -> None:
@@ -172,9 +157,9 @@ class LocationLookups(ViewTable):
     @exclusive
     def holdings(
         self, digests: Sequence[bytes], believed: Callable[[Member], range]
-    ) -> dict[Member, Holding]:
-        """By member, which of the keys it holds, in versions as `held` counts them."""
-        found: dict[Member, Holding] = {}
+    ) -> dict[Member, HeldKeys]:
+        """By member, which of the keys it holds, in versions as `held` counts them: where logs tell of all."""
+        found: dict[Member, HeldKeys] = {}
         matches = self.index.table.find_many(b"".join(digests))
         some = self._believed(matches, believed).nonzero()[0]
         some = some[np.argsort(matches.slots[some], kind="stable")]
@@ -186,8 +171,10 @@ class LocationLookups(ViewTable):
         )
         borders = np.flatnonzero(np.diff(slots, prepend=0, append=0)).tolist()
         for begin, end in pairwise(borders):
-            member = self._of_slot[int(slots[begin])].member
-            holding = found.setdefault(member, Holding.of_none(len(digests)))
+            view = self._of_slot[int(slots[begin])]
+            if self._views.get(view.member) is not view:
+                continue  # of a partition, which a log tells of as well
+            holding = found[view.member] = HeldKeys.of_none(len(digests))
             holding.held[queries[begin:end]] = True
             holding.in_memory[queries[begin:end]] = in_memory[begin:end]
             holding.size_units[queries[begin:end]] = size_units[begin:end]
@@ -208,7 +195,10 @@ class LocationLookups(ViewTable):
         return found
 
     def _correct_holdings(
-        self, found: dict[Member, Holding], digests: Sequence[bytes], believed: Callable[[Member], range]
+        self,
+        found: dict[Member, HeldKeys],
+        digests: Sequence[bytes],
+        believed: Callable[[Member], range],
     ) -> None:
         """A later word counts instead, and a denied location does not: of few keys."""
         said, denied = self._words.digests, self._denials.digests
@@ -219,7 +209,7 @@ class LocationLookups(ViewTable):
                 holding.held[place] = holding.in_memory[place] = False
             for member, packed in self._believed_of(digest, believed):
                 if member not in found:
-                    found[member] = Holding.of_none(len(digests))
+                    found[member] = HeldKeys.of_none(len(digests))
                 found[member].held[place] = True
                 found[member].in_memory[place] = packed[_FLAGS] & TIER_FLAGS != Tier.SSD
                 found[member].size_units[place] = decode_location(packed).size_units

@@ -231,13 +231,9 @@ class OwnLog:
                 copy.note(operation[:DIGEST_BYTES])
         self._ring.extend(packed)
 
-    def remove(self, digest: bytes, version: Version) -> bytes | None:
-        """Note that this peer no longer holds the version. None when it did not (any more)."""
-        operations = self.remove_many([(digest, version)])
-        return operations[0] if operations else None
-
     def remove_many(self, gone: Sequence[tuple[bytes, Version]]) -> list[bytes]:
-        """`remove` of many, each of another digest: the packed operations."""
+        """Note that this peer no longer holds these versions, each of another digest. The packed operations, without
+        those of versions that it did not hold (any more)."""
         stamped = [digest + _STAMPED.pack(clock, writer) for digest, (clock, writer, _) in gone]
         taken: list[bytes] = []
         if self._copies:  # the last record fills the gap of each that goes

@@ -84,7 +84,7 @@ def _repeats(fields: npt.NDArray[np.void]) -> bool:
 
 
 @dataclass(slots=True)
-class Staged:
+class StagedSnapshot:
     """A snapshot of a log at `sequence`; the slot has the first `done` of its records."""
 
     member: Member
@@ -103,12 +103,12 @@ class Staging:
 
     def __init__(self, index: LocationIndex) -> None:
         self._index = index
-        self._staged: dict[Member, Staged] = {}
+        self._staged: dict[Member, StagedSnapshot] = {}
 
     def __bool__(self) -> bool:
         return bool(self._staged)
 
-    def __iter__(self) -> Iterator[Staged]:
+    def __iter__(self) -> Iterator[StagedSnapshot]:
         return iter(self._staged.values())
 
     @property
@@ -122,20 +122,20 @@ class Staging:
         return sum(staged.done for staged in self._staged.values())
 
     @property
-    def first(self) -> Staged | None:
+    def first(self) -> StagedSnapshot | None:
         """The one to go on with."""
         return next(iter(self._staged.values()), None)
 
-    def get(self, member: Member) -> Staged | None:
+    def get(self, member: Member) -> StagedSnapshot | None:
         return self._staged.get(member)
 
-    def begin(self, member: Member, sequence: int, snapshot: CheckedSnapshot) -> Staged:
+    def begin(self, member: Member, sequence: int, snapshot: CheckedSnapshot) -> StagedSnapshot:
         """Begin with a snapshot of a member that has none here."""
         assert member not in self._staged
-        staged = self._staged[member] = Staged(member, sequence, snapshot, self._index.open())
+        staged = self._staged[member] = StagedSnapshot(member, sequence, snapshot, self._index.open())
         return staged
 
-    def put(self, staged: Staged, limit: int) -> None:
+    def put(self, staged: StagedSnapshot, limit: int) -> None:
         """Put in up to `limit` more records. Without room, wait for the index to be swept, if it can be."""
         start = staged.done * LOCATION_BYTES
         piece = memoryview(staged.snapshot.packed)[start : start + limit * LOCATION_BYTES]
@@ -146,7 +146,7 @@ class Staging:
         elif not self._index.any_discarded:
             self.drop(staged.member)
 
-    def take(self, staged: Staged) -> int:
+    def take(self, staged: StagedSnapshot) -> int:
         """The slot of a whole one: it is the caller's from now on."""
         assert staged.whole
         del self._staged[staged.member]

@@ -3,7 +3,7 @@
 A view stands at (incarnation, sequence) and holds exactly the set that its owner's log, or the keys of a partition
 among it, had there. The records of all views are in one `LocationIndex`, a slot per view. The owner's signed head names
 the hash of the set at some sequence; a view that passes there with another hash is dropped until its owner gives a
-snapshot. What moves the views of partitions is in `homes.home_views`.
+snapshot. Views of partitions are moved by `homes.home_views`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OperationRing, SignedRun
 from p2pstore.gossip.locations.log import Position as Position
+from p2pstore.gossip.locations.words import Denials, Words
 from p2pstore.gossip.records import LocationRecord, LogHead, Member
 
 
@@ -36,7 +37,7 @@ class DirectoryConfig:
     max_words: int = 100_000
     word_seconds: float = 60.0
     """How long a word counts that no log has told of since."""
-    max_stale: int = 100_000
+    max_denials: int = 100_000
 
     @property
     def max_rows(self) -> int:
@@ -135,8 +136,8 @@ def changing(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[
 
 
 class ViewTable:
-    """All views, and where each stands. `salt`: 128 bits that other members cannot guess, for the index. Or
-    `published`: the index is its table, with room for `max_rows` rows."""
+    """All views, where each stands, and what was said beside them. `salt`: 128 bits that other members cannot guess,
+    for the index. Or `published`: the index is its table, with room for `max_rows` rows."""
 
     def __init__(
         self,
@@ -156,6 +157,11 @@ class ViewTable:
         """The views of each partition, by owner. To be changed inside `changing_rows`."""
         self.watched = WatchedKeys(self.index)
         self.shares = LocationShares()
+        apart = published.apart if published else None
+        self._words = Words(self.config.max_words, self.config.word_seconds, apart)
+        self._denials = Denials(self.config.max_denials, apart)
+        self.follows_logs = True
+        """Whether logs tell of all members: then hearsay is left out where it is not asked for."""
         self._relay_limit = self.config.relay_limit
         self._unsettled: set[Member] = set()
         self._moved: set[Member] = set()
@@ -221,13 +227,6 @@ class ViewTable:
         view = self._views.get(member)
         ring = None if view is None else view.ring
         return [] if ring is None else ring.since(sequence, limit_bytes)
-
-    def snapshot(self, member: Member) -> tuple[int, int, int, bytes] | None:
-        """(incarnation, sequence, set hash, packed records) of a view; None of an empty one."""
-        view = self._views.get(member)
-        if view is None or not view.sequence:
-            return None
-        return *view.position, self.index.hash(view.slot), self.index.pack(view.slot)
 
     def places(self) -> dict[Member, ViewPlace]:
         """Where every view stands now."""

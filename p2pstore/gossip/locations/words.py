@@ -1,4 +1,4 @@
-"""What was said of single keys beside the logs, and what owners denied. Pure.
+"""Words about single keys beside the logs, and denials of owners. Pure.
 
 A *word* is an operation that its owner said ahead of its log, or where the log is not followed; or *hearsay*, what
 another member said of the owner. Both are short-lived: a word counts until the owner's log is past its place. A denial

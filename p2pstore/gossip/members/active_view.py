@@ -134,7 +134,7 @@ class ActiveView:
         )
 
     def _mend(self) -> None:
-        """Drop who is not live any more, and fill up."""
+        """Drop members that are not live any more, and fill up."""
         if self._seen_version == self._membership.version:
             return
         self._seen_version = self._membership.version

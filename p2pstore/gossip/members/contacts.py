@@ -42,8 +42,6 @@ class _Contact:
     due_at: float
     delay_seconds: float = FIRST_DELAY_SECONDS
     in_flight: bool = False
-    counted_as: bool = False
-    """Whether the attempt in flight counts as one of a bootstrap address."""
 
 
 class Contacts:
@@ -52,8 +50,6 @@ class Contacts:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._contacts: dict[Addresses, _Contact] = {}
-        self._in_flight = {True: 0, False: 0}
-        """Of bootstrap addresses, and of others."""
         self._look_at = math.inf
         """When one that may be tried may be due. Contacts are not gone through before."""
         self._unproven: dict[PeerId, set[Addresses]] = {}
@@ -85,9 +81,8 @@ class Contacts:
 
     def remove(self, addresses: Sequence[str]) -> None:
         """Never try these addresses again: they are this peer's own."""
-        contact = self._contacts.pop(tuple(addresses), None)
-        if contact is not None:
-            self._landed(contact)
+        self._contacts.pop(tuple(addresses), None)
+        self._look_at = -math.inf  # another one may have its place
 
     @property
     def is_empty(self) -> bool:
@@ -100,22 +95,23 @@ class Contacts:
         if now < self.next_due():
             return chosen
         look_at = {True: math.inf, False: math.inf}
+        in_flight = Counter(each.bootstrap for each in self._contacts.values() if each.in_flight)
         for addresses, contact in self._contacts.items():
-            if contact.in_flight or self._in_flight[contact.bootstrap] >= MAX_IN_FLIGHT:
+            if contact.in_flight or in_flight[contact.bootstrap] >= MAX_IN_FLIGHT:
                 continue
             if contact.due_at <= now:
                 met = contact.peer_id is not None and is_live(contact.peer_id)
                 if not met and (contact.bootstrap or alone):
-                    contact.in_flight, contact.counted_as = True, contact.bootstrap
-                    self._in_flight[contact.bootstrap] += 1
+                    contact.in_flight = True
+                    in_flight[contact.bootstrap] += 1
                     chosen.append(addresses)
                     continue
                 contact.due_at = now + FIRST_DELAY_SECONDS
                 contact.delay_seconds = FIRST_DELAY_SECONDS
             look_at[contact.bootstrap] = min(look_at[contact.bootstrap], contact.due_at)
+        # Where all places are taken, `_tried` says when to look.
         self._look_at = min(
-            math.inf if count >= MAX_IN_FLIGHT else look_at[bootstrap]
-            for bootstrap, count in self._in_flight.items()
+            math.inf if in_flight[kind] >= MAX_IN_FLIGHT else at for kind, at in look_at.items()
         )
         return sorted(chosen, key=lambda addresses: not self._contacts[addresses].bootstrap)
 
@@ -160,18 +156,10 @@ class Contacts:
                 yield contact.peer_id, addresses
 
     def _tried(self, contact: _Contact, now: float) -> None:
-        self._landed(contact)
+        contact.in_flight = False
         contact.due_at = now + contact.delay_seconds * self._rng.uniform(0.75, 1.25)
         contact.delay_seconds = min(2 * contact.delay_seconds, LAST_DELAY_SECONDS)
-        self._look_at = min(self._look_at, contact.due_at)
-
-    def _landed(self, contact: _Contact) -> None:
-        if not contact.in_flight:
-            return
-        contact.in_flight = False
-        if self._in_flight[contact.counted_as] == MAX_IN_FLIGHT:
-            self._look_at = -math.inf  # others of the kind waited for a free place
-        self._in_flight[contact.counted_as] -= 1
+        self._look_at = -math.inf  # others may have waited for its place
 
 
 class AddressBook:

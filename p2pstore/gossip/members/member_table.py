@@ -43,7 +43,7 @@ class MembershipConfig:
     probe_timeout_seconds: float = 0.5
     """How long a direct ping may take before others are asked."""
     indirect_probes: int = 3
-    """How many others are asked to ping who did not answer."""
+    """Number of other members that are asked to ping one that did not answer."""
     suspicion_multiplier: float = 4.0
     retransmit_multiplier: int = 4
     claims_per_message: int = 32

@@ -280,7 +280,7 @@ class Membership(MemberTable):
 
     def accusation(self, peer_id: PeerId) -> Claim | None:
         """The claim for a peer that believes this member alive; None when this peer does, too. A death is passed on as
-        a suspicion: a living victim has time to refute before those who are told hide what it holds."""
+        a suspicion: a living victim has time to refute before the peers that are told hide what it holds."""
         state = self.get(peer_id)
         if state is None or state.status == Status.ALIVE:
             return None
@@ -323,8 +323,7 @@ class Membership(MemberTable):
         own = self.own
         if self._accused_in < own.incarnation or own.status == Status.LEFT:
             return
-        if self._refutations.has(1, now):
-            self._refutations.take(1, now)
+        if self._refutations.affords(1, now):
             own.incarnation = self._accused_in + 1
             self.health.worse()  # others could not reach this peer
             self._spread(own)

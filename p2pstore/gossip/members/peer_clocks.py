@@ -90,7 +90,7 @@ class PeerClocks:
         return None if reading is None else reading.ahead(offset)
 
     def known(self, is_live: Callable[[PeerId], bool], now: float) -> list[PeerId]:
-        """The living members of whom there is a reading of the last two minutes."""
+        """The living members with a reading of the last two minutes."""
         return [
             peer_id
             for peer_id, reading in self._readings.items()
@@ -115,7 +115,7 @@ def judge(aheads: Iterable[float], middle: float | None, *, alone: bool) -> Cloc
     if alone:
         lead = float("inf")
     elif ordered:
-        # Among those of whom this clock is most ahead, the one whose refusal makes it half of all.
+        # Among the members that this clock is most ahead of, the one whose refusal makes it half of all.
         lead -= max(0.0, ordered[(count + 1) // 2 - 1])
     return ClockView(middle, lead, 2 * behind > count, 2 * behind == count)
 

@@ -24,7 +24,7 @@ from p2pstore.objects import put_newest
 
 PROOF_PROBES: Final = 3
 """A probe of a suspect is wanted again when it has not ended within this number of probe intervals."""
-LONGEST_MULTIPLIER: Final = 6.0
+MAX_MULTIPLIER: Final = 6.0
 """The longest time, in shortest times."""
 JUDGED_AT_ONCE: Final = 128
 """Suspects judged in one step: where thousands die together, the table of homes follows them in steps."""
@@ -151,7 +151,7 @@ class Accusers:
         self.claims = MemberBudgets[Member](ACCUSATIONS_A_SECOND, ACCUSATIONS_AT_ONCE, MAX_ACCUSERS)
         """Each member's budget of claims."""
         self._unrefuted: OrderedDict[Member, set[Member]] = OrderedDict()
-        """Accused -> who accused it since this peer heard from it last."""
+        """Accused -> its accusers since this peer heard from it last."""
         self._refuted: OrderedDict[tuple[Member, Member], tuple[int, float]] = OrderedDict()
         """(accuser, accused) -> how often that was refuted, and when last."""
 
@@ -206,7 +206,7 @@ class Suspects:
         self._suspicions[peer_id] = Suspicion(
             began_at=now,
             shortest_seconds=shortest,
-            longest_seconds=LONGEST_MULTIPLIER * shortest,
+            longest_seconds=MAX_MULTIPLIER * shortest,
             expected=expected_confirmations(self._config.suspicion_multiplier, members),
             accusers={self._me if by is None else by},
         )

@@ -56,7 +56,7 @@ class AddressCalls(ObjectCalls):
             try:
                 client.register_gpu()
             except P2PStoreError as error:
-                self._say_once(f"puts from GPUs are slower than they might be: {error}")
+                self._warn_once(f"puts from GPUs are slower than they might be: {error}")
         return INVALID if region is None else 0
 
     def unregister_buffer(self, buffer_ptr: int) -> int:

@@ -75,8 +75,8 @@ class StoreBase:
         self._settings: SetupSettings | None = None
         self._lock = threading.Lock()
         self._retry_at = 0.0
-        self._said: dict[str, float] = {}
-        self._once: set[str] = set()
+        self._quiet_until: dict[str, float] = {}
+        self._warned: set[str] = set()
         self._buffers = Registrations()
         self._pooled: dict[int, object] = {}
         """Memory of buffer pools, by its address: it must be there as long as it is registered."""
@@ -95,12 +95,12 @@ class StoreBase:
                 self._client = _connected(settings.socket, settings.namespace)
         if self._own_peer is None and may_start and settings.for_own_peer:
             said = ", ".join(settings.for_own_peer)
-            self._say(
+            self._warn(
                 f"the peer at {self._live.socket_path} runs already and is used as it is: {said} count "
                 "only for a peer that setup starts"
             )
         for text in settings.unused:
-            self._say_once(text)
+            self._warn_once(text)
 
     def _connect(self, settings: SetupSettings) -> None:
         try:
@@ -186,7 +186,7 @@ class StoreBase:
         if isinstance(error, StoreClosed):
             self._reconnect()
         if not isinstance(error, NoSuchKey):
-            self._say(str(error))
+            self._warn(str(error))
         return code
 
     def _read_code(self, error: Exception) -> int:
@@ -215,19 +215,19 @@ class StoreBase:
         names = {each.removeprefix("tls://"): peer.peer_id for peer in peers for each in peer.data}
         return names | {self._segment_name(peer): peer.peer_id for peer in peers}
 
-    def _say_once(self, text: str) -> None:
-        """Say in the log, once as long as the store is set up, that something is not done."""
-        if text not in self._once:
-            self._once.add(text)
+    def _warn_once(self, text: str) -> None:
+        """Log, once while the store is set up, that something is not done."""
+        if text not in self._warned:
+            self._warned.add(text)
             LOG.warning("%s", text)
 
-    def _say(self, text: str) -> None:
-        """Say it in the log, the same thing every ten seconds at most."""
+    def _warn(self, text: str) -> None:
+        """Log a text, the same one every ten seconds at most."""
         now = time.monotonic()
-        if now >= self._said.get(text, 0.0):
-            if len(self._said) > 100:
-                self._said.clear()
-            self._said[text] = now + QUIET_SECONDS
+        if now >= self._quiet_until.get(text, 0.0):
+            if len(self._quiet_until) > 100:
+                self._quiet_until.clear()
+            self._quiet_until[text] = now + QUIET_SECONDS
             LOG.warning("%s", text)
 
     def _reconnect(self) -> None:
@@ -260,12 +260,14 @@ class StoreBase:
             if self._client is not client or before is None or settings is None:
                 return
             self._retry_at = time.monotonic() + RESTART_SECONDS
-            self._say(f"the peer of this store has ended, another one is started: {before.last_words()}")
+            self._warn(
+                f"the peer of this store has ended, another one is started: {before.last_words()}"
+            )
             self._own_peer = None
             try:
                 self._connect(settings)
             except (P2PStoreError, OSError) as error:
-                self._say(f"no peer could be started again: {error}")
+                self._warn(f"no peer could be started again: {error}")
                 self._own_peer = before
                 return
             before.close()

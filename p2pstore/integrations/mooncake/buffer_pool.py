@@ -96,7 +96,7 @@ class BufferLease:
 
 
 class BufferPool:
-    """Lends registered memory of a store, and keeps what comes back for the next who asks. Any thread may use it.
+    """Lends registered memory of a store, and keeps returned memory for the next caller. Any thread may use it.
 
     It has at most `max_bytes` (by default what `setup` was told as `local_buffer_size`), lent and kept together, in at
     most `max_regions` pieces: of `min_size_class` bytes, then powers of two up to `alignment`, then multiples of it;

@@ -106,7 +106,7 @@ class ObjectCalls(StoreBase):
         except FAILURES as error:
             self._read_code(error)
             return [b""] * len(keys)
-        self._say_errors([each.error for each in results])
+        self._warn_of([each.error for each in results])
         return [b"" if each.value is None else each.value for each in results]
 
     def get_buffer(self, key: str) -> BufferHandle | None:
@@ -131,7 +131,7 @@ class ObjectCalls(StoreBase):
         """1 when some living peer is known to hold the key, else 0; -600 before `setup` and after `close`. Never
         negative otherwise: callers take the answer for a truth value. It costs no round trip, may lag behind by a
         moment, and does not keep the object from being evicted or removed, as Mooncake's does."""
-        self._say_lease(options)
+        self._warn_of_options(options)
         if self._client is None:
             return INVALID
         try:
@@ -142,7 +142,7 @@ class ObjectCalls(StoreBase):
 
     def batch_is_exist(self, keys: Sequence[str], options: ExistOptions | None = None) -> list[int]:
         """`is_exist` for many; -1 for all of them when the peer does not answer."""
-        self._say_lease(options)
+        self._warn_of_options(options)
         try:
             return [1 if each else 0 for each in self._live.contains_many(keys)]
         except (ValueError, TypeError):  # one of them cannot be a key
@@ -209,14 +209,14 @@ class ObjectCalls(StoreBase):
                 codes.append(self._item_code(error))
         return codes, made
 
-    def _say_lease(self, options: ExistOptions | None) -> None:
+    def _warn_of_options(self, options: ExistOptions | None) -> None:
         if options is not None and options.asked:
-            self._say_once(
+            self._warn_once(
                 "ExistOptions change nothing: an answer keeps no object from being evicted; get_buffer and get "
                 "sessions hold objects"
             )
 
-    def _say_errors(self, errors: Sequence[Exception | None]) -> None:
+    def _warn_of(self, errors: Sequence[Exception | None]) -> None:
         """Log all errors but unknown keys."""
         for error in errors:
             if error is not None and not isinstance(error, NoSuchKey):
@@ -226,7 +226,7 @@ class ObjectCalls(StoreBase):
         """`put_options`; what the config asks for in vain is said once."""
         options = put_options(config, same_node=same_node)
         for text in unused_fields(config):
-            self._say_once(text)
+            self._warn_once(text)
         return options
 
     def _store(

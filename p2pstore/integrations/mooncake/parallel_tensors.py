@@ -257,7 +257,7 @@ class ParallelTensorCalls(TensorCalls):
             try:
                 codes.append(put(key, *value, by, config, of))
             except TypeError as error:
-                self._say(f"{key!r} is not stored: {error}")
+                self._warn(f"{key!r} is not stored: {error}")
                 codes.append(INVALID)
         return codes
 
@@ -275,7 +275,7 @@ class ParallelTensorCalls(TensorCalls):
             try:
                 found[number] = self._read_parallel(key, target, place)
             except (RuntimeError, TypeError) as error:
-                self._say(f"{key!r} is not read: {error}")
+                self._warn(f"{key!r} is not read: {error}")
         return found
 
     def _read_parallel(self, key: str, target: Any, place: Place) -> Tensor | None:

@@ -86,7 +86,7 @@ class RemovingCalls(ObjectCalls):
             page = self._live.list_keys(after=after, limit=PAGE_KEYS)
             if page.silent_peers:
                 silent = ", ".join(page.silent_peers)
-                self._say(f"keys of peers that did not answer may be left: {silent}")
+                self._warn(f"keys of peers that did not answer may be left: {silent}")
             keys = [each.key for each in page.keys]
             yield keys
             more = page.more and bool(keys)
@@ -219,7 +219,7 @@ class ReplicaCalls(RemovingCalls):
                 if holders == {holder}:
                     found.append(key)
                 elif holder in holders:
-                    self._say_once(
+                    self._warn_once(
                         "batch_replica_clear with a segment's name leaves objects that other segments hold too: peers "
                         "let go of such copies by themselves when they need room"
                     )
@@ -244,7 +244,7 @@ class ReplicaCalls(RemovingCalls):
             return NO_TASK, self._read_code(error)
         if not targets or not known >= set(targets):
             return NO_TASK, INVALID
-        self._say_once(
+        self._warn_once(
             "create_copy_task: the targets say only how many copies are made; where, the object's key decides"
         )
         if len(self._tasks) >= MAX_TASKS and not self._forget_ended():
@@ -362,16 +362,16 @@ class SegmentCalls(ObjectCalls):
         where `ret` is 0 or -1. The file is made, and removed when the segment is unmounted: one that exists is left
         alone, and refused, as a peer's memory is a file of its own."""
         if offset or not path or os.path.exists(path):
-            self._say(f"mount_segment: {path!r} must be a path where no file is, with offset 0")
+            self._warn(f"mount_segment: {path!r} must be a path where no file is, with offset 0")
             return {"ret": FAILED, "segment_ids": []}
-        self._say_unused("mount_segment", protocol, location)
+        self._warn_unused("mount_segment", protocol, location)
         return self._mount(size, "--memory-path", path)
 
     def allocate_and_mount_segment(
         self, size: int, protocol: str = "tcp", location: str = ""
     ) -> dict[str, Any]:
         """Give the pool `size` bytes more: `{"ret", "segment_ids", "allocated_size"}`."""
-        self._say_unused("allocate_and_mount_segment", protocol, location)
+        self._warn_unused("allocate_and_mount_segment", protocol, location)
         mounted = self._mount(size)
         return mounted | {"allocated_size": 0 if mounted["ret"] else size}
 
@@ -385,12 +385,12 @@ class SegmentCalls(ObjectCalls):
 
     def unmount_local_disk_segment(self, grace_period_seconds: int = 0) -> int:
         """0, and nothing happens: an SSD is its peer's for its life."""
-        self._say_once("unmount_local_disk_segment: an SSD is its peer's for its life, and stays")
+        self._warn_once("unmount_local_disk_segment: an SSD is its peer's for its life, and stays")
         return 0
 
-    def _say_unused(self, call: str, protocol: str, location: str) -> None:
+    def _warn_unused(self, call: str, protocol: str, location: str) -> None:
         if protocol not in ("", "tcp") or location:
-            self._say_once(
+            self._warn_once(
                 f"{call}: protocol and location change nothing: a segment is a peer of its own, which is reached as "
                 "all peers are and takes its memory where the kernel gives it"
             )
@@ -411,7 +411,7 @@ class SegmentCalls(ObjectCalls):
                 peer.close()
                 raise
         except (P2PStoreError, ValueError, OSError) as error:
-            self._say(f"no segment of {size} bytes: {error}")
+            self._warn(f"no segment of {size} bytes: {error}")
             return failed
         number = str(uuid.uuid4())
         with self._lock:
@@ -436,7 +436,7 @@ class SegmentCalls(ObjectCalls):
 
     def _unmount(self, segment_ids: Sequence[str], grace_period_seconds: int) -> int:
         if grace_period_seconds:
-            self._say_once(
+            self._warn_once(
                 "grace_period_seconds changes nothing: a segment hands over what it alone holds, for 5 s at most"
             )
         for each in segment_ids:

@@ -155,7 +155,7 @@ class TensorCalls(AddressCalls):
             header = describe(tensor)
             write_one(file_name or key, key, header.dtype, header.shape, source_view(tensor))
         except (OSError, ValueError) as error:
-            self._say(str(error))
+            self._warn(str(error))
             return int(ErrorCode.FILE_NOT_FOUND)
         return 0
 
@@ -166,10 +166,10 @@ class TensorCalls(AddressCalls):
         try:
             tensor, found = read_one(file_name, name)
         except (OSError, ValueError) as error:
-            self._say(str(error))
+            self._warn(str(error))
             return None
         if found != name:
-            self._say(f"{file_name} has no {name!r}: {found!r} is taken")
+            self._warn(f"{file_name} has no {name!r}: {found!r} is taken")
         return tensor if self.put_tensor(name, tensor) == 0 else None
 
     # -------------------------------------------------------------------------------------------

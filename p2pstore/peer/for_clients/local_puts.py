@@ -49,9 +49,9 @@ class LocalPuts:
         self._core = node.core
         self._segment = node.core.segment
         self._next_put: tuple[int, RoomAhead] | None = None
-        """Session of a client that puts in a loop, and the room that it is likely to want after the next put."""
+        """Session of a client that puts in a loop, and the room that it asked for last."""
         self._ready: dict[int, tuple[RoomAhead, Reservation]] = {}
-        """Room of each session, of which its next COMMIT is told."""
+        """Room that is held ready, by session."""
 
     def reserve(self, client: LocalClient, message: local.Reserve) -> Answer:
         """Room for each value, or why there is none."""
@@ -163,12 +163,15 @@ class LocalPuts:
             if outcomes:
                 yield
             outcomes.append((count, put_outcome(_result_of(alike))))
+        wanted = (
+            (*message.again[0], message.namespace) if message.again and not message.at_hand else None
+        )
+        ahead = self._take_ready(client, wanted)
         if message.at_hand:
             rooms = yield from self._rooms_for(client, again, message.namespace)
             return local.Committed(outcomes, _spans(rooms))
-        ahead: list[Reserved] = []
         try:
-            for room in message.again:
+            for room in message.again[len(ahead) :]:
                 if ahead:
                     yield
                 ahead += yield from self._reserve_ahead(client, room, message.namespace)
@@ -177,20 +180,29 @@ class LocalPuts:
             raise
         return local.Committed(outcomes, _spans(ahead))
 
+    def _take_ready(self, client: LocalClient, wanted: RoomAhead | None) -> list[Reserved]:
+        """The room that is held ready for this client, if it is as wanted; it is given back otherwise."""
+        held = self._ready.pop(client.session, None)
+        if held is None:
+            return []
+        size, reservation = held
+        if size != wanted:
+            self._abort_all(client, [reservation.number])
+            return []
+        self._next_put = client.session, size
+        return [reservation]
+
     def _reserve_ahead(
         self, client: LocalClient, room: tuple[int, int, int], namespace: str
     ) -> Steps[list[Reserved]]:
         """Room for puts that may never come, where some can be spared."""
         length, trailer_length, count = room
-        wanted = *room, namespace
-        self._next_put = client.session, wanted
-        before, ready = self._ready.get(client.session, (None, None))
-        if ready is not None and before == wanted:
-            del self._ready[client.session]
-            return [ready]
         if not self._segment.room.can_spare(*room, namespace=namespace):
             return [_NO_ROOM_AHEAD] * count
-        return (yield from self._rooms_for(client, [(length, trailer_length)] * count, namespace))
+        made = yield from self._rooms_for(client, [(length, trailer_length)] * count, namespace)
+        if made and isinstance(made[-1], Reservation):
+            self._next_put = client.session, (*room, namespace)
+        return made
 
     def make_ready(self) -> None:
         """Evict for the next put or batch of a client while none waits for room. That of a single put is held ready."""
@@ -204,22 +216,23 @@ class LocalPuts:
             length, trailer_length, count, now=self._core.unix(now), namespace=namespace
         )
         self._core.objects.announce_withdrawn(now)
-        if count == 1 and session not in self._ready:
+        if count == 1:
             size = [(length, trailer_length)]
             for each in self._segment.reserve_free(size, session=session, namespace=namespace):
                 self._ready[session] = wanted, each
 
     def client_gone(self, client: LocalClient) -> None:
+        """Forget the room of a client whose reservations end."""
         self._ready.pop(client.session, None)
+        if self._next_put is not None and self._next_put[0] == client.session:
+            self._next_put = None
 
     def abort(self, client: LocalClient, message: local.Abort) -> Answer:
         """Give reservations back; one that has ended already is passed over."""
         return in_turns(self._abort_in_steps(client, message.reservations))
 
     def _abort_in_steps(self, client: LocalClient, numbers: Sequence[int]) -> Steps[Empty]:
-        _, ready = self._ready.pop(client.session, (None, None))
-        if ready is not None:
-            self._abort_all(client, [ready.number])
+        self._take_ready(client, None)
         for begin in range(0, len(numbers), ABORTED_PER_STEP):
             if begin:
                 yield

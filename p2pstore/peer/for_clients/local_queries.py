@@ -19,7 +19,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.partition_homes import kept_name
-from p2pstore.gossip.locations.location_lookups import Holding
+from p2pstore.gossip.locations.location_lookups import HeldKeys
 from p2pstore.gossip.records import Member, PeerRecord, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
@@ -263,7 +263,7 @@ class LocalQueries:
         return local.StatisticsReply((yield from json_in_steps(document)))
 
 
-def estimated(node: Node, digests: Sequence[bytes], found: Mapping[Member, Holding]) -> local.Estimated:
+def estimated(node: Node, digests: Sequence[bytes], found: Mapping[Member, HeldKeys]) -> local.Estimated:
     """The time to bring here the objects that these members hold."""
     sources: list[local.ExpectedFetch] = []
     by_key = [-1] * len(digests)

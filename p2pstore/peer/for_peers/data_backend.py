@@ -147,7 +147,7 @@ class PeerDataBackend:
         )
 
     def _is_sent_on(self, entry: ObjectEntry, reader: bytes, keeps: int, now: float) -> bool:
-        """Whether the object is hot, so that the event loop is to say who else has it."""
+        """Whether the object is hot, so that the event loop is to name other holders."""
         if entry.length < HOT_BYTES:
             return False
         return self._hot_answer(entry, reader, keeps_of(keeps), now) is not None

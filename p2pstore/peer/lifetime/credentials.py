@@ -116,7 +116,7 @@ def fitted_to_role(config: PeerConfig) -> PeerConfig:
 
 
 def log_expelled(peer_ids: Sequence[PeerId]) -> None:
-    """Say who is not on the allow list any more."""
+    """Log the members that are not on the allow list any more."""
     for peer_id in peer_ids:
         logger.warning("%s is not on the allow list any more: expelled", format_peer_id(peer_id))
 

@@ -63,7 +63,7 @@ def run_peer(
 
     Prints `ready_text` on stdout when it can serve. `invite` is kept in the state directory, for the next start,
     unless the peer is refused or cannot start. `detached` is for a process of its own session: it logs to the state
-    directory unless told otherwise, and after `ready` holds on to nothing of who started it. Raises what
+    directory unless told otherwise, and after `ready` holds on to nothing of the process that started it. Raises what
     `open_peer` raises. A second signal ends the process at once. A service manager that started this process
     (NOTIFY_SOCKET) is told when it serves, reloads and leaves, and hears from its event loop.
     """
@@ -100,7 +100,7 @@ def _raise_descriptor_limit() -> None:
 
 
 def _with_absolute_paths(config: PeerConfig) -> PeerConfig:
-    """Paths mean what they mean to who started this, wherever the process goes."""
+    """Paths keep the meaning that they have to the starting process, wherever this one goes."""
     paths = {name: getattr(config, name) for name in _PATHS}
     if config.rdma_topology and not is_matrix(config.rdma_topology):
         paths["rdma_topology"] = config.rdma_topology
@@ -241,7 +241,7 @@ def _say_ready(text: str) -> None:
 
 
 def _let_go() -> None:
-    """Hold on to nothing of who started this process: its pipes, its directory."""
+    """Hold on to nothing of the process that started this one: its pipes, its directory."""
     _send_to_nowhere(1)
     send_stderr_to_log()
     os.chdir("/")

@@ -20,7 +20,9 @@ from p2pstore.addresses import split_address
 from p2pstore.errors import ConfigError, NoLocalPeer, P2PStoreError, PeerNotInstalled
 from p2pstore.local.socket_paths import SOCKET_VARIABLE, find_socket, live_sockets, socket_directories
 from p2pstore.memory.mapped.mapped_memory import makes_huge_pages
-from p2pstore.status.doctor import machine_rules, network_rules, readings
+from p2pstore.status.doctor import machine_rules as machine
+from p2pstore.status.doctor import network_rules as network
+from p2pstore.status.doctor import readings
 from p2pstore.status.doctor.finding import Finding, broken, fine, skipped, warning
 from p2pstore.status.doctor.network_rules import absent_local_peer, judge_local_peer, silent_local_peer
 from p2pstore.transfer.rdma.rdma_hardware import read_machine, read_matrix
@@ -94,11 +96,7 @@ def examine_machine(
     for check in (*_MACHINE, *peers.checks(socket, named), *_network_checks(peers)):
         yield from run_check(check)
     topology = Check("rdma topology", lambda: _topology(rdma_topology))
-    for check in (
-        *_DEVICES,
-        topology,
-        Check("gpus", lambda: network_rules.judge_gpus(readings.read_gpus())),
-    ):
+    for check in (*_DEVICES, topology, Check("gpus", lambda: network.judge_gpus(readings.read_gpus()))):
         yield from run_check(check)
     for check in _SPEEDS:
         yield from run_check(check)
@@ -115,25 +113,25 @@ def _libraries() -> Finding:
     except ImportError as error:
         problem = f"a peer cannot be started: {error}"
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES} if not problem else {}
-    return machine_rules.judge_libraries(versions, problem)
+    return machine.judge_libraries(versions, problem)
 
 
 def _locked_memory() -> Finding:
     soft, _ = readings.read_limit(resource.RLIMIT_MEMLOCK)
     unlimited = readings.may_lock_all_memory()
-    return machine_rules.judge_memlock(soft, unlimited=unlimited, rdma=bool(readings.read_rdma_ports()))
+    return machine.judge_memlock(soft, unlimited=unlimited, rdma=bool(readings.read_rdma_ports()))
 
 
 def _huge_pages() -> Finding:
     rdma, made = bool(readings.read_rdma_ports()), makes_huge_pages()
-    return machine_rules.judge_huge_pages(*readings.read_huge_pages(), made=made, rdma=rdma)
+    return machine.judge_huge_pages(*readings.read_huge_pages(), made=made, rdma=rdma)
 
 
 def _state_directory() -> Finding:
     from p2pstore.state.places import state_root
 
     path = state_root()
-    return machine_rules.judge_state_directory(str(path), *readings.read_directory(path))
+    return machine.judge_state_directory(str(path), *readings.read_directory(path))
 
 
 def _socket_directories() -> Finding:
@@ -144,38 +142,38 @@ def _socket_directories() -> Finding:
         problem = "" if place.exists() else f"{place} is not there"
         problem = problem or readings.read_directory(place)[0]
         if not problem:
-            return machine_rules.judge_socket_directories(str(directory), [])
+            return machine.judge_socket_directories(str(directory), [])
         reasons.append(problem)
-    return machine_rules.judge_socket_directories("", reasons)
+    return machine.judge_socket_directories("", reasons)
 
 
 def _rdma() -> list[Finding]:
     ports = readings.read_rdma_ports()
     problem = readings.read_pyverbs_problem() if ports else ""
-    return network_rules.judge_rdma(ports, pyverbs_problem=problem)
+    return network.judge_rdma(ports, pyverbs_problem=problem)
 
 
 def _topology(told: str | None) -> Finding | list[Finding]:
-    machine = read_machine()
+    hardware = read_machine()
     try:
         matrix = read_matrix(told, "rdma_topology")
     except ConfigError as error:
-        return network_rules.judge_wrong_topology(str(error))
-    return network_rules.judge_topology(machine, matrix, told=told is not None)
+        return network.judge_wrong_topology(str(error))
+    return network.judge_topology(hardware, matrix, told=told is not None)
 
 
 def _disk(directory: str) -> Finding:
     rates = readings.measure_disk(Path(directory))
-    return machine_rules.judge_disk(directory, *rates, readings.DISK_BYTES)
+    return machine.judge_disk(directory, *rates, readings.DISK_BYTES)
 
 
 def _network_checks(peers: LocalPeers) -> Iterator[Check]:
-    ports = ((network_rules.CONTROL_PORT, "control"), (network_rules.DATA_PORT, "data"))
+    ports = ((network.CONTROL_PORT, "control"), (network.DATA_PORT, "data"))
     for number, what in ports:
 
         def port(number: int = number, what: str = what) -> Finding:
             user = peers.ports.get(number, "")
-            return network_rules.judge_port(number, what, readings.try_port(number), user)
+            return network.judge_port(number, what, readings.try_port(number), user)
 
         yield Check(f"port {number}", port)
     yield from _NETWORK
@@ -184,44 +182,37 @@ def _network_checks(peers: LocalPeers) -> Iterator[Check]:
 _NETWORK: Final = (
     Check(
         "congestion control",
-        lambda: network_rules.judge_congestion_control(*readings.read_congestion_control()),
+        lambda: network.judge_congestion_control(*readings.read_congestion_control()),
     ),
     Check(
         "somaxconn",
-        lambda: network_rules.judge_backlog(int(readings.read_text("/proc/sys/net/core/somaxconn"))),
+        lambda: network.judge_backlog(int(readings.read_text("/proc/sys/net/core/somaxconn"))),
     ),
 )
 _MACHINE: Final = (
     Check(
-        "python",
-        lambda: machine_rules.judge_python(sys.version_info[:3], platform.python_implementation()),
+        "python", lambda: machine.judge_python(sys.version_info[:3], platform.python_implementation())
     ),
-    Check("kernel", lambda: machine_rules.judge_kernel(platform.system(), platform.release())),
+    Check("kernel", lambda: machine.judge_kernel(platform.system(), platform.release())),
     Check("libraries", _libraries, 15.0),
-    Check("clock", lambda: machine_rules.judge_clock(readings.read_clock())),
-    Check("memory", lambda: machine_rules.judge_memory(readings.read_memory())),
+    Check("clock", lambda: machine.judge_clock(readings.read_clock())),
+    Check("memory", lambda: machine.judge_memory(readings.read_memory())),
     Check("huge pages", _huge_pages),
-    Check("numa", lambda: machine_rules.judge_numa(*readings.read_numa())),
-    Check("shared memory", lambda: machine_rules.judge_memfd(readings.try_memfd())),
-    Check("/dev/shm", lambda: machine_rules.judge_shm_directory(*readings.read_shm_directory())),
+    Check("numa", lambda: machine.judge_numa(*readings.read_numa())),
+    Check("shared memory", lambda: machine.judge_memfd(readings.try_memfd())),
+    Check("/dev/shm", lambda: machine.judge_shm_directory(*readings.read_shm_directory())),
     Check("locked memory", _locked_memory),
-    Check(
-        "open files",
-        lambda: machine_rules.judge_open_files(*readings.read_limit(resource.RLIMIT_NOFILE)),
-    ),
+    Check("open files", lambda: machine.judge_open_files(*readings.read_limit(resource.RLIMIT_NOFILE))),
     Check("socket directory", _socket_directories),
     Check("state directory", _state_directory),
 )
 _DEVICES: Final = (
-    Check(
-        "interfaces",
-        lambda: [network_rules.judge_interface(each) for each in readings.read_interfaces()],
-    ),
+    Check("interfaces", lambda: [network.judge_interface(each) for each in readings.read_interfaces()]),
     Check("rdma", _rdma),
 )
 _SPEEDS: Final = (
-    Check("memory copy", lambda: machine_rules.judge_copy(readings.measure_copy())),
-    Check("checksums", lambda: machine_rules.judge_hash(readings.measure_hash())),
+    Check("memory copy", lambda: machine.judge_copy(readings.measure_copy())),
+    Check("checksums", lambda: machine.judge_hash(readings.measure_hash())),
 )
 ANSWER_SECONDS: Final = 2.0
 

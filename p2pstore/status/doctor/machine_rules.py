@@ -45,12 +45,9 @@ def judge_kernel(system: str, release: str) -> Finding:
     if version < MINIMUM_KERNEL:
         return broken("kernel", text, "memfd_create is missing", "upgrade to Linux 5.14 or newer")
     if version < GOOD_KERNEL:
-        return warning(
-            "kernel",
-            text,
-            "memory cannot be prefaulted in the background: first puts are slow",
-            "upgrade to Linux 5.14 or newer",
-        )
+        cause = "memory cannot be prefaulted in the background: first puts are slow"
+        cure = "upgrade to Linux 5.14 or newer"
+        return warning("kernel", text, cause, cure)
     return fine("kernel", text)
 
 
@@ -75,19 +72,13 @@ def judge_memory(reading: MemoryReading) -> Finding:
             left, place = in_group, "this cgroup (container)"
     default = min(4 * GIB, max(LITTLE_MEMORY_BYTES, _usable(reading) // 8))
     if left < LITTLE_MEMORY_BYTES:
-        return broken(
-            "memory",
-            text,
-            f"{place} has next to nothing left for a peer",
-            "stop something, or raise the container's memory limit",
-        )
+        cause = f"{place} has next to nothing left for a peer"
+        cure = "stop something, or raise the container's memory limit"
+        return broken("memory", text, cause, cure)
     if left < default:
-        return warning(
-            "memory",
-            text,
-            f"a peer offers {format_bytes(default)} here by default, and {place} has less left",
-            f"join with --memory {max(1, left // 2 // MIB)}MiB, or make room",
-        )
+        cause = f"a peer offers {format_bytes(default)} here by default, and {place} has less left"
+        cure = f"join with --memory {max(1, left // 2 // MIB)}MiB, or make room"
+        return warning("memory", text, cause, cure)
     return fine("memory", text)
 
 
@@ -101,12 +92,9 @@ def judge_memlock(soft_bytes: int | None, *, unlimited: bool, rdma: bool) -> Fin
     if unlimited and soft_bytes is not None:
         text += ", which does not count for this user (CAP_IPC_LOCK)"
     elif rdma and soft_bytes is not None:
-        return warning(
-            "locked memory",
-            text,
-            "registering memory with the RDMA device locks it: a segment above this limit is not read by RDMA",
-            "`ulimit -l unlimited`, LimitMEMLOCK=infinity in the unit, or --ulimit memlock=-1",
-        )
+        cause = "registering memory with the RDMA device locks it: a segment above this limit is not read by RDMA"
+        cure = "`ulimit -l unlimited`, LimitMEMLOCK=infinity in the unit, or --ulimit memlock=-1"
+        return warning("locked memory", text, cause, cure)
     return fine("locked memory", text + ("" if rdma else " (only RDMA needs it)"))
 
 
@@ -145,12 +133,11 @@ def judge_huge_pages(
         "/sys/kernel/mm/transparent_hugepage/shmem_enabled does"
     )
     if rdma:
-        return warning(
-            "huge pages",
-            text,
-            "an RDMA device keeps an entry for each page: of 4 KiB they are many, and its cache is small",
-            f"{advise}; or reserve some: `sysctl vm.nr_hugepages`",
+        cause = (
+            "an RDMA device keeps an entry for each page: of 4 KiB they are many, and its cache is small"
         )
+        cure = f"{advise}; or reserve some: `sysctl vm.nr_hugepages`"
+        return warning("huge pages", text, cause, cure)
     return fine("huge pages", f"{text} ({advise})")
 
 
@@ -160,23 +147,17 @@ def judge_numa(available_bytes: Mapping[int, int], problem: str) -> Finding:
         return fine("numa", "one node")
     text = ", ".join(f"{node}: {format_bytes(left)}" for node, left in available_bytes.items())
     if problem:
-        return warning(
-            "numa",
-            text,
-            f"memory cannot be bound to a node: {problem}",
-            "do without --numa-node, or allow mbind (containers: --cap-add SYS_NICE)",
-        )
+        cause = f"memory cannot be bound to a node: {problem}"
+        cure = "do without --numa-node, or allow mbind (containers: --cap-add SYS_NICE)"
+        return warning("numa", text, cause, cure)
     return fine("numa", f"available by node, see --numa-node: {text}")
 
 
 def judge_memfd(problem: str) -> Finding:
     if problem:
-        return broken(
-            "shared memory",
-            "",
-            f"memory cannot be shared between processes: {problem}",
-            "allow memfd_create and its seals (a seccomp profile may forbid them)",
-        )
+        cause = f"memory cannot be shared between processes: {problem}"
+        cure = "allow memfd_create and its seals (a seccomp profile may forbid them)"
+        return broken("shared memory", "", cause, cure)
     return fine("shared memory", "memfd with seals")
 
 
@@ -184,12 +165,9 @@ def judge_shm_directory(size_bytes: int | None, free_bytes: int, writable: bool)
     """/dev/shm: p2pstore does not use it, engines beside it do. `size_bytes` None: not there."""
     if size_bytes is None or not writable:
         state = "missing" if size_bytes is None else "not writable"
-        return warning(
-            "/dev/shm",
-            state,
-            "p2pstore does without, but NCCL and inference engines on this machine need it",
-            "mount a tmpfs there (containers: --ipc=host or --shm-size)",
-        )
+        cause = "p2pstore does without, but NCCL and inference engines on this machine need it"
+        cure = "mount a tmpfs there (containers: --ipc=host or --shm-size)"
+        return warning("/dev/shm", state, cause, cure)
     return fine("/dev/shm", f"{format_bytes(free_bytes)} of {format_bytes(size_bytes)} free")
 
 
@@ -209,12 +187,9 @@ def judge_socket_directories(usable: str, reasons: list[str]) -> Finding:
     """`usable`: the first directory where a socket can be made, or nothing."""
     if usable:
         return fine("socket directory", usable)
-    return broken(
-        "socket directory",
-        "",
-        f"there is no place for the local socket ({'; '.join(reasons)})",
-        "set XDG_RUNTIME_DIR, or name one with --socket",
-    )
+    cause = f"there is no place for the local socket ({'; '.join(reasons)})"
+    cure = "set XDG_RUNTIME_DIR, or name one with --socket"
+    return broken("socket directory", "", cause, cure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +203,8 @@ class ClockReading:
 def judge_clock(reading: ClockReading) -> Finding:
     cure = "run chrony, ntpd or systemd-timesyncd on every machine"
     if not reading.synchronised:
-        return warning(
-            "clock",
-            "not synchronised",
-            "peers refuse stamps over 10 s ahead, and tickets last 2 minutes: clocks must agree",
-            cure,
-        )
+        cause = "peers refuse stamps over 10 s ahead, and tickets last 2 minutes: clocks must agree"
+        return warning("clock", "not synchronised", cause, cure)
     text = f"synchronised, at most {reading.maximum_error_seconds * 1000:.1f} ms off"
     if reading.maximum_error_seconds > CLOCK_ERROR_SECONDS:
         return warning("clock", text, "the clock was not corrected for long", cure)
@@ -270,13 +241,9 @@ def judge_disk(
     )
     measured = {"write_bytes_per_second": round(write_rate), "read_bytes_per_second": round(read_rate)}
     if not direct:
-        return warning(
-            "disk",
-            text,
-            "this file system takes no O_DIRECT: values would go through the page cache",
-            "choose a directory on ext4 or xfs on local NVMe",
-            **measured,
-        )
+        cause = "this file system takes no O_DIRECT: values would go through the page cache"
+        cure = "choose a directory on ext4 or xfs on local NVMe"
+        return warning("disk", text, cause, cure, **measured)
     if min(write_rate, read_rate) < SLOW_DISK:
         return warning("disk", text, "slower than any SSD", "choose local NVMe", **measured)
     return fine("disk", text, **measured)

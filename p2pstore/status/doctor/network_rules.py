@@ -28,12 +28,9 @@ def judge_port(port: int, what: str, problem: str, user: str) -> Finding:
     if user:
         return fine(name, f"used by the peer {user}")
     if problem:
-        return warning(
-            name,
-            problem,
-            f"the usual {what} port is taken, and not by a peer that answers here",
-            f"find out by whom (`ss -ltnp sport = :{port}`), or join with another port",
-        )
+        cause = f"the usual {what} port is taken, and not by a peer that answers here"
+        cure = f"find out by whom (`ss -ltnp sport = :{port}`), or join with another port"
+        return warning(name, problem, cause, cure)
     return fine(name, f"free ({what})")
 
 
@@ -41,23 +38,17 @@ def judge_congestion_control(default: str, used: str) -> Finding:
     """`default`: the system's; `used`: what a data connection of p2pstore gets."""
     name = "congestion control"
     if used in PACING:
-        return warning(
-            name,
-            used,
-            "bbr paces: it halves the throughput on loopback and within a rack",
-            "`modprobe tcp_cubic`, or allow cubic or reno in net.ipv4.tcp_allowed_congestion_control",
-        )
+        cause = "bbr paces: it halves the throughput on loopback and within a rack"
+        cure = "`modprobe tcp_cubic`, or allow cubic or reno in net.ipv4.tcp_allowed_congestion_control"
+        return warning(name, used, cause, cure)
     return fine(name, used if used == default else f"{used} for data (the default is {default})")
 
 
 def judge_backlog(somaxconn: int) -> Finding:
     if somaxconn < BACKLOG:
-        return warning(
-            "somaxconn",
-            str(somaxconn),
-            "many peers or clients that connect at once are turned away",
-            f"`sysctl net.core.somaxconn={BACKLOG}` or more",
-        )
+        cause = "many peers or clients that connect at once are turned away"
+        cure = f"`sysctl net.core.somaxconn={BACKLOG}` or more"
+        return warning("somaxconn", str(somaxconn), cause, cure)
     return fine("somaxconn", str(somaxconn))
 
 
@@ -86,12 +77,9 @@ def judge_interface(reading: InterfaceReading) -> Finding:
     text = ", ".join(parts)
     fast = (reading.speed_megabits or 0) >= JUMBO_SPEED_MEGABITS
     if reading.up and fast and reading.mtu_bytes < JUMBO_MTU_BYTES:
-        return warning(
-            name,
-            text,
-            "small frames keep a core busy at this speed",
-            f"set MTU 9000 on every host and switch of this network (`ip link set {reading.name} mtu 9000`)",
-        )
+        cause = "small frames keep a core busy at this speed"
+        cure = f"set MTU 9000 on every host and switch of this network (`ip link set {reading.name} mtu 9000`)"
+        return warning(name, text, cause, cure)
     return fine(name, text)
 
 
@@ -117,14 +105,9 @@ def judge_rdma(ports: Sequence[RdmaPortReading], *, pyverbs_problem: str) -> lis
         return [fine("rdma", "no device: data goes by shared memory and TCP")]
     findings = [_judge_rdma_port(port) for port in ports]
     if pyverbs_problem:
-        findings.append(
-            warning(
-                "pyverbs",
-                "does not load",
-                f"there is an RDMA device, and no library to use it with: {pyverbs_problem}",
-                "install python3-pyverbs of the distribution (pip's does not build everywhere)",
-            )
-        )
+        cause = f"there is an RDMA device, and no library to use it with: {pyverbs_problem}"
+        cure = "install python3-pyverbs of the distribution (pip's does not build everywhere)"
+        findings.append(warning("pyverbs", "does not load", cause, cure))
     else:
         findings.append(fine("pyverbs", "loads"))
     return findings
@@ -140,20 +123,14 @@ def _judge_rdma_port(port: RdmaPortReading) -> Finding:
     if port.port != USED_PORT:
         return fine(name, f"{text}; peers use port {USED_PORT} only")
     if port.link_layer.lower() != "ethernet":
-        return warning(
-            name,
-            text,
-            "peers use RoCE v2 only, not InfiniBand yet",
-            "give peers an address on this network (IP over InfiniBand): they use TCP there",
-        )
+        cause = "peers use RoCE v2 only, not InfiniBand yet"
+        cure = "give peers an address on this network (IP over InfiniBand): they use TCP there"
+        return warning(name, text, cause, cure)
     chosen = choose_gid(port.gids)
     if chosen is None:
-        return warning(
-            name,
-            text,
-            "no RoCE v2 address that other machines reach",
-            "give the interface an IP address, and enable RoCE v2 in the driver",
-        )
+        cause = "no RoCE v2 address that other machines reach"
+        cure = "give the interface an IP address, and enable RoCE v2 in the driver"
+        return warning(name, text, cause, cure)
     address = ipaddress.IPv6Address(chosen.gid)
     return fine(name, f"{text}, RoCE v2 as {address.ipv4_mapped or address} (GID {chosen.index})")
 
@@ -169,25 +146,16 @@ def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Find
         findings.append(fine(f"rdma for {location}", text))
     lost = [nic.name for nic in machine.nics if nic.place.numa_node is None]
     if lost and len(machine.nodes) > 1 and not told:
-        findings.append(
-            warning(
-                "rdma topology",
-                f"not known: {', '.join(lost)}",
-                "the firmware does not say which NUMA node these devices are near",
-                "say it: `--rdma-topology FILE` of join, or numa_node in their folder under /sys",
-            )
-        )
+        cause = "the firmware does not say which NUMA node these devices are near"
+        cure = "say it: `--rdma-topology FILE` of join, or numa_node in their folder under /sys"
+        findings.append(warning("rdma topology", f"not known: {', '.join(lost)}", cause, cure))
     return findings
 
 
 def judge_wrong_topology(problem: str) -> Finding:
     """`problem`: of the given matrix."""
-    return broken(
-        "rdma topology",
-        "",
-        problem,
-        "correct it: a peer does not start with it. Without one, this command shows what the machine says",
-    )
+    cure = "correct it: a peer does not start with it. Without one, this command shows what the machine says"
+    return broken("rdma topology", "", problem, cure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +194,9 @@ def judge_ssd(name: str, ssd: Mapping[str, Any]) -> Finding:
         cure = ssd.get("cure") or "start the peer again"
         return broken(f"{name}: ssd", f"{state}: {text}", ssd["why"], cure)
     if ssd["damaged"]:
-        return warning(
-            f"{name}: ssd",
-            f"{text}; {counted(ssd['damaged'], 'damaged object')}",
-            "what was read was not what had been written; other copies were used, if there were any",
-            "if that number grows, replace the disk",
-            **measured,
-        )
+        what = f"{text}; {counted(ssd['damaged'], 'damaged object')}"
+        cause = "what was read was not what had been written; other copies were used, if there were any"
+        return warning(f"{name}: ssd", what, cause, "if that number grows, replace the disk", **measured)
     return fine(f"{name}: ssd", text, **measured)
 
 
@@ -255,14 +219,9 @@ def judge_local_peer(document: Mapping[str, Any], own_version: str) -> list[Find
     if "ssd" in peer and f"{name}: ssd" not in told:
         findings.append(judge_ssd(name, peer["ssd"]))
     if software != own_version:
-        findings.append(
-            warning(
-                f"{name}: this command",
-                f"is of p2pstore {own_version}",
-                "this command and its peer are of different versions",
-                "neighbouring versions work together; upgrade the older one",
-            )
-        )
+        cause = "this command and its peer are of different versions"
+        cure = "neighbouring versions work together; upgrade the older one"
+        findings.append(warning(f"{name}: this command", f"is of p2pstore {own_version}", cause, cure))
     return [*findings, *problems]
 
 
@@ -278,19 +237,11 @@ def _finding(name: str, problem: Mapping[str, str]) -> Finding:
 
 def absent_local_peer(socket: str, reason: str) -> Finding:
     """The named socket has no peer, or none that this user may ask."""
-    return broken(
-        f"peer at {socket}",
-        "none to talk to",
-        reason,
-        "if it is to run, the end of its log says why it ended (`journalctl -u`, peer.log in its state directory)",
-    )
+    cure = "if it is to run, the end of its log says why it ended (`journalctl -u`, peer.log in its state directory)"
+    return broken(f"peer at {socket}", "none to talk to", reason, cure)
 
 
 def silent_local_peer(socket: str, reason: str) -> Finding:
     """The process at the socket does not answer."""
-    return broken(
-        f"peer at {socket}",
-        "no answer",
-        reason,
-        "it is stopped, hung or overloaded: look at its log; end it and start it again",
-    )
+    cure = "it is stopped, hung or overloaded: look at its log; end it and start it again"
+    return broken(f"peer at {socket}", "no answer", reason, cure)

@@ -3,10 +3,8 @@
 Every part has a deadline of its own, and one that cannot be had is left out with the reason: a bundle is wanted most
 when things do not work.
 
-Takes secrets out of text that is to be shown to others: cluster keys, invites, identities, tickets.
-
-Secrets that are known are found in every form that text gives them. Text that only looks like a secret is removed as
-well: rather a hash too many than a key too few.
+Cluster keys, invites, identities and tickets are removed from its text: known secrets in every form that text gives
+them, and text that only looks like a secret as well, since a hash too many is better than a key too few.
 """
 
 from __future__ import annotations

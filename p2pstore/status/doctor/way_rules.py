@@ -33,13 +33,9 @@ def format_seconds(seconds: float) -> str:
 
 def judge_resolution(host: str, addresses: Sequence[str], problem: str) -> Finding:
     if problem or not addresses:
-        return broken(
-            "name",
-            host,
-            problem or "the name has no address",
-            "check the spelling, /etc/hosts and DNS, or give an IP address",
-            Failure.UNREACHABLE,
-        )
+        cause = problem or "the name has no address"
+        cure = "check the spelling, /etc/hosts and DNS, or give an IP address"
+        return broken("name", host, cause, cure, Failure.UNREACHABLE)
     return fine("name", f"{host} is {', '.join(addresses)}" if [host] != list(addresses) else host)
 
 
@@ -95,12 +91,8 @@ def judge_no_noise(address: str, reason: str, elapsed: float, timeout_seconds: f
             "look at the peer's process (`kill -CONT` if it is stopped) and its log, and at the port",
             Failure.DEADLINE,
         )
-    return broken(
-        "noise",
-        "",
-        f"what listens at {address} is not a peer's control port: {reason}",
-        NOT_CONTROL_CURE,
-    )
+    cause = f"what listens at {address} is not a peer's control port: {reason}"
+    return broken("noise", "", cause, NOT_CONTROL_CURE)
 
 
 def judge_no_admission(
@@ -114,24 +106,17 @@ def judge_no_admission(
 ) -> Finding:
     """Authenticated, and then not admitted."""
     if code is Code.AUTHENTICATION_FAILED and ALLOW_LIST_WORDS in reason:
-        return warning(
-            "admission",
-            "the key is right",
-            "the peer has an allow list, and this command an identity of the moment: it gets no further",
-            "see the log of the peer that cannot join; its id must be in the file of --allow-file",
-        )
+        cause = "the peer has an allow list, and this command a new identity: it gets no further"
+        cure = "see the log of the peer that cannot join; its id must be in the file of --allow-file"
+        return warning("admission", "the key is right", cause, cure)
     if code is Code.AUTHENTICATION_FAILED:
         cure = "copy the cluster's key file to this machine, and name it with --cluster-key-file"
         if keyless:
             cure = "give the cluster's key with --cluster-key-file FILE"
         return broken("admission", "refused", reason, cure)
     if code is Code.WRONG_CLUSTER:
-        return broken(
-            "admission",
-            "refused",
-            reason,
-            f"give the cluster's name with --cluster (now {cluster!r}); it stands in its `stats`",
-        )
+        cure = f"give the cluster's name with --cluster (now {cluster!r}); it stands in its `stats`"
+        return broken("admission", "refused", reason, cure)
     if code is Code.PROTOCOL_MISMATCH:
         return broken("admission", "refused", reason, "upgrade p2pstore on the older side")
     if elapsed >= 0.95 * timeout_seconds:
@@ -155,12 +140,9 @@ def judge_who(
         f"protocol {record.min_protocol} to {record.max_protocol}, knows {counted(members, 'member')}"
     )
     if record.software != own_software:
-        return warning(
-            "peer",
-            text,
-            f"this machine has p2pstore {own_software}, protocol {own_protocols[0]} to {own_protocols[1]}",
-            "neighbouring versions work together; upgrade the older side",
-        )
+        cause = f"this machine has p2pstore {own_software}, protocol {own_protocols[0]} to {own_protocols[1]}"
+        cure = "neighbouring versions work together; upgrade the older side"
+        return warning("peer", text, cause, cure)
     return fine("peer", text)
 
 
@@ -180,13 +162,9 @@ def judge_round_trip(name: str, seconds: Sequence[float]) -> Finding:
 def judge_path_mtu(mtu_bytes: int, segment_bytes: int) -> Finding:
     text = f"{mtu_bytes:,} bytes (TCP segments of {segment_bytes:,})"
     if mtu_bytes < SMALL_MTU_BYTES:
-        return warning(
-            "path MTU",
-            text,
-            "something on the way takes small packets only",
-            "look for tunnels and VPNs on the way, and for a wrong MTU of an interface",
-            mtu_bytes=mtu_bytes,
-        )
+        cause = "something on the way takes small packets only"
+        cure = "look for tunnels and VPNs on the way, and for a wrong MTU of an interface"
+        return warning("path MTU", text, cause, cure, mtu_bytes=mtu_bytes)
     return fine("path MTU", text, mtu_bytes=mtu_bytes, segment_bytes=segment_bytes)
 
 
@@ -211,27 +189,20 @@ def judge_rate(name: str, moved_bytes: int, seconds: float, how: str) -> Finding
     text = f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.1f} MB/s"
     text += f" ({moved_bytes / 1e6:,.0f} MB in {seconds:.2f} s, {how})"
     if rate < SLOW_BYTES_PER_SECOND:
-        return warning(
-            name,
-            text,
-            "slower than a network of 1 Gb/s",
-            "look at the speed of the interfaces, at load, and at packet loss (`nstat -az | grep Retrans`)",
-            bytes_per_second=round(rate),
-        )
+        cause = "slower than a network of 1 Gb/s"
+        cure = "look at the speed of the interfaces, at load, and at packet loss (`nstat -az | grep Retrans`)"
+        return warning(name, text, cause, cure, bytes_per_second=round(rate))
     return fine(name, text, bytes_per_second=round(rate))
 
 
 def judge_data_failure(
-    name: str, address: str, reason: str, failure: Failure, *, loopback_elsewhere: bool
+    name: str, address: str, reason: str, failure: Failure, *, loopback_elsewhere: bool = False
 ) -> Finding:
     """A data address that does not work. `loopback_elsewhere`: it is a loopback address of another machine."""
     if loopback_elsewhere:
-        return broken(
-            name,
-            address,
-            "the peer tells others a loopback address, which leads each of them to itself",
-            "give the peer --data-listen (or --data-advertise) with an address that others can reach",
-        )
+        cause = "the peer tells others a loopback address, which leads each of them to itself"
+        cure = "give the peer --data-listen (or --data-advertise) with an address that others can reach"
+        return broken(name, address, cause, cure)
     cure = "check firewalls for this port; give the peer a fixed one with --data-listen"
     if failure is Failure.BROKEN:
         cure = "look at the peer's log"

@@ -27,6 +27,7 @@ from p2pstore.objects import DEFAULT_NAMESPACE, KIB, MIB
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.status.doctor import way_rules
 from p2pstore.status.doctor.finding import Failure, Finding, fine, skipped, warning
+from p2pstore.status.doctor.way_rules import judge_data_failure
 from p2pstore.transfer.data_messages import (
     MAX_MEASURE_BYTES,
     DataKind,
@@ -71,15 +72,11 @@ async def examine_data_address(
         stream.progress_seconds = timeout_seconds
         connection = await open_connection(stream, at, peer_id, granted)
     except (P2PStoreError, OSError, ValueError) as error:
-        report(
-            way_rules.judge_data_failure(
-                name,
-                address,
-                str(error) or type(error).__name__,
-                _failure(error, connected=stream is not None),
-                loopback_elsewhere=elsewhere,
-            )
+        reason, failure = (
+            str(error) or type(error).__name__,
+            _failure(error, connected=stream is not None),
         )
+        report(judge_data_failure(name, address, reason, failure, loopback_elsewhere=elsewhere))
         return
     try:
         opened = way_rules.format_seconds(time.monotonic() - begin)
@@ -108,11 +105,7 @@ async def _measure_tcp(
     try:
         report(way_rules.judge_round_trip("data round trip", await _round_trips(connection)))
     except (P2PStoreError, OSError) as error:
-        report(
-            way_rules.judge_data_failure(
-                name, "", str(error), _failure(error, connected=True), loopback_elsewhere=False
-            )
-        )
+        report(judge_data_failure(name, "", str(error), _failure(error, connected=True)))
         return
     try:
         report(await _clock_skew(connection))
@@ -120,14 +113,10 @@ async def _measure_tcp(
             report(await _rate(connection, f"tcp {direction}", seconds, upwards=upwards))
     except DeadlineExceeded:
         report(way_rules.stalled("tcp", timeout_seconds))
-    except (P2PStoreError, OSError) as error:
-        report(
-            way_rules.too_old("tcp")
-            if not isinstance(error, OSError | ProtocolError)
-            else way_rules.judge_data_failure(
-                name, "", str(error), Failure.BROKEN, loopback_elsewhere=False
-            )
-        )
+    except (OSError, ProtocolError) as error:
+        report(judge_data_failure(name, "", str(error), Failure.BROKEN))
+    except P2PStoreError:
+        report(way_rules.too_old("tcp"))
 
 
 async def _round_trips(connection: DataConnection) -> list[float]:
@@ -187,22 +176,16 @@ async def examine_rdma(
     if all(offer.name != RdmaTransport.name for offer in record.transports):
         report(skipped(RDMA_NAME, "the peer does not let others read it by RDMA"))
     elif not names:
-        report(
-            skipped(RDMA_NAME, "the peer lets others read it by RDMA, but this machine has no device")
-        )
+        why = "the peer lets others read it by RDMA, but this machine has no device"
+        report(skipped(RDMA_NAME, why))
     else:
         copy = RemoteCopy(record.peer_id, tuple(record.data), granted, rdma=True)
         try:
             device, moved, elapsed = await _measure_rdma(names, copy, seconds)
         except P2PStoreError as error:
-            report(
-                warning(
-                    RDMA_NAME,
-                    "does not work",
-                    f"both ends have a device, but: {error}",
-                    "let UDP port 4791 pass, and see this command's findings about rdma on both machines",
-                )
-            )
+            cause = f"both ends have a device, but: {error}"
+            cure = "let UDP port 4791 pass, and see this command's findings about rdma on both machines"
+            report(warning(RDMA_NAME, "does not work", cause, cure))
         else:
             report(way_rules.judge_rate(RDMA_NAME, moved, elapsed, f"through {device}"))
 
@@ -255,14 +238,9 @@ async def examine_shared_memory(
                 reason = f"another peer serves at {socket} now"
             finally:
                 connection.close()
-    report(
-        warning(
-            SHM_NAME,
-            socket,
-            f"the peer is on this machine, but its memory cannot be mapped: {reason}",
-            "run as the peer's user, or give its socket a mode and group (--socket-mode, --socket-group)",
-        )
-    )
+    cause = f"the peer is on this machine, but its memory cannot be mapped: {reason}"
+    cure = "run as the peer's user, or give its socket a mode and group (--socket-mode, --socket-group)"
+    report(warning(SHM_NAME, socket, cause, cure))
 
 
 def _copy(segment: memoryview, seconds: float) -> tuple[int, float]:

@@ -18,11 +18,11 @@ import ifaddr
 from p2pstore.errors import ConfigError
 from p2pstore.state.folder import open_regular_file
 from p2pstore.transfer.rdma.rdma_topology import (
+    DevicePlace,
     Machine,
     Matrix,
     Nic,
     NumaNode,
-    Place,
     is_matrix,
     matrix_of,
     natural_order,
@@ -96,7 +96,7 @@ def _read_nics(root: Path) -> Iterator[Nic]:
         yield Nic(entry.name, _place(device))
 
 
-def _read_gpus(root: Path) -> Iterator[Place]:
+def _read_gpus(root: Path) -> Iterator[DevicePlace]:
     """NVIDIA's display and 3D controllers, in the order of their addresses."""
     devices = [each for each in _entries(root / "bus/pci/devices") if _is_gpu(each)]
     for device in sorted(devices, key=lambda each: _pci_number(each.name)):
@@ -111,7 +111,7 @@ def _pci_number(address: str) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in re.findall(r"[0-9a-f]+", address))
 
 
-def _place(device: Path) -> Place:
+def _place(device: Path) -> DevicePlace:
     """Where a device is: of one that is no PCI device itself (virtio), that below which it is."""
     path = device.resolve()
     while path.name and not _PCI_DEVICE.fullmatch(path.name):
@@ -119,7 +119,7 @@ def _place(device: Path) -> Place:
     parts = path.parts
     root = next((at for at, part in enumerate(parts) if _PCI_ROOT.fullmatch(part)), len(parts))
     node = _text(path / "numa_node")
-    return Place(parts[root:], int(node) if node.isdecimal() else None)  # -1: not known
+    return DevicePlace(parts[root:], int(node) if node.isdecimal() else None)  # -1: not known
 
 
 def _entries(folder: Path) -> list[Path]:

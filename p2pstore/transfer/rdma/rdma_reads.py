@@ -99,7 +99,7 @@ class Read:
             await self._event.wait()
 
     def look_again(self) -> None:
-        """It ended without a completion, which would have woken who waits for it."""
+        """It ended without a completion, which would have woken its waiter."""
         if self._waiting is not None:
             self._waiting.cancel()
 
@@ -127,7 +127,7 @@ class Line:
         self.failure: ReadFailed | None = None
         self.used_at = trio.current_time()
         self.idle = trio.lowlevel.ParkingLot()
-        """For those who wait until nothing is under way."""
+        """Set for waiters when nothing is under way."""
         self.when_broken: Callable[[], None] = lambda: None
 
     def check(self) -> None:
@@ -202,8 +202,8 @@ class ReadEngine:
                 await self._called.park()
 
     async def look_until(self, read: Read) -> None:
-        """Hand out completions until this read has ended. For who finds that this `has_nobody`: woken by `run`, it
-        would go on a turn of the event loop later."""
+        """Hand out completions until this read has ended. For a reader that finds that this `has_nobody`: woken by
+        `run`, it would go on a turn of the event loop later."""
         try:
             await self._look_while(lambda: not read.ended)
         finally:

@@ -40,7 +40,6 @@ from p2pstore.transfer.reading.connection_pool import ConnectionPool
 
 if TYPE_CHECKING:
     from p2pstore.transfer.rdma.rdma_reads import ReadEngine
-    from p2pstore.transfer.rdma.rdma_staging import Registered
     from p2pstore.transfer.rdma.rdma_transport import RdmaTransport
 
 MAX_READERS: Final = 4096

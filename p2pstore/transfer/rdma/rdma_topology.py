@@ -39,7 +39,7 @@ class PciDistance(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DevicePlace:
     """Where a device is: bridges from the PCI root (`pci0000:16`) down to the device itself. No `bridges` for what is
     not on PCI, no `numa_node` where the firmware does not say."""
 
@@ -52,7 +52,7 @@ class Nic:
     """An RDMA device."""
 
     name: str
-    place: Place
+    place: DevicePlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class Machine:
 
     nodes: tuple[NumaNode, ...]
     nics: tuple[Nic, ...] = ()
-    gpus: tuple[Place, ...] = ()
+    gpus: tuple[DevicePlace, ...] = ()
 
 
-def pci_distance(one: Place, other: Place) -> PciDistance:
+def pci_distance(one: DevicePlace, other: DevicePlace) -> PciDistance:
     """The distance between two devices."""
     shared = _shared_steps(one.bridges, other.bridges)
     if shared > 1:  # below one port of the processor
@@ -86,7 +86,7 @@ def pci_distance(one: Place, other: Place) -> PciDistance:
     return PciDistance.SYS
 
 
-def memory_distance(node: NumaNode, device: Place) -> int:
+def memory_distance(node: NumaNode, device: DevicePlace) -> int:
     """How far a node's memory is from a device, as firmware counts (10 is near)."""
     if device.numa_node is None:
         return NOT_KNOWN

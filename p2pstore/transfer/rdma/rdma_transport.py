@@ -31,7 +31,7 @@ from p2pstore.memory.segment_layout import (
     trailer_offset,
 )
 from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES
-from p2pstore.runtime.flow import ASSUMED_RATE, LOWEST_RATE, PATIENCE, Flow
+from p2pstore.runtime.flow import ASSUMED_RATE, MIN_RATE, PATIENCE, Flow
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.transfer.failover import PullFailed
@@ -250,7 +250,7 @@ class RdmaTransport:
             self.lines.widen(copy)
         flow = Flow()
         # Patience is not shortened for others: a read that is given up ends its line, which many share.
-        flow.begin(self._progress_seconds, ASSUMED_RATE / PATIENCE if copy.others else LOWEST_RATE)
+        flow.begin(self._progress_seconds, ASSUMED_RATE / PATIENCE if copy.others else MIN_RATE)
         payload = Payload(found.slot.offset, arriving, flow)
         await read_payload(choosing, payload, self._places(arriving.view))
 

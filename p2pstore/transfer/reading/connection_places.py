@@ -28,7 +28,7 @@ MAX_IDLE: Final = 256
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ConnectionPlace:
     """Room for one connection. `users` have it or queue for it, all of them `briefly` or not; `turns` are the events of
     the queue."""
 
@@ -52,7 +52,7 @@ class ConnectionPlaces:
         self._max_places = max_places
         self._idle_per_peer = idle_per_peer
         self._max_idle = max_idle
-        self._peers: dict[bytes, list[Place]] = {}
+        self._peers: dict[bytes, list[ConnectionPlace]] = {}
         self._state = threading.Lock()  # guards the places; held for microseconds, never awaited in
         self._closed = False
         self._renewed_at = 0.0
@@ -80,7 +80,7 @@ class ConnectionPlaces:
         with self._state:
             return sum(_is_open(place) for places in self._peers.values() for place in places)
 
-    def check_worth(self, place: Place, came_at: float) -> None:
+    def check_worth(self, place: ConnectionPlace, came_at: float) -> None:
         """Raise the error of a brief use of this place that ended while the caller queued behind it; otherwise many
         readers of a hung peer would wait for it one after the other. And `StoreClosed`, when it was closed
         meanwhile."""
@@ -89,7 +89,9 @@ class ConnectionPlaces:
         if place.failure is not None and place.failed_at > came_at:
             raise type(place.failure)(str(place.failure))
 
-    def choose(self, peer_id: bytes, briefly: bool, *, may_queue: bool) -> tuple[Place, Event | None]:
+    def choose(
+        self, peer_id: bytes, briefly: bool, *, may_queue: bool
+    ) -> tuple[ConnectionPlace, Event | None]:
         """A place, and the event to wait for when it is taken."""
         with self._state:
             if self._closed:
@@ -101,7 +103,7 @@ class ConnectionPlaces:
                     return place, None
             shared = [place for place in places if place.briefly] if briefly else []
             if len(places) < self._max_places and len(shared) < self._idle_per_peer:
-                place = Place(1, briefly)
+                place = ConnectionPlace(1, briefly)
                 places.append(place)
                 return place, None
             if not may_queue:
@@ -113,7 +115,9 @@ class ConnectionPlaces:
             place.turns.append(turn)
             return place, turn
 
-    async def wait_for(self, turn: Event, peer_id: bytes, answer_seconds: float, place: Place) -> None:
+    async def wait_for(
+        self, turn: Event, peer_id: bytes, answer_seconds: float, place: ConnectionPlace
+    ) -> None:
         """Queue for a place. Raises `DeadlineExceeded` after `QUEUE_SECONDS`, `PullFailed` (BUSY) when another holder
         is to be asked before that."""
         try:
@@ -133,7 +137,7 @@ class ConnectionPlaces:
                 self.give_back(peer_id, place)
             raise
 
-    def take_kept(self, place: Place) -> DataConnection | None:
+    def take_kept(self, place: ConnectionPlace) -> DataConnection | None:
         connection = place.connection
         if connection is None or connection.closed:
             return None
@@ -143,7 +147,7 @@ class ConnectionPlaces:
             return None
         return connection
 
-    def keep(self, place: Place, connection: DataConnection, connected_at: float) -> None:
+    def keep(self, place: ConnectionPlace, connection: DataConnection, connected_at: float) -> None:
         with self._state:
             if self._closed:
                 connection.close()
@@ -152,7 +156,7 @@ class ConnectionPlaces:
             place.connected_at = connected_at
             place.failure = None
 
-    def give_back(self, peer_id: bytes, place: Place) -> None:
+    def give_back(self, peer_id: bytes, place: ConnectionPlace) -> None:
         """Leave a place; close what would be too many idle connections."""
         with self._state:
             place.users -= 1
@@ -193,7 +197,7 @@ class ConnectionPlaces:
             del self._peers[peer_id]
 
 
-def _close_oldest(places: Sequence[Place], keep: int) -> None:
+def _close_oldest(places: Sequence[ConnectionPlace], keep: int) -> None:
     """Close idle connections, those unused for longest first, until `keep` are left."""
     idle = sorted(
         (each for each in places if not each.users and _is_open(each)), key=lambda each: each.idle_since
@@ -203,9 +207,9 @@ def _close_oldest(places: Sequence[Place], keep: int) -> None:
         place.connection.close()
 
 
-def _is_spare(place: Place, now: float) -> bool:
+def _is_spare(place: ConnectionPlace, now: float) -> bool:
     return not place.users and now - place.idle_since > SPARE_SECONDS
 
 
-def _is_open(place: Place) -> bool:
+def _is_open(place: ConnectionPlace) -> bool:
     return place.connection is not None and not place.connection.closed

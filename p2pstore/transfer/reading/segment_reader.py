@@ -171,7 +171,7 @@ class SegmentReader:
         return present
 
     def sight(self, digest: bytes) -> Sighting | None:
-        """`find`, for who will want to know again and again whether it is still so."""
+        """`find`, for callers that check again and again whether it is still so."""
         seen = self._look(digest)
         if seen is None:
             return None

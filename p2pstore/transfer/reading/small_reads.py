@@ -151,8 +151,8 @@ def _part_slices(views: Sequence[memoryview], most_bytes: int, size: int) -> lis
 async def _receive(
     connection: DataRequests, number: int, asked: GetSmall, part: Part, writer: int | None
 ) -> list[int]:
-    """One answer: the lengths, as `pull_small` tells them. `writer`: the holder's hash, when it matters who wrote what
-    it sends."""
+    """One answer: the lengths, as `pull_small` tells them. `writer`: the holder's hash, when the writers of the values
+    matter."""
     views = part.views
     answer = await connection.receive(DataKind.GET_SMALL, number, SmallObjects)
     if len(answer.slots) != SLOT_BYTES * len(views):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from p2pstore.addresses import is_loopback
 from p2pstore.errors import ConfigError
@@ -35,9 +35,6 @@ from p2pstore.transfer.reading.data_requests import is_damage
 from p2pstore.transfer.reading.span_reads import TRANSPORT_NAME
 from p2pstore.transfer.transport import SLICED_BYTES, Helpers, Pulled, RemoteCopy, with_alternatives
 from p2pstore.wire import Code
-
-if TYPE_CHECKING:
-    from p2pstore.transfer.reading.connection_pool import ConnectionPool
 
 SLICE_CHUNKS: Final = 16 * MIB // CHUNK_BYTES
 RECHECK_SECONDS: Final = 1.0

@@ -304,7 +304,7 @@ class DataServer:
     async def _shake_hands(
         self, stream: AcceptedStream, frames: FrameBuffer, host: str
     ) -> tuple[TicketClaims, Owner]:
-        """Preface, hello and proof; what the ticket claims, and who it is. Raises `Refused` when
+        """Preface, hello and proof; the claims of its ticket, and its name. Raises `Refused` when
         the ticket or the proof is not good, and when there is no place."""
         buffer = memoryview(bytearray(RECEIVE_BYTES))
         preface = bytearray()

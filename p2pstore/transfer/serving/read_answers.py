@@ -198,7 +198,7 @@ class ReadAnswers:
         """Answer GET_SMALL. False, with nothing done, when the event loop is to decide about it."""
         if len(asked.digests) % DIGEST_BYTES:
             return False
-        # A place among the uploads comes before anything is lent: the source notes who reads what is hot. Without
+        # A place among the uploads comes before anything is lent: the source notes the readers of hot objects. Without
         # one, GET is to say what becomes of what is large.
         had_place, large = self._upload_began is not None, asked.most_bytes > SMALL_OBJECT_BYTES
         has_place = large and self._take_upload(may_refuse=True)
