@@ -1,7 +1,7 @@
 """Keys in order, for listings. Pure.
 
 New keys wait for the first listing. Then keys are sorted in runs of a thousand or two, one a step (`prepare`),
-and a page merges the runs. What went stays in its run, and is passed over, until it is an eighth of all.
+and a page merges the runs. Removed keys stay in their run, and are passed over, until they are an eighth of all.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _from(run: list[str], prefix: str, after: str) -> Iterator[str]:
 
 
 class KeyListing:
-    """All keys of a segment, by namespace. New entries wait in windows until a listing is asked for; not with
+    """All keys of a segment, by namespace. New keys wait in windows until a listing is asked for; not with
     `at_once`."""
 
     def __init__(self, *, at_once: bool = False) -> None:

@@ -139,7 +139,7 @@ class ColdEntry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def disk_bytes(self) -> int:
-        """What its records occupy, with their header pages."""
+        """Bytes of its records, header pages included."""
         return sum(map(record_bytes, self.stored))
 
 

@@ -72,6 +72,23 @@ def targets(world: Harness, key: str, count: int) -> set[PeerId]:
     return set(world.core.gossip.rank(digest_of(key))[:count])
 
 
+def test_values_with_and_without_replicas_are_published_together() -> None:
+    world = world_of(1)
+    items = [
+        world.facts(f"k{row}", b"v", replicas=replicas) for row, replicas in enumerate([1, 2, 1, 2, 2])
+    ]
+    columns = columns_of_facts(items, NAMESPACE)
+    ends = publish_new(world.core, columns, session=HOLDER, namespace=NAMESPACE, now=world.now)
+    (ask,) = asks_of(world)
+    world.answer(ask, held(ask, 0, FULL, 0))
+    results = [end.result if isinstance(end, PutAmongMany) else end for end in ends]
+    assert [(end.copies, end.wanted) for end in results if isinstance(end, PutEnd)] == [
+        *[(1, 1), (2, 2)],
+        *[(1, 1), (1, 2), (2, 2)],
+    ]
+    world.check_idle()
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_each_target_gets_one_message_for_all_that_it_is_to_pull(replicas: int) -> None:
     world = world_of(4)
