@@ -90,15 +90,13 @@ class SegmentObjects:
                 self.timers.set(entry)
         if replaced:
             self._replaced(replaced)
-        keep(partial(self._admit, new, follows, now))
+        keep(partial(self._admit, entries, follows, now))
 
-    def _admit(
-        self, new: Mapping[bytes, ObjectEntry], follows: Mapping[bytes, bytes], now: float
-    ) -> None:
-        self.listing.add(*new.values())
+    def _admit(self, entries: Sequence[ObjectEntry], follows: Mapping[bytes, bytes], now: float) -> None:
+        self.listing.add(*entries)
         for digest, before in follows.items():
-            self.order.follow(new[digest], self.live.get(before))
-        self.order.admit([*new.values()], now)
+            self.order.follow(self.live[digest], self.live.get(before))
+        self.order.admit(entries, now)
 
     def return_object(self, entry: ObjectEntry, now: float) -> None:
         """Take in an object of an earlier life, which readers do not find until `publish_returned`."""
