@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from p2pstore.client.lease_book import LeaseBook
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
@@ -25,6 +26,7 @@ from p2pstore.memory.entries import (
     Written,
 )
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
+from p2pstore.memory.key_listing import KeyListing
 from p2pstore.memory.policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import Segment
@@ -745,6 +747,24 @@ def test_reservations_of_one_holder_are_limited() -> None:
 
 
 # --- listing ---------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["put", "remove", "list"])), min_size=15))
+def test_listings_follow_every_change(steps: list[tuple[int, str]]) -> None:
+    listing = KeyListing()
+    segment, _ = new_segment(4)
+    entries = [replace(put(segment, "k", b"", clock=1), key=f"k{number}") for number in range(3)]
+    there: set[int] = set()
+    for number, step in [*steps, (0, "list")]:
+        if step == "put":
+            listing.add(entries[number])
+            there.add(number)
+        elif step == "remove":
+            listing.remove(entries[number])
+            there.discard(number)
+        else:
+            page, more = listing.page(NAMESPACE, "k", "", 10)
+            assert (page, more) == ([entries[number] for number in sorted(there)], False)
 
 
 def test_a_wrong_key_text_from_elsewhere_does_not_confuse_the_listing() -> None:
