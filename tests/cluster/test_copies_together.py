@@ -62,8 +62,9 @@ def is_idle(peer: Peer) -> bool:
     return not (core.operations_under_way or reserved_bytes(peer) or held)
 
 
-def check_idle(peers: Sequence[Peer]) -> None:
-    """Nothing is held, reserved or under way."""
+async def check_idle(peers: Sequence[Peer]) -> None:
+    """Nothing stays held, reserved or under way."""
+    await until(lambda: all(is_idle(each) for each in peers))
     for each in peers:
         core = each.node.core
         assert not reserved_bytes(each), "a reservation was left behind"
@@ -95,8 +96,7 @@ async def test_all_copies_are_made(sizes: str, replicas: int, transport: str, tm
         await until(
             lambda: all(len(each.locate_nowait(key)) == replicas for each in peers for key, _ in items)
         )
-        await until(lambda: all(is_idle(each) for each in peers))
-        check_idle(peers)
+        await check_idle(peers)
         for each in peers:  # also once the writer has gone over to others
             got = await each.get_many([key for key, _ in items])
             assert [result.unwrap() for result in got] == [value for _, value in items]
@@ -110,7 +110,7 @@ async def test_full_memory_makes_room_for_copies(tmp_path: Path) -> None:
             assert [result.unwrap().copies for result in results] == [2] * len(items)
             there = held(peers[1])
             assert all(there[key] == value for key, value in items)
-        check_idle(peers)
+        await check_idle(peers)
 
 
 async def test_peers_of_the_version_before_copy_one_by_one(
@@ -135,7 +135,7 @@ async def test_peers_of_the_version_before_copy_one_by_one(
         assert [result.unwrap().copies for result in results] == [2] * len(items)
         assert refused
         assert held(peers[1]) == dict(items)
-        check_idle(peers)
+        await check_idle(peers)
 
 
 async def test_a_client_that_gives_up_leaves_nothing_held(tmp_path: Path) -> None:
@@ -143,8 +143,7 @@ async def test_a_client_that_gives_up_leaves_nothing_held(tmp_path: Path) -> Non
         items = values(LENGTHS["medium"])
         with trio.move_on_after(0.01):
             await peers[0].put_many(items, replicas=2)
-        await until(lambda: all(is_idle(each) for each in peers))
-        check_idle(peers)
+        await check_idle(peers)
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
