@@ -66,8 +66,10 @@ class Forked(subprocess.Popen[bytes]):
 
 
 def start(command: Sequence[str | Path], **options: Any) -> subprocess.Popen[bytes]:
-    """A fork, if it is one of `COMMAND`, else a process that starts from the beginning."""
-    return (Forked if tuple(command[:3]) == COMMAND else subprocess.Popen)(command, **options)
+    """A fork, if it is one of `COMMAND` and of this version, else a process that starts from the beginning."""
+    environment = options.get("env") or os.environ
+    same = environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    return (Forked if same and tuple(command[:3]) == COMMAND else subprocess.Popen)(command, **options)
 
 
 def run(*arguments: str, seconds: float, **options: Any) -> subprocess.CompletedProcess[bytes]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 READY_SECONDS: Final = 30.0
 STOP_SECONDS: Final = 5.0
 POLL_SECONDS: Final = 0.05
-LONGEST_FOLDER: Final = 60  # a socket's path has at most 107 bytes
+MAX_FOLDER_CHARACTERS: Final = 60  # a socket's path has at most 107 bytes
 
 
 class PeerProcess:
@@ -136,7 +136,9 @@ class LocalCluster:
         self._interrupts = interrupts
         place = tempfile.gettempdir()
         self.folder = Path(
-            tempfile.mkdtemp(prefix="p2p-demo-", dir=place if len(place) <= LONGEST_FOLDER else "/tmp")
+            tempfile.mkdtemp(
+                prefix="p2p-demo-", dir=place if len(place) <= MAX_FOLDER_CHARACTERS else "/tmp"
+            )
         )
         self._arguments = ["--cluster", f"demo-{secrets.token_hex(8)}", "--memory", memory, *options]
         self.peers: list[PeerProcess] = []

@@ -54,7 +54,7 @@ _SOFT_PIN: Final = Pin.SOFT
 class Segment:
     """One segment and everything in it. For one thread.
 
-    Reservations, commits and lookups are here. `objects` changes and withdraws objects, `references` and `views` keep
+    Reservations, commits and lookups are here. `objects` changes and withdraws objects, `references` and `leases` keep
     their bytes in place, `room` evicts, `returned` has what an earlier life left, `restoring` repairs what clients
     spoilt, `listing` has keys in order.
 

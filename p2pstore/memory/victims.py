@@ -71,6 +71,8 @@ class Victims:
         matter."""
         count = min(alike, EVICTED_PER_STEP)
         candidates = self._order.candidates(1, groups, now, len(groups), count)
+        if len(candidates) <= count:
+            return [entry.offset for entry in self._order.at(*candidates)]
         costs = ((self._order.cost_at(at, now, groups), at) for at in candidates)
         cheapest = nsmallest(count, ((cost, at) for cost, at in costs if cost is not None))
         return [at for _, at in cheapest]

@@ -283,7 +283,7 @@ def peer_process(
     with ExitStack() as stack:
         log = stack.enter_context(log_path.open("wb"))
         process = stack.enter_context(
-            (subprocess.Popen if sources else start)(
+            start(
                 [*command, *options],
                 stdout=subprocess.PIPE,
                 stderr=log,

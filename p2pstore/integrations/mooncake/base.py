@@ -327,7 +327,7 @@ READY_SECONDS: Final = 30.0
 STOP_SECONDS: Final = 15.0
 LOG_LINES: Final = 5
 MAX_FOLDERS: Final = 256
-LONGEST_FOLDER: Final = 60
+MAX_FOLDER_CHARACTERS: Final = 60
 """A socket's path has at most 107 bytes."""
 
 
@@ -345,7 +345,9 @@ class OwnPeer:
         self._made_by = os.getpid()
         place = tempfile.gettempdir()
         self.folder = Path(
-            tempfile.mkdtemp(prefix="p2pstore-", dir=place if len(place) <= LONGEST_FOLDER else "/tmp")
+            tempfile.mkdtemp(
+                prefix="p2pstore-", dir=place if len(place) <= MAX_FOLDER_CHARACTERS else "/tmp"
+            )
         )
         self.socket = self.folder / "peer.sock"
         self._log = self.folder / "peer.log"
