@@ -1,28 +1,25 @@
 """Batches of puts whose copies other peers pull together, with real peers."""
 
-from collections.abc import AsyncIterator
-from collections.abc import Sequence
+import random
+import signal
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
-from contextlib import asynccontextmanager
-from p2pstore.client.puts import WINDOW_SHARE
-from p2pstore.client.puts import windows
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from p2pstore.client.puts import WINDOW_SHARE, windows
 from p2pstore.core.copies.proofs import MAX_LEAVES
 from p2pstore.errors import ProtocolMismatch
-from p2pstore.objects import KIB
-from p2pstore.objects import MIB
+from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
 from p2pstore.transfer.data_messages import DataKind
-from pathlib import Path
 from simulation.segment_checks import check_segment
 from tests.cluster.machines import new_machine
 from tests.cluster.test_hung_ssd import peer
-from tests.waiting import eventually
-from tests.waiting import until
-import pytest
-import random
-import signal
-import trio
+from tests.waiting import eventually, until
 
 MEMORY_BYTES = 64 * MIB
 LENGTHS = {
@@ -30,6 +27,7 @@ LENGTHS = {
     "medium": [64 * KIB, 64 * KIB + 1, 300 * KIB, 0, 7] * 5,
     "large": [MIB, MIB + 1, 3 * MIB, 5, 2 * MIB],
 }
+
 
 @asynccontextmanager
 async def cluster(folder: Path, count: int, **settings: object) -> AsyncIterator[list[Peer]]:
@@ -41,41 +39,37 @@ async def cluster(folder: Path, count: int, **settings: object) -> AsyncIterator
         await until(lambda: all(len(each.node.core.live_peers()) == count - 1 for each in peers))
         yield peers
 
+
 def values(lengths: Sequence[int]) -> list[tuple[str, bytes]]:
     return [(f"k{n}", random.Random(n).randbytes(length)) for n, length in enumerate(lengths)]
+
 
 def held(peer: Peer) -> dict[str, bytes]:
     segment = peer.node.core.segment
     return {entry.key: bytes(segment.payload(entry)) for entry in segment.entries()}
 
+
 def reserved_bytes(peer: Peer) -> int:
     segment = peer.node.core.segment
     return segment.used_bytes - sum(entry.extent_bytes for entry in segment.entries())
 
-def is_idle(peer: Peer) -> bool:
-<<<<<<< ours
-    """The end of a cancelled put is told to the peer behind its answer, and to the others after that; a holder lets go
-    of what it served behind the last byte."""
-    core = peer.node.core
-    held = any(entry.references for entry in core.segment.entries())
-    return not (core.operations_under_way or reserved_bytes(peer) or held)
 
-async def check_idle(peers: Sequence[Peer]) -> None:
-    """Nothing stays held, reserved or under way."""
-=======
+def is_idle(peer: Peer) -> bool:
     """Whether nothing is held, reserved or under way."""
     held = any(entry.references for entry in peer.node.core.segment.entries())
     return not (peer.node.core.operations_under_way or reserved_bytes(peer) or held)
 
+
 async def check_idle(peers: Sequence[Peer]) -> None:
     """The end of a put, or of a read, is told to the peer behind its answer, and to the others after that."""
->>>>>>> theirs
     await until(lambda: all(is_idle(each) for each in peers))
     for each in peers:
         check_segment(each.node.core.segment)
 
+
 def signatures(peer: Peer) -> int:
     return peer.node.core.counters["version_signatures"]
+
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("sizes", LENGTHS)
@@ -102,6 +96,7 @@ async def test_all_copies_are_made(sizes: str, replicas: int, transport: str, tm
             got = await each.get_many([key for key, _ in items])
             assert [result.unwrap() for result in got] == [value for _, value in items]
 
+
 async def test_full_memory_makes_room_for_copies(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2, memory="8MiB") as peers:
         for turn in range(6):
@@ -111,6 +106,7 @@ async def test_full_memory_makes_room_for_copies(tmp_path: Path) -> None:
             there = held(peers[1])
             assert all(there[key] == value for key, value in items)
         await check_idle(peers)
+
 
 async def test_peers_of_the_version_before_copy_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,12 +132,14 @@ async def test_peers_of_the_version_before_copy_one_by_one(
         assert held(peers[1]) == dict(items)
         await check_idle(peers)
 
+
 async def test_a_client_that_gives_up_leaves_nothing_held(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as peers:
         items = values(LENGTHS["medium"])
         with trio.move_on_after(0.01):
             await peers[0].put_many(items, replicas=2)
         await check_idle(peers)
+
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_target_killed_in_the_middle_costs_no_put(replicas: int) -> None:
