@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-import ifaddr
-
 from p2pstore.errors import ConfigError
 from p2pstore.state.folder import open_regular_file
 from p2pstore.transfer.rdma.rdma_topology import (
@@ -194,6 +192,8 @@ def port_bytes_per_second(device: str, port: int) -> float:
 
 def network_bits(interface: str, gid: bytes) -> int | None:
     """How many leading bits of a RoCE address name its network; None where no interface has that address."""
+    import ifaddr  # a client's doctor reads the topology without the peer's libraries
+
     address = ipaddress.IPv6Address(gid)
     wanted = str(address.ipv4_mapped or address)
     for adapter in ifaddr.get_adapters():
