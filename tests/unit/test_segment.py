@@ -756,13 +756,15 @@ def test_listings_follow_every_change(steps: list[tuple[int, str]]) -> None:
     entries = [replace(put(segment, "k", b"", clock=1), key=f"k{number}") for number in range(3)]
     there: set[int] = set()
     for number, step in [*steps, (0, "list")]:
-        if step == "put":
+        if step == "put" and number not in there:
+            entries[number] = replace(entries[number], state=SlotState.LIVE)
             listing.add(entries[number])
             there.add(number)
-        elif step == "remove":
+        elif step == "remove" and number in there:
             listing.remove(entries[number])
+            entries[number].state = SlotState.DOOMED
             there.discard(number)
-        else:
+        elif step == "list":
             page, more = listing.page(NAMESPACE, "k", "", 10)
             assert (page, more) == ([entries[number] for number in sorted(there)], False)
 
