@@ -227,17 +227,23 @@ async def test_clients_and_peers_read_a_large_object_from_all_its_holders(tmp_pa
         await until(lambda: len(directory.holders(key_digest("k"))) == 2)
         names = sorted([first.node.config.name, has.node.config.name])
 
-        def read() -> tuple[bytearray, FetchTrace]:
-            trace, buffer = FetchTrace(), bytearray(len(VALUE))
+        def read() -> tuple[int, FetchTrace]:
+            """A holder may be done before the other is connected: then again."""
+            reads = 1
             with blocking.connect(str(lacks.socket_path)) as client:
-                client.get_into("k", buffer, wait=5, trace=trace)
+                for _ in range(20):
+                    reads += 1
+                    trace, buffer = FetchTrace(), bytearray(len(VALUE))
+                    client.get_into("k", buffer, wait=5, trace=trace)
+                    assert buffer == VALUE
+                    if "," in trace.source:
+                        break
                 assert client.get("k") == VALUE
-            return buffer, trace
+            return reads, trace
 
         before = hits(first, has)
-        buffer, trace = await trio.to_thread.run_sync(read)
-        assert buffer == VALUE
-        assert hits(first, has) == before + 2  # two reads, in however many requests
+        reads, trace = await trio.to_thread.run_sync(read)
+        assert hits(first, has) == before + reads  # in however many requests
         assert sorted(trace.source.split(", ")) == names
         assert [each.outcome for each in trace.tries if each.tried] == ["delivered"] * 2
         assert sum(each.length_bytes for each in trace.tries) == len(VALUE)
@@ -255,13 +261,18 @@ async def test_clients_and_peers_read_a_large_object_from_all_its_holders(tmp_pa
             assert [each.value for each in results] == [5, len(VALUE)]
             return buffer
 
-        assert await trio.to_thread.run_sync(read_batch) == VALUE
-        await until(
-            lambda: all(
+        def read_from_both() -> bool:
+            return all(
                 traffic.used(each.node.core.member)["tcp"].bytes > bytes_before + 5
                 for each, bytes_before in zip((first, has), read_before, strict=True)
             )
-        )
+
+        for _ in range(20):
+            assert await trio.to_thread.run_sync(read_batch) == VALUE
+            with trio.move_on_after(2):  # clients report now and then
+                await until(read_from_both)
+                break
+        assert read_from_both()
 
         async with lacks.lease("k", here=True) as view:  # the peer itself brings it here
             assert view == VALUE
