@@ -15,9 +15,9 @@ from typing import Final
 from tests.unit.test_docs import HEADLESS, VAGUE
 
 ROOT: Final = Path(__file__).parents[2]
-MOST_SHIPPED_LINES: Final = 104_200
-MOST_TEST_LINES: Final = 102_000
-MOST_MODULES: Final = 387
+MOST_SHIPPED_LINES: Final = 102_900
+MOST_TEST_LINES: Final = 101_200
+MOST_MODULES: Final = 386
 MOST_LINES_OF_A_MODULE: Final = 500
 MOST_METHODS: Final = 25
 MOST_LINES_OF_A_FUNCTION: Final = 60
