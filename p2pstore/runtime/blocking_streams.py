@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec
 
@@ -37,6 +37,7 @@ from p2pstore.runtime.streams import (
     check_descriptors,
     connect_first,
     flatten_parts,
+    receive_piece,
     send_views,
     shut_down,
     stalled,
@@ -117,7 +118,13 @@ class BlockingStream:
 
     async def receive_soon(self, view: memoryview) -> int:
         try:
-            return self._polling.receive_into(self._sock, view)
+            return self._polling.receive(partial(self._sock.recv_into, view, 0))
+        except OSError as error:
+            raise _said(error, self._receive_limit) from None
+
+    async def receive_piece(self, pieces: list[bytes]) -> None:
+        try:
+            self._polling.receive(partial(receive_piece, self._sock, pieces))
         except OSError as error:
             raise _said(error, self._receive_limit) from None
 

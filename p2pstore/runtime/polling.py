@@ -62,15 +62,15 @@ class Polling:
         does then, that takes it up to twice as long."""
         self._busy_seconds = min(2 * seconds, MAX_BUSY_SECONDS)
 
-    def receive_into(self, sock: socket.socket, view: memoryview) -> int:
-        """`sock.recv_into(view)`, for a blocking socket."""
+    def receive(self, receive: Callable[[int], T]) -> T:
+        """The result of `receive` on a blocking socket, which takes the flags of the system call."""
         began = time.monotonic()
         if self.is_due(began):
-            count = self.poll(partial(sock.recv_into, view, 0, socket.MSG_DONTWAIT), began)
-            return sock.recv_into(view) if count is None else count
-        count = sock.recv_into(view)
+            received = self.poll(partial(receive, socket.MSG_DONTWAIT), began)
+            return receive(0) if received is None else received
+        received = receive(0)
         self.slept(time.monotonic() - began)
-        return count
+        return received
 
     def is_due(self, now: float) -> bool:
         """Whether the wait that begins now should begin by polling: `poll` follows; else `slept`."""
