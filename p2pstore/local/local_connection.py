@@ -71,7 +71,7 @@ class LocalConnection:
         self._stream = stream
         self._process_id = os.getpid()
         self._closed_because: str | None = None
-        self._received = ReplyPieces()
+        self._received = ReplyPieces(stream.pieces)
         self._waiters = Waiters()
         self.silence = Silence()
         self._receive_seconds = 0.0
@@ -274,7 +274,7 @@ class LocalConnection:
                 self._limit_receiving(
                     min(deadline - time.monotonic(), self.silence.patience_seconds / 2)
                 )
-                await self._stream.receive_piece(self._received.pieces)
+                await self._stream.receive_piece()
                 self.silence.heard(time.monotonic())
                 self._dispatch()
         except DeadlineExceeded as error:
@@ -353,6 +353,16 @@ def _is_so(stream: UnixStream, event: int) -> bool:
 class Request(Generic[M]):
     """One request: `send`, then `receive` at once, or later, so that this process and the peer work at the same time.
     `abandon` must follow whatever either raises. The parameters are those of `LocalConnection.request`."""
+
+    __slots__ = (
+        "_connection",
+        "_kind",
+        "_message",
+        "_on_late_frame",
+        "_progress_seconds",
+        "_reply_type",
+        "_waiter",
+    )
 
     def __init__(
         self,

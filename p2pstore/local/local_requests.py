@@ -125,6 +125,10 @@ class Waiters:
     def deliver(self, frame: Frame) -> None:
         """Give a reply to its request. May be interrupted and repeated."""
         number = frame[0].request_id
+        receiver = self.receiver
+        if receiver is not None and receiver.number == number:  # nearly always
+            receiver.frame = frame
+            return
         with self._state:
             waiter = self._waiting.get(number)
             if waiter is None:
@@ -147,8 +151,8 @@ class ReplyPieces:
     """Received bytes, cut into frames. A frame stays until all frames that came with it were delivered, so that an
     interrupt loses none: one may be delivered twice."""
 
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
         """As they came; b"" is the end."""
 
     def deliver(self, deliver: Callable[[Frame], None]) -> bool:

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial, wraps
+from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec
 
@@ -34,10 +34,10 @@ from p2pstore.runtime.streams import (
     StartHelper,
     T,
     _set_kernel_timeout,
+    appending,
     check_descriptors,
     connect_first,
     flatten_parts,
-    receive_piece,
     send_views,
     shut_down,
     stalled,
@@ -59,6 +59,9 @@ class BlockingStream:
         # Have the kernel keep the time: Python's own timeout polls before every call.
         sock.settimeout(None)
         self._polling = polling or Polling()
+        self.pieces: list[bytes] = []
+        self._receive_piece = appending(sock, self.pieces)
+        self._piece_at_once = appending(sock, self.pieces, socket.MSG_DONTWAIT)
         self._receive_seconds: float | None = None
         self._progress_seconds = self._send_limit = self._receive_limit = 0.0
         self.progress_seconds = progress_seconds
@@ -118,13 +121,13 @@ class BlockingStream:
 
     async def receive_soon(self, view: memoryview) -> int:
         try:
-            return self._polling.receive(partial(self._sock.recv_into, view, 0))
+            return self._polling.receive_into(self._sock, view)
         except OSError as error:
             raise _said(error, self._receive_limit) from None
 
-    async def receive_piece(self, pieces: list[bytes]) -> None:
+    async def receive_piece(self) -> None:
         try:
-            self._polling.receive(partial(receive_piece, self._sock, pieces))
+            self._polling.receive(self._piece_at_once, self._receive_piece)
         except OSError as error:
             raise _said(error, self._receive_limit) from None
 

@@ -18,6 +18,9 @@ import struct
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
+from itertools import repeat
+from operator import not_
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -86,7 +89,10 @@ class UnixStream(ByteStream, Protocol):
         """Like `receive_into`, with the file descriptors that came along (the caller closes them)."""
         ...
 
-    async def receive_piece(self, pieces: list[bytes]) -> None:
+    pieces: list[bytes]
+    """Received by `receive_piece` and not taken away yet."""
+
+    async def receive_piece(self) -> None:
         """Append what comes soon, at most 64 KiB, to `pieces`; b"" means the other side closed. An interrupt at any
         moment, such as Ctrl-C, loses no byte."""
         ...
@@ -182,6 +188,8 @@ class NonblockingStream:
         self.progress_seconds = progress_seconds
         self.receive_seconds: float | None = None
         self._unyielded_bytes = 0
+        self.pieces: list[bytes] = []
+        self._receive_piece = appending(sock, self.pieces)
 
     async def _take_turn(self) -> None:
         """Let other tasks run once in 2 MiB; before a system call, because a task may be cancelled here."""
@@ -242,11 +250,11 @@ class NonblockingStream:
 
     receive_soon = receive_into
 
-    async def receive_piece(self, pieces: list[bytes]) -> None:
+    async def receive_piece(self) -> None:
         await self._take_turn()
         while True:
             try:
-                receive_piece(self._sock, pieces)
+                self._receive_piece()
                 return
             except BlockingIOError:
                 await self._wait_readable()
@@ -367,11 +375,10 @@ def advance(views: list[memoryview], first: int, sent: int) -> int:
     return first
 
 
-def receive_piece(sock: socket.socket, pieces: list[bytes], flags: int = 0) -> list[bytes]:
-    """Append what a receive returns to `pieces`. Python looks for signals before a call in C or after it, so that
-    none can come between receiving and appending."""
-    pieces.extend(map(sock.recv, (RECEIVED_PIECE_BYTES,), (flags,)))
-    return pieces
+def appending(sock: socket.socket, pieces: list[bytes], flags: int = 0) -> Callable[[], bool]:
+    """A function that receives and appends to `pieces`, both in C: Python looks for signals in no moment between."""
+    received = map(sock.recv, repeat(RECEIVED_PIECE_BYTES), repeat(flags))
+    return partial(next, map(not_, map(pieces.append, received)))
 
 
 def received_descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:

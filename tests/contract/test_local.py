@@ -1016,7 +1016,7 @@ def test_a_lease_that_is_interrupted_anywhere_is_given_back(
             assert time.monotonic() < deadline, f"lost when it was interrupted at {place}"
             gc.collect()
             link.give_back_idle()  # at once, not after the usual 50 ms
-        if link.connection._waiters:
+        if link.connection.awaits_late_replies:
             awaited_in_vain.append(place)
             client = blocking.connect(str(peer.path))
     client.close()

@@ -589,8 +589,8 @@ def test_an_interrupt_costs_no_link_and_no_view(
     once = view.nbytes
     receive = BlockingStream.receive_piece
 
-    async def interrupted(self: BlockingStream, pieces: list[bytes]) -> None:
-        await receive(self, pieces)
+    async def interrupted(self: BlockingStream) -> None:
+        await receive(self)
         with socket.socket(fileno=os.dup(self.fileno())) as sock:
             if sock.getpeername() == str(scene.houses[0].path):
                 signal.raise_signal(signal.SIGINT)

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -106,8 +105,7 @@ class ReadThread:
     def _receive(self, sock: socket.socket, view: memoryview) -> int:
         if self._in_bulk:  # the next request is here by now, and others of this process may poll
             return sock.recv_into(view)
-        receive: Callable[[int], int] = partial(sock.recv_into, view, 0)
-        return self._polling.receive(receive)
+        return self._polling.receive_into(sock, view)
 
     def _answer(self, sock: socket.socket, data: memoryview) -> int:
         """Answer the requests that `data` begins with; how long they were."""
