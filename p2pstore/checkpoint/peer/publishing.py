@@ -22,7 +22,7 @@ from p2pstore.checkpoint.peer.piece_stores import (
     PublishedMemory,
     PublishedPieces,
 )
-from p2pstore.checkpoint.peer.running import SwarmParts
+from p2pstore.checkpoint.peer.running_swarms import SwarmParts
 from p2pstore.checkpoint.peer.version_fetch import Job, JobPhase, reader_of
 from p2pstore.errors import (
     CheckpointChanged,
