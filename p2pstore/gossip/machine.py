@@ -92,8 +92,6 @@ class Gossip(GossipState):
             self.exchanges.forget(state.peer_id)
         return [state.peer_id for state in gone]
 
-    # --- events ------------------------------------------------------------------------------
-
     def serve(
         self, sender: PeerId, kind: int, request: Message, now: float
     ) -> tuple[Message | Later, list[Effect]]:
@@ -179,8 +177,6 @@ class Gossip(GossipState):
             return []
         return [*self.probing.probe(peer_id, now)]
 
-    # --- time --------------------------------------------------------------------------------
-
     def tick(self, now: float) -> list[Effect]:
         """Do what is due, after all that arrived was fed in. Timeouts are judged here only."""
         if self.leaving:
@@ -231,8 +227,6 @@ class Gossip(GossipState):
         seconds = self.config.membership.probe_interval_seconds
         ping = Ping(0, [])
         return self.questions.ask(peer_id, ControlKind.PING, ping, now, timeout_seconds=seconds)
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _react(self, now: float) -> None:
         """Follow members' changes: hide what the dead hold, show what the living do."""

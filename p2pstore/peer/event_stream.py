@@ -131,8 +131,6 @@ class EventStream:
         if self._fleet:
             self._node.process()  # holders are asked for keys
 
-    # --- consumers ---------------------------------------------------------------------------
-
     async def _serve_follower(self, connection: ZeroMQConnection) -> None:
         follower = Follower(connection)
         async with trio.open_nursery() as nursery:

@@ -134,8 +134,6 @@ class StateDirectory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- identity ----------------------------------------------------------------------------
-
     def identity(self) -> Identity:
         """The identity kept here; a new one is made the first time."""
         path = self.path / "identity.key"
@@ -146,8 +144,6 @@ class StateDirectory:
             self._files.replace(path.name, f"{IDENTITY_HEADER}{FORMAT}\n{seed.hex()}\n".encode())
             return Identity(seed)
         return Identity(parse_identity(path, text))
-
-    # --- invite ------------------------------------------------------------------------------
 
     def save_invite(self, invite: Invite) -> list[bytes | None]:
         """Save the invite that the peer joins by; keys go to a file of their own, which may change later. Returns the
@@ -176,8 +172,6 @@ class StateDirectory:
         """
         self.record.save_clock(clock, floors_seen, floors_horizon, self.floors.bytes_on_disk)
 
-    # --- addresses ---------------------------------------------------------------------------
-
     def load_addresses(self) -> list[str]:
         """`HOST:PORT` of peers seen earlier, best first. A file that cannot be read is written anew later on."""
         try:
@@ -198,8 +192,6 @@ class StateDirectory:
         """Keep the first 1,024."""
         book = _Addresses(FORMAT, list(addresses[:MAX_ADDRESSES]))
         self._files.replace("addresses.json", msgspec.json.encode(book) + b"\n")
-
-    # --- checkpoints -------------------------------------------------------------------------
 
     def load_publishers(
         self,

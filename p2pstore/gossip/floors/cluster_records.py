@@ -108,8 +108,6 @@ class ClusterRecords:
     def __len__(self) -> int:
         return sum(self._sizes)
 
-    # --- keeping -----------------------------------------------------------------------------
-
     def wants(self, record: ClusterRecord, signed: SignedRecord) -> bool:
         """Whether the record would be new: ask before its signature is checked."""
         if record.kind != ClusterRecordKind.FLOOR:
@@ -166,8 +164,6 @@ class ClusterRecords:
         """The heads of a checkpoint's name, one for each of its publishers."""
         return list(self._heads.get((namespace, name), {}).values())
 
-    # --- comparing and spreading -------------------------------------------------------------
-
     @property
     def hash(self) -> int:
         """XOR of all buckets' hashes."""
@@ -219,8 +215,6 @@ class ClusterRecords:
         for floor, record in self.floors.purge(limit_keys):
             self._take_out(record.name, floor)
 
-    # --- persisting --------------------------------------------------------------------------
-
     def dump(self) -> list[SignedRecord]:
         """All records, for the state directory; the horizon goes beside them."""
         return run_through(self.dump_in_steps())
@@ -245,8 +239,6 @@ class ClusterRecords:
             with suppress(ProtocolError):  # a floor whose keys are no list of keys
                 self.offer(record, signed)
         self._rumors.clear()
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _keep_other(self, record: ClusterRecord, signed: SignedRecord) -> _Other:
         name = name_of(record)

@@ -136,8 +136,6 @@ class FloorSync(FloorCompaction):
         floors = self._floors
         return self.quorum.knows(writer) or writer in floors.horizon or floors.has_floors_of(writer)
 
-    # --- horizons of others ------------------------------------------------------------------
-
     def _consider(self, sender: Member, told: Mapping[Member, int], horizon: Stamps, now: float) -> int:
         """Take over of a horizon what this peer may drop itself; the rest waits for others to show the same. Returns
         the highest stamp of the rest that this peer has not seen, 0 when there is none."""
@@ -226,8 +224,6 @@ class FloorSync(FloorCompaction):
             if offer.since < late and offer.unseen
         }
 
-    # --- time --------------------------------------------------------------------------------
-
     def housekeep(self, now: float, *, alone: bool, members: Sequence[ShownFloors]) -> None:
         """Do what is due a few times a second. `alone`: no other member is waited for. `members`: the living ones."""
         clock_now = self._wall_clock(now)
@@ -276,8 +272,6 @@ class FloorSync(FloorCompaction):
         for member in self.quorum.forget(now):
             self.agreements.forget(member)
         self.agreements.forget_old(now)
-
-    # --- what follows ------------------------------------------------------------------------
 
     def take_distrusted(self) -> int:
         """Copies of this peer's whose versions' clocks are not above this may have been removed without

@@ -246,8 +246,6 @@ class PartitionSets:
         slot = self._slot(partition)
         return self._made().pack(slot)
 
-    # --- inside ------------------------------------------------------------------------------
-
     def _made(self) -> LocationIndex:
         if self._index is None:
             self._index = LocationIndex(MAX_OWN_RECORDS)

@@ -69,8 +69,6 @@ class HomeViews:
     def _view(self, partition: int, owner: Member) -> View | None:
         return self.directory.parts.get(partition, {}).get(owner)
 
-    # --- taking in ---------------------------------------------------------------------------
-
     def take(self, owner: Member, update: CheckedUpdate, now: float) -> list[int]:
         """Take in what an owner says. The partitions that it should send whole."""
         known = self._owners.get(owner)
@@ -169,8 +167,6 @@ class HomeViews:
             index.sweep(SWEPT_FOR_EACH * (count + BLOCK_ROWS))
         return has_room(count)
 
-    # --- looking up --------------------------------------------------------------------------
-
     def contested(self, sets: Iterable[PartitionSet]) -> list[bytes]:
         """Keys of these sets that several owners hold."""
         found: list[bytes] = []
@@ -204,8 +200,6 @@ class HomeViews:
             if owner.incarnation < incarnation or owner.vouched_until <= now:
                 return False
         return True
-
-    # --- owners and partitions that come and go ----------------------------------------------
 
     def hide(self, owner: Member) -> None:
         """The owner is believed dead. What it says once it is back must show that nothing was missed."""

@@ -102,8 +102,6 @@ class PartitionedDirectory:
             "partitions_sent_whole": self.pushes.whole_partitions_sent,
         }
 
-    # --- this peer's own log -----------------------------------------------------------------
-
     def note(self, operations: Sequence[bytes], now: float) -> None:
         """This peer's log has new operations, its last ones."""
         self._follow_members(now)
@@ -134,8 +132,6 @@ class PartitionedDirectory:
                 self._directory.heard(rival.member, *place, packed, now)
             else:
                 self.pushes.tell(rival.member, held)
-
-    # --- homes -------------------------------------------------------------------------------
 
     def take(
         self, owner: Member, checked: CheckedUpdate, max_rivals: int, now: float
@@ -196,8 +192,6 @@ class PartitionedDirectory:
             )
         ]
 
-    # --- looking up --------------------------------------------------------------------------
-
     @property
     def knows_all(self) -> bool:
         """Whether keys unknown here are most likely nowhere, so that no home need be asked before saying so."""
@@ -216,8 +210,6 @@ class PartitionedDirectory:
         return self._own in self.current.table.homes[partition] and self.views.complete(
             partition, self._membership.version, self._live_owners(), now
         )
-
-    # --- members -----------------------------------------------------------------------------
 
     def observe_record(self, known: PeerRecord | None, record: PeerRecord, now: float) -> None:
         """A member's record came in place of the one known before."""
@@ -254,8 +246,6 @@ class PartitionedDirectory:
         self._directory.drop(member)
         with self._directory.changing_rows():
             self.views.drop(member)
-
-    # --- time --------------------------------------------------------------------------------
 
     def housekeep(self, now: float, *, agreed: bool) -> bool:
         """Call it a few times a second. Whether the own record changes. `agreed`: another knows the same members."""
@@ -311,8 +301,6 @@ class PartitionedDirectory:
         """Free the views of logs that are not followed any more, a few at a time."""
         for _ in range(min(FORGOTTEN_AT_ONCE, len(self._to_forget))):
             self._directory.forget(self._to_forget.pop())
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _follow_members(self, now: float) -> None:
         due = max(self._follow_at, self._deferred_until)

@@ -47,8 +47,6 @@ class Directory(LocationLookups):
         own = 0 if self._own_slot is None else self.index.count(self._own_slot)
         return self.index.record_count - self._staging.done_count - own
 
-    # --- views -------------------------------------------------------------------------------
-
     @changing
     def observe_head(self, member: Member, incarnation: int, head: LogHead) -> bool:
         """Take in the head of a verified record. False when the view was dropped for a wrong hash. A higher incarnation
@@ -183,8 +181,6 @@ class Directory(LocationLookups):
             self._moved.add(member)
             self._share_relay()
 
-    # --- partitions --------------------------------------------------------------------------
-
     def open_part(self, partition: int, member: Member, incarnation: int, *, hidden: bool) -> View:
         """A view of a member's part of a partition, in place of the one that there was."""
         self.close_part(partition, member)
@@ -199,8 +195,6 @@ class Directory(LocationLookups):
             self._discard(view.slot)
             if not views:
                 del self.parts[partition]
-
-    # --- snapshots ---------------------------------------------------------------------------
 
     @changing
     def install_snapshot(
@@ -266,8 +260,6 @@ class Directory(LocationLookups):
 
     def _wants(self, view: View, sequence: int) -> bool:
         return sequence > view.sequence or view.diverged
-
-    # --- looking up --------------------------------------------------------------------------
 
     def show_own(self, member: Member, operation: bytes) -> None:
         """Let clients know of an object that this peer holds where they do not see it, on its SSD. For them alone:

@@ -415,8 +415,6 @@ class WatchedKeys:
         self._touched |= self._held & digests
         self._touched |= self._awaited & digests
 
-    # --- whole slots ---------------------------------------------------------------------------
-
     @property
     def work_pending(self) -> bool:
         """Whether `work` has something to do."""

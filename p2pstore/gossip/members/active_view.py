@@ -112,8 +112,6 @@ class ActiveView:
             return math.inf
         return self._rotate_at
 
-    # --- inside ------------------------------------------------------------------------------
-
     def _draw(self) -> MemberState:
         state = self._membership.get(self._rng.choice(self._neighbours))
         assert state is not None, "`_mend` dropped who is not a member any more"

@@ -237,8 +237,6 @@ class MemberTable:
         changes, self._changes = self._changes, []
         return changes
 
-    # --- changes -----------------------------------------------------------------------------
-
     def add(
         self,
         peer_id: PeerId,

@@ -254,8 +254,6 @@ class PeerLocalBackend:
     def _unix(self) -> float:
         return self._core.unix(self._node.now)
 
-    # --- changing ----------------------------------------------------------------------------
-
     async def _remove(self, client: LocalClient, message: local.Remove) -> local.Removed:
         return local.Removed(await self._erasing.remove(message.namespace, message.keys))
 

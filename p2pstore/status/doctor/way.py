@@ -116,8 +116,6 @@ class _Examination:
         self.report(finding)
         return _Ended()
 
-    # --- the way to its control port ---------------------------------------------------------
-
     async def _resolve(self) -> list[Endpoint]:
         host, port = split_address(self.way.address, "--peer")
         endpoints: dict[Endpoint, None] = {}
@@ -219,8 +217,6 @@ class _Examination:
         self.report(way_rules.judge_who(record, members, p2pstore.__version__, protocols))
         self.report(way_rules.judge_round_trip("control round trip", round_trips))
         return record
-
-    # --- its data ----------------------------------------------------------------------------
 
     async def _examine_data(self, record: PeerRecord) -> None:
         same_host = record.host_id == host_identity()
