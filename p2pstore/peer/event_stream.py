@@ -276,7 +276,6 @@ class ZeroMQConnection:
 
 
 def frame(flags: int, body: bytes) -> bytes:
-    """One frame."""
     if len(body) < 256:
         return bytes([flags, len(body)]) + body
     return bytes([flags | LONG]) + struct.pack(">Q", len(body)) + body

@@ -27,7 +27,6 @@ and objects that they may forbid are discarded (`gossip.floors.floor_sync`).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 from collections.abc import Sequence
@@ -107,7 +106,7 @@ class StateDirectory:
             try:
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 folder = undo.enter_context(Folder(directory))
-                refuse_folder_of_another(folder, "state_dir")
+                refuse_folder_of_another(folder)
                 lock = folder.open("lock", os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise ConfigError(
@@ -116,7 +115,7 @@ class StateDirectory:
                 ) from None
             undo.callback(os.close, lock)
             _take_lock(directory, lock)
-            refuse_files_of_others(folder, "state_dir")
+            refuse_files_of_others(folder)
             opened = cls(folder, lock)
             undo.pop_all()
         return opened
@@ -292,13 +291,12 @@ def kept_cluster_key(path: str | os.PathLike[str]) -> Path:
 
 def _take_lock(directory: Path, lock: int) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        raise StateDirectoryInUse(
-            f"the state directory {directory} is in use by process {owner}: stop that peer, or give "
-            "this one another directory with --state-dir"
-        ) from None
+        if not take_lock(lock):
+            owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise StateDirectoryInUse(
+                f"the state directory {directory} is in use by process {owner}: stop that peer, or give "
+                "this one another directory with --state-dir"
+            )
     except OSError as error:
         raise ConfigError(
             f"the state directory {directory} cannot be locked: {error.strerror}; choose one on a "
