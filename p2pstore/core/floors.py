@@ -111,8 +111,6 @@ class Floors:
     def _note_members(self, now: float) -> None:
         """Name each member once that is passed over, or not believed, for as long as it is."""
         sync = self._sync
-        if not (sync.passed_over or sync.has_offers or self._told):
-            return
         disbelieved = sync.disbelieved(now)
         for member in sync.passed_over:
             if member not in self._told:

@@ -140,7 +140,6 @@ class GossipState:
 
     @property
     def leaving(self) -> bool:
-        """Whether `leave` was called."""
         return self.own_record.leaving
 
     def hold(self, record: LocationRecord, now: float) -> None:
@@ -160,7 +159,6 @@ class GossipState:
         self._note_operations(operations, now)
 
     def release(self, digest: bytes, version: Version, now: float) -> None:
-        """This peer no longer holds that version."""
         self.release_many([(digest, version)], now)
 
     def release_many(self, gone: Sequence[tuple[bytes, Version]], now: float) -> None:
@@ -333,9 +331,6 @@ class OwnRecord:
             return False
         # Just above the other record, and not above what refutations have raised the claims to: by that
         # little the other one tells a defence from a third process.
-        self._begin_above(record.incarnation)
-        return True
-
-    def _begin_above(self, incarnation: int) -> None:
         self._changed = True
-        self._log.restart(incarnation + 1)
+        self._log.restart(record.incarnation + 1)
+        return True

@@ -316,7 +316,6 @@ class PeerWatch:
             )
 
     def pinged(self, peer_id: PeerId, seconds: float) -> None:
-        """A peer answered a ping over an open connection."""
         self.traffic.pinged(peer_id, seconds)
         self.measures.pings.add_seconds(seconds)
 

@@ -143,11 +143,9 @@ class Exchanges:
         self._wanted[peer_id] = None
 
     def hurry(self) -> None:
-        """There is news."""
         self._pause_seconds = self._config.exchange_seconds
 
     def forget(self, peer_id: PeerId) -> None:
-        """The peer is gone."""
         self._differing.pop(peer_id, None)
         self._unreliable.discard(peer_id)
 

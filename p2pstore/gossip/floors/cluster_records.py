@@ -70,7 +70,6 @@ _Kept = Floor | _Other
 
 
 def name_of(record: ClusterRecord) -> RecordName:
-    """The name that the record is filed under."""
     return record.kind, record.scope, record.name
 
 
@@ -178,7 +177,6 @@ class ClusterRecords:
         return list(self._hashes)
 
     def bucket_size(self, bucket: int) -> int:
-        """How many records a bucket has."""
         return self._sizes[bucket]
 
     def cell_hashes(self, bucket: int) -> list[int]:
@@ -186,12 +184,10 @@ class ClusterRecords:
         return self._cell_hashes[bucket]
 
     def cell(self, bucket: int, cell: int) -> list[SignedRecord]:
-        """The records of one cell."""
         return [kept.signed for kept in self._cells.get((bucket, cell), {}).values()]
 
     @property
     def has_rumors(self) -> bool:
-        """Whether new records wait to be passed on."""
         return len(self._rumors) > 0
 
     def rumors(self, limit_count: int, limit_bytes: int, retransmits: int) -> list[SignedRecord]:
@@ -319,7 +315,6 @@ def read_buckets(packed: bytes) -> list[int] | None:
 
 
 def pack_cells(records: ClusterRecords, buckets: Iterable[int]) -> bytes:
-    """The cells of some buckets."""
     return b"".join(_CELLS.pack(bucket, *records.cell_hashes(bucket)) for bucket in buckets)
 
 

@@ -322,7 +322,6 @@ class Agreements:
         return dispute.found
 
     def with_me(self, member: Member) -> int:
-        """Up to where the member has the same floors as this peer."""
         return max(self.announced.get(member, 0), self._told.get(member, 0))
 
     def with_all(self, member: Member, shown: int) -> int:

@@ -343,11 +343,9 @@ class FloorSet:
 
     @property
     def writers(self) -> list[Member]:
-        """Writers of the floors that are kept."""
         return list(self._records_of)
 
     def has_floors_of(self, writer: Member) -> bool:
-        """Whether floors are kept that it wrote."""
         return writer in self._records_of
 
     def compaction(self, agreed: int, confirmed: Mapping[Member, int], clock_now: int) -> Stamps:

@@ -210,11 +210,6 @@ class FloorSync(FloorCompaction):
         seen = {w: max(self.seen.get(w, 0), 0 if w in self._living else lost) for w in stamps}
         return newest_unseen(stamps, seen)
 
-    @property
-    def has_offers(self) -> bool:
-        """Whether some member told a horizon that is not taken over yet."""
-        return bool(self._offers)
-
     def disbelieved(self, now: float) -> dict[Member, int]:
         """Members that for a while told of dropped floors unknown here, and up to which stamp: not believed."""
         late = now - DISBELIEVED_SECONDS
@@ -280,7 +275,6 @@ class FloorSync(FloorCompaction):
         return distrusted
 
     def came(self, member: Member, now: float) -> None:
-        """A member has just come, or come back."""
         self.doubts.came(member)
         self.quorum.member_joined(member, now)
 
@@ -332,13 +326,11 @@ class DoubtedMembers:
             self._saw_all[sender] = self._floors.horizon_hash
 
     def came(self, member: Member) -> None:
-        """A member has just come, or come back."""
         self._unproven.add(member)
         self._saw_all.pop(member, None)
         self._floors.doubt_members(True)
 
     def went(self, member: Member) -> None:
-        """A member is gone."""
         self._unproven.discard(member)
         self._saw_all.pop(member, None)
 

@@ -86,7 +86,6 @@ class Quorum:
             self._minority = len(self._gone_at) > 1
 
     def member_joined(self, member: Member, now: float) -> None:
-        """A member has come, or come back."""
         if self._gone_at.pop(member, None) is None or member in self._left:
             self._came[member] = now
         self._left.discard(member)
@@ -108,7 +107,6 @@ class Quorum:
         self._left.discard(member)
 
     def knows(self, member: Member) -> bool:
-        """Whether it is a member, or was lately."""
         return member in self._came
 
     def came_at(self, member: Member) -> float:

@@ -85,7 +85,6 @@ class Confirmed:
         self._former_until: deque[tuple[float, int, Member]] = deque()
 
     def clear(self) -> None:
-        """Nothing is confirmed any more."""
         self.by = [()] * PARTITION_COUNT
 
     def homes_changed(

@@ -63,7 +63,6 @@ class HomeViews:
 
     @property
     def record_count(self) -> int:
-        """Locations in all views."""
         return sum(known.records for known in self._owners.values())
 
     def _view(self, partition: int, owner: Member) -> View | None:
@@ -209,7 +208,6 @@ class HomeViews:
             self._changes += 1
 
     def show(self, owner: Member) -> None:
-        """The owner is back."""
         self._set_hidden(owner, False)
 
     def _set_hidden(self, owner: Member, hidden: bool) -> _Owner | None:
@@ -221,7 +219,6 @@ class HomeViews:
         return known
 
     def owners(self) -> list[Member]:
-        """The members that have said anything."""
         return list(self._owners)
 
     def drop(self, owner: Member) -> None:
@@ -232,7 +229,6 @@ class HomeViews:
         self._changes += 1
 
     def clear(self) -> None:
-        """Forget all."""
         for owner in self.owners():
             self.drop(owner)
         self._completeness.clear()

@@ -108,7 +108,6 @@ class PartitionedDirectory:
         self.pushes.note(operations)
 
     def take_pushes(self, now: float) -> list[HomePush]:
-        """Messages for homes that are due now."""
         self._follow_members(now)
         return self.pushes.take(now)
 
@@ -226,7 +225,6 @@ class PartitionedDirectory:
         self._deferred_until = now + STEP_SECONDS
 
     def hide(self, member: Member) -> None:
-        """The member is believed dead."""
         self._directory.hide(member)
         with self._directory.changing_rows():
             self.views.hide(member)
@@ -357,7 +355,6 @@ class CurrentHomes:
 
     @property
     def any_keeps_partitions(self) -> bool:
-        """Whether any other member is in partitioned mode."""
         return self.table is not NO_HOMES and self.partitioned_members > 0
 
     def of(self, digest: bytes) -> tuple[Member, ...]:
@@ -374,7 +371,6 @@ class CurrentHomes:
         self._seen_version = -1
 
     def keeps_partitions(self, member: Member) -> bool:
-        """Whether a member is in partitioned mode."""
         state = self._members.resolve(member)
         return (
             state is not None

@@ -43,7 +43,6 @@ class Directory(LocationLookups):
 
     @property
     def record_count(self) -> int:
-        """Records in all views."""
         own = 0 if self._own_slot is None else self.index.count(self._own_slot)
         return self.index.record_count - self._staging.done_count - own
 
@@ -222,12 +221,10 @@ class Directory(LocationLookups):
         return True
 
     def staging(self, member: Member) -> bool:
-        """Whether a snapshot of the member is being put in."""
         return self._staging.get(member) is not None
 
     @property
     def work_pending(self) -> bool:
-        """Whether `work` has something to do."""
         return bool(self._staging or self.watched.work_pending or self.index.any_discarded)
 
     @changing

@@ -84,7 +84,6 @@ class LocationRows:
         return slot
 
     def count(self, slot: int) -> int:
-        """How many records the slot holds."""
         return self._slots.count(slot)
 
     def hash(self, slot: int) -> int:
@@ -137,7 +136,6 @@ class LocationRows:
 
     @property
     def any_discarded(self) -> bool:
-        """Whether there is something to `sweep`."""
         return self._slots.any_discarded
 
     def _locate(self, slot: int, digest: bytes) -> tuple[int, int]:

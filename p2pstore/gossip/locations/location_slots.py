@@ -76,7 +76,6 @@ class RowSlots:
 
     @property
     def any_discarded(self) -> bool:
-        """Whether `take_discarded` would give some."""
         return bool(self._discarded)
 
     def open(self) -> int:
@@ -409,7 +408,6 @@ class ApartKeys:
             counters[at] -= 1
 
     def close(self) -> None:
-        """No client asks any more."""
         self._counters = None
 
 

@@ -297,7 +297,6 @@ class Membership(MemberTable):
 
     @property
     def has_rumors(self) -> bool:
-        """Whether claims wait to be passed on."""
         return len(self._rumors) > 0
 
     def retransmit_limit(self) -> int:

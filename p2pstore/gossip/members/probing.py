@@ -104,7 +104,6 @@ class Probing:
         return min(self._probe_at, self._recontact_at, *probes)
 
     def follow(self, change: MemberChange) -> None:
-        """A member's status changed."""
         if change.old is None:
             # A new member is probed within the current round, at a random place.
             self._round.insert(self._rng.randint(0, len(self._round)), change.peer_id)
