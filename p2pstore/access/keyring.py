@@ -57,12 +57,10 @@ class Role(IntEnum):
 
 
 def reader_key_of(key: bytes) -> bytes:
-    """The reader's key that goes with a member's key."""
     return hmac.digest(key, _READER_CONTEXT, "sha256")
 
 
 def writer_key_of(key: bytes, namespace: str) -> bytes:
-    """The writer's key of a namespace that goes with a member's key."""
     return hmac.digest(key, _WRITER_CONTEXT + namespace.encode(), "sha256")
 
 
@@ -126,7 +124,6 @@ class KeyRing:
 
     @property
     def role(self) -> Role:
-        """The rights of this ring's holder."""
         if self.writers:
             return Role.WRITER
         return Role.READER if self.signers else Role.MEMBER
@@ -347,7 +344,6 @@ class AllowList:
         self.peer_ids = None if peer_ids is None else frozenset(peer_ids)
 
     def allows(self, peer_id: bytes) -> bool:
-        """Whether the peer with this id may come in."""
         return self.peer_ids is None or peer_id in self.peer_ids
 
 

@@ -160,7 +160,6 @@ class CheckpointNames:
         return self._heard, membership.checkpoints_version, membership.version
 
     def heard(self, record: ClusterRecord) -> None:
-        """A head or a switch came."""
         self._heard += 1
         head = read_head(record)
         if head is not None and self._publishers.pinned(head.namespace, head.name) is not None:

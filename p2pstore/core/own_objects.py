@@ -38,7 +38,7 @@ class OwnObjects:
         self._core = core
         self._gossip = core.gossip
         self._segment = core.segment
-        core.segment.room.ask_who_keeps(self._are_kept_elsewhere)
+        core.segment.room.ask_who_keeps(lambda entries, _: are_kept_elsewhere(core, entries))
 
     def reserve(
         self,
@@ -221,9 +221,6 @@ class OwnObjects:
             return
         self.announce(entry, now)
         self._gossip.directory.watched.touch(entry.digest)
-
-    def _are_kept_elsewhere(self, entries: Sequence[ObjectEntry], unix: float) -> list[bool]:
-        return are_kept_elsewhere(self._core, entries, unix - self._core.unix_offset_seconds)
 
 
 def location_of(entry: ObjectEntry) -> LocationRecord:

@@ -128,8 +128,6 @@ class PeerCore:
         self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
         gossip.directory.watched.watch(segment.digests(), self.operations.awaited.keys())
 
-    # --- driving -----------------------------------------------------------------------------
-
     def unix(self, now: float) -> float:
         """Wall-clock time at the monotonic time `now`."""
         return now + self.unix_offset_seconds
@@ -148,7 +146,6 @@ class PeerCore:
         self._effects.append(effect)
 
     def take_effects(self) -> list[Effect | GossipEffect]:
-        """Everything the shell has to do since the last call."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -207,15 +204,12 @@ class PeerCore:
         """Answer another peer's data request: see `p2pstore.core.serving`."""
         return serve(self, sender, kind, request, now)
 
-    # --- what is known -----------------------------------------------------------------------
-
     @property
     def keys_per_step(self) -> int:
         """Keys to look up, with their home peers, at a time: 2 to 4 ms of work."""
         return max(1, min(LOOKED_UP_PER_STEP, WORK_PER_STEP // (8 + len(self.gossip.membership.live()))))
 
     def live_peers(self) -> list[PeerId]:
-        """The other members that are not believed dead."""
         return [state.peer_id for state in self.gossip.membership.others()]
 
     def homes(self, digest: bytes) -> list[PeerId]:
@@ -229,8 +223,6 @@ class PeerCore:
     def is_own(self, version: Version) -> bool:
         """Whether this peer wrote a version of what it holds, unless a proof beside it says otherwise."""
         return version.writer == writer_of(self.peer_id)
-
-    # --- versions and floors -----------------------------------------------------------------
 
     def new_version(self, root: int, now: float) -> Version:
         """A version above everything this peer has seen. Raises `Unavailable` when others would refuse it."""
@@ -336,7 +328,6 @@ class Operations:
             self.awaited.setdefault(digest, set()).add(operation.number)
 
     def await_no_more(self, operation: Operation, digests: Sequence[bytes]) -> None:
-        """Undo `await_keys`."""
         for digest in digests:
             numbers = self.awaited.get(digest, set())
             numbers.discard(operation.number)
@@ -411,7 +402,6 @@ class Operations:
 
     @property
     def fetching(self) -> int:
-        """How many objects are on their way to this peer's memory."""
         return len(self._fetches)
 
     def is_fetching(self, digest: bytes) -> bool:

@@ -76,8 +76,6 @@ class Timekeeping:
         self.renewals = 0
         """Grows with every renewal that has ended: floors and clock are to be saved whole."""
 
-    # --- may this peer write -----------------------------------------------------------------
-
     def check(self, now: float) -> None:
         """Raise `Unavailable`, with the reason and the cure, when others would refuse this peer's writes now."""
         problem = self.problem(now)
@@ -142,7 +140,6 @@ class Timekeeping:
         )
 
     def view(self, now: float) -> ClockView:
-        """How this peer's clock stands among those of the living members."""
         return self._core.gossip.time.view(now)
 
     def ahead_of(self, peer_id: PeerId) -> float:
@@ -172,10 +169,7 @@ class Timekeeping:
         ]
 
     def _note(self, text: str) -> None:
-        """Note for the log each problem once, when it begins and when it ends."""
         self._core.notes.add("clock", text)
-
-    # --- time --------------------------------------------------------------------------------
 
     def found(self, clock: int) -> None:
         """A record or object of an earlier life has this stamp: new ones are above it, whatever was saved."""
@@ -273,8 +267,6 @@ class Timekeeping:
                 f"{MAX_CLOCK_SKEW_SECONDS:g} s ahead is refused until that is set right there"
             )
         self._said_of = set(wrong)
-
-    # --- renewal -----------------------------------------------------------------------------
 
     def _renew(self, by: int) -> Iterator[float]:
         """All steps; each gives the seconds to wait before the next."""

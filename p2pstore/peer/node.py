@@ -136,8 +136,6 @@ class Node:
     def uptime_seconds(self) -> float:
         return trio.current_time() - self.started_at
 
-    # --- driving the core --------------------------------------------------------------------
-
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Drive the core until cancelled."""
         async with trio.open_nursery() as nursery:

@@ -165,7 +165,6 @@ class CopyDestination:
         return b""
 
     def abort(self) -> None:
-        """Give the room back."""
         if self._reservation is not None:
             self._core.segment.abort(self._reservation, session=self._session)
             self._reservation = None

@@ -87,7 +87,6 @@ class PeerMemories(Generic[PeerName]):
         self._oldest = heapq.nsmallest(MAX_OLDEST, told, key=lambda room: room.coldest)
 
     def __bool__(self) -> bool:
-        """Whether there may be any."""
         return bool(self._spacious or self._oldest)
 
     def take(self, length: int, idle_seconds: float, unix: float) -> PeerMemory[PeerName] | None:
@@ -169,6 +168,22 @@ class MemberRooms:
                 if room is not None and state.memory_capacity:
                     self._rooms[state.peer_id] = room
         return self._rooms
+
+    def choose(self, digest: bytes, length: int, now: float, *, only_free: bool) -> list[PeerId]:
+        """Targets for an object of that length, best first; its bytes are taken off the first one's free memory."""
+        rooms = self.all(now)
+        needed = round_up(length, GRANULE_BYTES) + GRANULE_BYTES  # with a trailer, as a rule
+        ranked = [
+            room
+            for peer_id in self._core.gossip.rank(digest)
+            if (room := rooms.get(peer_id)) is not None and room.capacity_bytes >= needed
+        ]
+        chosen = [room for room in ranked if room.free_bytes >= needed]
+        if not only_free:
+            chosen += [room for room in ranked if room.free_bytes < needed]
+        if chosen:
+            chosen[0].free_bytes -= needed
+        return [room.peer for room in chosen[:MAX_TARGETS]]
 
 
 class Offers:
@@ -316,7 +331,7 @@ class HandOverOperation(Operation):
 
     def __init__(self, core: PeerCore) -> None:
         super().__init__(core)
-        self._rooms = _Rooms(core)
+        self._rooms = MemberRooms(core)
         self._walk = OwnCopies(core, replicated_only=False)
         self._order: list[tuple[int, bool, float, bytes, int]] = []
         """A heap of the objects to hand over; digest and length are the last fields."""
@@ -343,8 +358,6 @@ class HandOverOperation(Operation):
     def cancel(self, now: float) -> None:
         """End at the deadline or without a waiting caller: the remaining objects are not handed over."""
         self.finish(self.handed_over, now)
-
-    # --- what there is -----------------------------------------------------------------------
 
     def _look_on(self, now: float) -> None:
         """Look for some more last copies."""
@@ -383,8 +396,6 @@ class HandOverOperation(Operation):
             heat = float(held.hits)
         only_on_ssd = not isinstance(held, ObjectEntry)
         return -int(held.pin), only_on_ssd, -heat, held.digest, held.length
-
-    # --- handing over ------------------------------------------------------------------------
 
     def _go_on(self, now: float) -> None:
         if self._beginning or self.done:  # one of those that begin ended at once
@@ -449,23 +460,3 @@ class HandOverOperation(Operation):
     def _count_off(self, length: int) -> None:
         self.handed_over.left_objects -= 1
         self.handed_over.left_bytes -= length
-
-
-class _Rooms(MemberRooms):
-    """Chooses among them."""
-
-    def choose(self, digest: bytes, length: int, now: float, *, only_free: bool) -> list[PeerId]:
-        """Targets for an object of that length, best first; its bytes are taken off the first one's free memory."""
-        rooms = self.all(now)
-        needed = round_up(length, GRANULE_BYTES) + GRANULE_BYTES  # with a trailer, as a rule
-        ranked = [
-            room
-            for peer_id in self._core.gossip.rank(digest)
-            if (room := rooms.get(peer_id)) is not None and room.capacity_bytes >= needed
-        ]
-        chosen = [room for room in ranked if room.free_bytes >= needed]
-        if not only_free:
-            chosen += [room for room in ranked if room.free_bytes < needed]
-        if chosen:
-            chosen[0].free_bytes -= needed
-        return [room.peer for room in chosen[:MAX_TARGETS]]

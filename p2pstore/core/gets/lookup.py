@@ -169,7 +169,6 @@ class LookupOperation(Operation):
 
     @property
     def homes_asked(self) -> int:
-        """How many peers were asked for holders."""
         return len(self._homes)
 
     def answered(self, about: _Question, reply: Reply, now: float) -> None:
@@ -316,7 +315,6 @@ class LookupOperation(Operation):
 
     @property
     def _is_unsure(self) -> bool:
-        """Whether keys without a definite answer are left."""
         return any(sought.homes is not None for sought in self._missed.values())
 
     @property

@@ -49,7 +49,6 @@ class HeldKeys(NamedTuple):
 
     @staticmethod
     def of_none(count: int) -> HeldKeys:
-        """Of none of `count` keys."""
         held, in_memory = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         return HeldKeys(held, in_memory, np.zeros(count, np.uint32))
 
@@ -68,7 +67,6 @@ class LocationLookups(ViewTable):
 
     @property
     def word_count(self) -> int:
-        """Words that are known beside the views."""
         return len(self._words)
 
     @exclusive

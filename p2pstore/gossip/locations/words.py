@@ -70,7 +70,6 @@ class Words:
 
     @property
     def digests(self) -> KeysView[bytes]:
-        """Digests that they are about."""
         return self._words.keys()
 
     def of(self, digest: bytes) -> Mapping[Source, Word]:
@@ -164,7 +163,6 @@ class Denials:
 
     @property
     def digests(self) -> KeysView[bytes]:
-        """The denied digests."""
         return self._members.keys()
 
     def note(self, member: Member, digest: bytes, position: Position) -> None:

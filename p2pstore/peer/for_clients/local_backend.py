@@ -246,16 +246,6 @@ class PeerLocalBackend:
         if page is not None:
             page.close()
 
-    @property
-    def _now(self) -> float:
-        return self._node.now
-
-    @property
-    def _unix(self) -> float:
-        return self._core.unix(self._node.now)
-
-    # --- changing ----------------------------------------------------------------------------
-
     async def _remove(self, client: LocalClient, message: local.Remove) -> local.Removed:
         return local.Removed(await self._erasing.remove(message.namespace, message.keys))
 
@@ -269,17 +259,17 @@ class PeerLocalBackend:
             raise ValueError(f"copies must be 1 to {MAX_REPLICAS}, not {message.copies}")
         if len(message.digest) != DIGEST_BYTES:
             raise ValueError(f"{len(message.digest)} bytes are no digest")
-        self._core.timekeeping.check(self._now)
-        entry = self._segment.find(message.digest, self._unix)
+        now = self._node.now
+        self._core.timekeeping.check(now)
+        entry = self._segment.find(message.digest, self._core.unix(now))
         if entry is None:
-            entry = await self._node.complete(
-                self._core.operations.fetch(message.digest, self._now, soft=False)
-            )
-        self._core.objects.strengthen(entry, entry.pin, message.copies, self._now)
+            fetch = self._core.operations.fetch(message.digest, now, soft=False)
+            entry = await self._node.complete(fetch)
+        self._core.objects.strengthen(entry, entry.pin, message.copies, self._node.now)
         operation = ReplicateOperation(self._core, entry, message.copies)
         copies = await self._node.complete(operation)
         if copies < message.copies:
-            self._core.repair.fell_short(copies, self._now)
+            self._core.repair.fell_short(copies, self._node.now)
         version = entry.version
         return local.PutOutcome(
             int(PutStatus.UNCHANGED), copies, message.copies, version.clock, version.writer
@@ -305,7 +295,7 @@ class PeerLocalBackend:
         return local.Flushed(flushed.told, flushed.not_told)
 
     def _prefetch(self, client: LocalClient, message: local.Prefetch) -> Empty:
-        self._core.prefetching.add(check_batch(split_digests(message.digests)), self._now)
+        self._core.prefetching.add(check_batch(split_digests(message.digests)), self._node.now)
         return Empty()
 
 
