@@ -61,8 +61,8 @@ from p2pstore.objects import MIB, HybridClock, chunk_sums, clock_from_unix_secon
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer import data_messages as data
 from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
-from simulation.disk import Disk
 from simulation.gossip_data import log_snapshot
+from simulation.peer_disk import Disk
 from simulation.pull import pull_object, pull_together
 from simulation.put_columns import columns_of_facts
 from simulation.signer import SimulatedSigner, SimulatedVerifier

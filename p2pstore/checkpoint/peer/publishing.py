@@ -14,8 +14,7 @@ from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, format_version, sign_manifest
 from p2pstore.checkpoint.content.sources import PublishedFiles, SourceDirectory, SourceMemory
 from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS, CheckpointPeer
-from p2pstore.checkpoint.peer.running import SwarmParts
-from p2pstore.checkpoint.peer.stores import (
+from p2pstore.checkpoint.peer.piece_stores import (
     HeldDirectory,
     HeldStore,
     Memories,
@@ -23,6 +22,7 @@ from p2pstore.checkpoint.peer.stores import (
     PublishedMemory,
     PublishedPieces,
 )
+from p2pstore.checkpoint.peer.running_swarms import SwarmParts
 from p2pstore.checkpoint.peer.version_fetch import Job, JobPhase, reader_of
 from p2pstore.errors import (
     CheckpointChanged,
