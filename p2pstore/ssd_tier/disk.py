@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer, fast_address
 from p2pstore.ssd_tier.disk_protocol import (
     ALIGNMENT_BYTES,
     SECTOR_BYTES,
@@ -129,7 +129,7 @@ class FileDisk:
         self, position: int, buffers: Sequence[memoryview], check: Check | None = None
     ) -> None:
         refuse_closed(self._closed)
-        length = checked_bytes(position, buffers, self.size_bytes, reading=True)
+        length = checked_bytes(position, buffers, self.size_bytes, fast_address, reading=True)
         if not length:
             await trio.lowlevel.checkpoint()
             if check is not None:
@@ -150,7 +150,7 @@ class FileDisk:
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         refuse_closed(self._closed)
-        if not checked_bytes(position, buffers, self.size_bytes, reading=False):
+        if not checked_bytes(position, buffers, self.size_bytes, fast_address, reading=False):
             await trio.lowlevel.checkpoint()
             return
         piece_bytes = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -82,13 +81,16 @@ class Disk(Protocol):
 
 def memory_address(buffer: memoryview) -> int:
     """Where its bytes begin in memory; it must have some."""
-    if buffer.readonly:
-        return np.frombuffer(buffer, np.uint8).ctypes.data
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # in a fifth of the time
+    return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
 def checked_bytes(
-    position: int, buffers: Sequence[memoryview | bytes], size_bytes: int, *, reading: bool
+    position: int,
+    buffers: Sequence[memoryview | bytes],
+    size_bytes: int,
+    address: Callable[[memoryview], int] = memory_address,
+    *,
+    reading: bool,
 ) -> int:
     """The length of a request to a disk of that size. Raises `ValueError`, as `Disk` says."""
     length = 0
@@ -105,7 +107,7 @@ def checked_bytes(
             raise ValueError("a buffer is contiguous memory, in bytes")
         if reading and buffer.readonly:
             raise ValueError("read-only memory cannot be read into")
-        if own_length and memory_address(buffer) % ALIGNMENT_BYTES:
+        if own_length and address(buffer) % ALIGNMENT_BYTES:
             raise ValueError(f"a buffer's address is no multiple of {ALIGNMENT_BYTES}")
     if position % ALIGNMENT_BYTES:
         raise ValueError(f"position {position} is no multiple of {ALIGNMENT_BYTES}")

@@ -26,7 +26,7 @@ from typing import Final, NoReturn
 import trio
 
 from p2pstore.objects import KIB
-from p2pstore.ssd_tier.disk_protocol import memory_address
+from p2pstore.ssd_tier.aligned_memory import fast_address
 
 MAX_READS: Final = 128
 """Under way at a time."""
@@ -105,7 +105,7 @@ class KernelAio:
         sizes = (_REQUEST.size, 8, MAX_BUFFERS * _IOVEC.size, _EVENT.size)
         self._memory = mmap.mmap(-1, MAX_READS * sum(sizes))
         view = memoryview(self._memory)
-        base, starts = memory_address(view), [0]
+        base, starts = fast_address(view), [0]
         for size in sizes:
             starts.append(starts[-1] + MAX_READS * size)
         self._requests, self._pointers, self._iovecs, self._events = (
@@ -144,7 +144,7 @@ class KernelAio:
         start = number * MAX_BUFFERS * _IOVEC.size
         at = start
         for buffer in buffers:
-            _IOVEC.pack_into(self._iovecs, at, memory_address(buffer), len(buffer))
+            _IOVEC.pack_into(self._iovecs, at, fast_address(buffer), len(buffer))
             at += _IOVEC.size
         _REQUEST.pack_into(
             self._requests,
