@@ -65,6 +65,8 @@ logger = logging.getLogger("p2pstore.peer")
 DRAIN_CHECKPOINTS: Final = 3
 """Scheduler turns between a timer and its verdict: after a stall of the process, messages that have arrived are
 handled before a peer is declared silent."""
+LOOK_SECONDS: Final = 0.002
+"""Upper bound of the time between a client's request and what it makes due at once, such as the eager relay."""
 FORGET_SECONDS: Final = 2.0
 LOOP_LAG_SECONDS: Final = 0.2
 """Interval of measurements of the event loop's lag. They take less than a thousandth of a core."""
@@ -201,7 +203,8 @@ class Node:
             run_through(steps)
 
     def process(self) -> None:
-        """Carry out the core's effects. Call it after each access that may change the core."""
+        """Act on what gossip brought, and carry out the core's effects. Call it after each access that may change the
+        core, but for requests of clients (`process_request`)."""
         if not self.running:
             return
         self.core.gossip_arrived(self.now)
@@ -211,16 +214,28 @@ class Node:
             self._locations_refused(member, count)
         for sender, owner in self.core.gossip.wrong_runs.take_news().items():
             self._wrong_operations(sender, owner)
-        self.core.flush_pushes(self.now)
         self._follow_checkpoints()
+        self._carry_out_effects()
+        tick_due = self.core.next_tick(self.now)
+        if tick_due < self._tick_due:
+            self._tick_at(tick_due)
+
+    def process_request(self) -> None:
+        """Carry out the effects of a client's request. When the next tick is due is found out a moment later, once for
+        all requests until then: that question goes to every part of the core."""
+        if self.running:
+            self._carry_out_effects()
+            look_at = self.now + LOOK_SECONDS
+            if look_at < self._tick_due:
+                self._tick_at(look_at)
+
+    def _carry_out_effects(self) -> None:
+        self.core.flush_pushes(self.now)
         for effect in self.core.take_effects():
             self._execute(effect)
         for note in self.core.notes.take():
             level = logging.ERROR if note.is_error else logging.WARNING
             logger.log(level, "%s", note.text, extra={"event": note.event})
-        tick_due = self.core.next_tick(self.now)
-        if tick_due < self._tick_due:
-            self._tick_at(tick_due)
 
     def _tick_at(self, due: float) -> None:
         """Move the next tick. Moving a deadline wakes no task."""

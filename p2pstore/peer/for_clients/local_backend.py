@@ -221,7 +221,7 @@ class PeerLocalBackend:
         try:
             return await answer
         finally:
-            self._node.process()
+            self._node.process_request()
 
     def make_ready(self) -> None:
         """Keep the books of what was answered, and make room for the next put."""
@@ -235,7 +235,7 @@ class PeerLocalBackend:
         """Carry out what the requests had the core decide."""
         if self._has_effects:
             self._has_effects = False
-            self._node.process()
+            self._node.process_request()
 
     def client_gone(self, client: LocalClient) -> None:
         self._node.local_clients -= 1
