@@ -11,7 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from p2pstore.core.checkpoints import CheckpointNames, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
@@ -88,6 +88,7 @@ class PeerCore:
         self.verifier = verifier
         self.peer_id: PeerId = signer.peer_id
         self.member: Member = member_of(signer.peer_id)
+        self.writer = writer_of(signer.peer_id)
         self.gossip = gossip
         self.segment = segment
         self.clock = clock
@@ -228,14 +229,14 @@ class PeerCore:
 
     def is_own(self, version: Version) -> bool:
         """Whether this peer wrote a version of what it holds, unless a proof beside it says otherwise."""
-        return version.writer == writer_of(self.peer_id)
+        return version.writer == self.writer
 
     # --- versions and floors -----------------------------------------------------------------
 
     def new_version(self, root: int, now: float) -> Version:
         """A version above everything this peer has seen. Raises `Unavailable` when others would refuse it."""
         self.timekeeping.check(now)
-        return Version(self.clock.tick(self.unix(now)), writer_of(self.peer_id), root)
+        return Version(self.clock.tick(self.unix(now)), self.writer, root)
 
     def version_above(self, other: Version, now: float) -> Version:
         """A version of this peer's that covers `other`. Raises `Unavailable` when others would refuse it."""
@@ -298,6 +299,9 @@ WOKEN_PER_TICK: Final = 64
 """Operations woken by one tick: those of a large batch end together."""
 
 
+_Op = TypeVar("_Op", bound=Operation)
+
+
 class Operations:
     """All operations by number, their alarms, the keys they await, and fetches that several callers share."""
 
@@ -315,7 +319,7 @@ class Operations:
     def __len__(self) -> int:
         return len(self._running)
 
-    def start(self, operation: Operation, now: float, then: Then | None = None) -> Operation:
+    def start(self, operation: _Op, now: float, then: Then | None = None) -> _Op:
         """Begin an operation; it may be done when this returns. `then` is called at its end."""
         operation.on_finish = then
         operation.number = self.next_number

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.members.peer_clocks import ClockView
-from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, PeerId, writer_of
+from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, PeerId
 from p2pstore.objects import (
     CLOCK_COUNTER_BITS,
     MAX_CLOCK_SKEW_SECONDS,
@@ -324,7 +324,7 @@ class Timekeeping:
         """This peer becomes the floor's writer. A record that only its publisher may write is left to the publisher."""
         core = self._core
         if record.kind == ClusterRecordKind.FLOOR:
-            writer = writer_of(core.peer_id)
+            writer = core.writer
             core.floors.keep(replace(record, clock=clock, writer=writer, signer=core.peer_id), self._now)
         elif record.signer == core.peer_id:
             core.floors.keep(replace(record, clock=clock), self._now)

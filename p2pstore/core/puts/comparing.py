@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.operation import KnownCopy, Operation, Reply
+from p2pstore.core.puts.deciding import Standing, Verdict, decide, elsewhere
 from p2pstore.gossip.records import PeerId
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.segment_layout import Slot, TrailerBody, decode_slot, decode_trailer
+from p2pstore.memory.segment_layout import decode_slot, decode_trailer
 from p2pstore.objects import Version
-from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.data_messages import DataKind, Get, GetItem, Objects, ObjectStatus
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import CheckCopy, CopyChecked
@@ -109,42 +106,16 @@ class Comparisons:
         operation.add(GetItem(record.digest, first_chunk=SLOT_ONLY, slot=record.slot), then)
 
 
-def is_described(known: ObjectEntry | TrailerBody, facts: PutFacts) -> bool:
-    """Whether an object has the dtype and shape of the put's tensor, if it is one."""
-    described = (known.dtype, tuple(known.shape)) == (facts.dtype, tuple(facts.shape))
-    return described or not facts.dtype
-
-
-class Likeness(Enum):
-    """How a copy elsewhere compares with the value that is put."""
-
-    SAME = auto()
-    BYTES = auto()
-    """The bytes are the same; dtype, shape or end are to be those of the copy."""
-    OTHER = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class StandingCopy:
-    """A copy elsewhere that decides a put. `expires_unix_ms` counts where it is the same."""
-
-    copy: KnownCopy
-    version: Version
-    likeness: Likeness
-    expires_unix_ms: int = 0
-
-
 class CompareCopies(Operation):
-    """Ask holders in turn what they have under a put's key. The result is a `StandingCopy`, None without one."""
+    """Ask holders in turn what they have under a put's key. The result is a `Standing`, None without one."""
 
     def __init__(self, put: PutOperation, namespace: bytes, copies: list[KnownCopy]) -> None:
         super().__init__(put.core)
         self._put = put
-        self._facts = put.facts
         self._digest = put.digest
         self._namespace = namespace
         self._left = copies
-        self._rival: StandingCopy | None = None
+        self._rival: Standing | None = None
         """A copy of another value, while its holder compares it with its checksums."""
 
     def start(self, now: float) -> None:
@@ -172,27 +143,13 @@ class CompareCopies(Operation):
         elif self._is_void(slot.version):
             self.start(now)
         else:
-            found = self._judge(copy, slot, decode_trailer(item.trailer))
-            if found.likeness is not Likeness.OTHER:
+            found = elsewhere(copy, slot, decode_trailer(item.trailer), self._put.facts)
+            if decide(self._put.facts, found) is not Verdict.REFUSE:
                 self.finish(found, now)
-            elif self._facts.overwrite:
-                self.finish(None, now)
             else:
                 self._rival = found
                 request = CheckCopy(self._digest)
                 self.ask(None, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
-
-    def _judge(self, copy: KnownCopy, slot: Slot, original: TrailerBody | None) -> StandingCopy:
-        facts = self._facts
-        if slot.version.root != facts.root or slot.length != facts.length:
-            likeness = Likeness.OTHER
-        elif original is None or (original.dtype and not facts.dtype):
-            likeness = Likeness.BYTES
-        elif not is_described(original, facts):
-            likeness = Likeness.OTHER
-        else:
-            return StandingCopy(copy, slot.version, Likeness.SAME, original.expires_unix_ms)
-        return StandingCopy(copy, slot.version, likeness)
 
     def _is_void(self, version: Version) -> bool:
         """Whether the version that a holder has was removed, or may have been: it does not stand in a put's way."""
@@ -206,6 +163,7 @@ class CompareCopies(Operation):
         that does not know the question refuses to answer.)"""
         rival, self._rival = self._rival, None
         assert rival is not None
+        assert rival.copy is not None
         if isinstance(reply, CopyChecked) and not reply.good:
             code = int(Code.NO_SUCH_KEY)
             gone = HolderReport(rival.copy.member, code, "", "", reply.incarnation, reply.sequence)

@@ -16,7 +16,6 @@ from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.puts.lifetimes import PinEnd, PinOperation
-from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.core.remove import FlushEnd, FlushOperation, RemoveOperation
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -45,7 +44,7 @@ from p2pstore.peer.for_clients.local_queries import (
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
-from p2pstore.put_facts import PutStatus
+from p2pstore.put_facts import MAX_REPLICAS, PutStatus
 from p2pstore.runtime import linux
 from p2pstore.runtime.trio_tasks import in_turns
 from p2pstore.transfer.data_messages import DataKind
