@@ -106,7 +106,8 @@ class OwnObjects:
         withdrawn = self._segment.objects.take_withdrawn()
         if withdrawn:
             self._core.books.keep(partial(self._core.cold.left_memory, withdrawn, now))
-        self._core.write_back.memory_taken(now)
+        if self._core.cold.store is not None:
+            self._core.write_back.memory_taken(now)
 
     def announce(self, entry: ObjectEntry, now: float) -> None:
         """Tell the others what this peer now says of an object it holds."""

@@ -39,7 +39,7 @@ from p2pstore.core.operation import (
 )
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
-from p2pstore.core.puts.comparing import Comparisons
+from p2pstore.core.puts.deciding import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
 from p2pstore.core.serving import PushesComing, rivals_of, serve
 from p2pstore.core.timekeeping import Timekeeping

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from p2pstore.core import floors as sweeping
 from p2pstore.core.operation import AskPeer, CheckObject, PullOutcome, PutEnd
-from p2pstore.core.puts.comparing import SLOT_ONLY
+from p2pstore.core.puts.deciding import SLOT_ONLY
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError

@@ -79,7 +79,7 @@ class PinOperation(AfterLookup):
         if self._to_pin:
             self.set_alarm(now)
             return
-        self._look_up(now, ask_always=not core.gossip.partitions.knows_all)
+        self._look_up(now, ask_always=not core.gossip.partitions.mode.knows_all)
 
     def _go_on(self, now: float) -> None:
         """Take in where some more objects are; then ask all that hold the version that is here, or else the newest."""

@@ -115,12 +115,7 @@ def _is_plain(options: PutOptions) -> bool:
 
 def _may_publish(core: PeerCore, now: float) -> bool:
     """Whether others take what this peer writes now, and it knows of all that there is."""
-    timekeeping = core.timekeeping
-    return (
-        core.gossip.partitions.knows_all
-        and not timekeeping.problem(now)
-        and not timekeeping.view(now).may_be_behind
-    )
+    return core.gossip.partitions.mode.knows_all and core.timekeeping.may_write_all(now)
 
 
 def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:

@@ -15,8 +15,15 @@ from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import KnownCopy, Operation, PutEnd
-from p2pstore.core.puts.comparing import CHECK_TIMEOUT_SECONDS, CompareCopies
-from p2pstore.core.puts.deciding import Standing, Verdict, decide, in_memory, on_ssd
+from p2pstore.core.puts.deciding import (
+    CHECK_TIMEOUT_SECONDS,
+    CompareCopies,
+    Standing,
+    Verdict,
+    decide,
+    in_memory,
+    on_ssd,
+)
 from p2pstore.core.puts.publishing import trailer_of
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.memory.entries import ObjectEntry, Written
@@ -97,7 +104,7 @@ class PutOperation(Operation):
         """To be above all there is, the put asks what there is elsewhere; or looks at what it knows."""
         if not self.facts.reservation:
             self.finish(None, now)
-        elif self._options.overwrite or not self.core.gossip.partitions.knows_all:
+        elif self._options.overwrite or not self.core.gossip.partitions.mode.knows_all:
             # Above what there is, also where clocks differ; and where this peer does not know what there is. A home
             # that denies it makes the put a newer version, which the holders hear of.
             lookup = LookupOperation(self.core, [self.digest], believed=1)

@@ -64,7 +64,6 @@ _WITH_EFFECTS: Final = frozenset(
         LocalKind.PLAN,
         LocalKind.REPORT,
         LocalKind.PIN,
-        LocalKind.PREFETCH,
     }
 )
 """Requests that leave effects for the shell."""
@@ -305,6 +304,7 @@ class PeerLocalBackend:
 
     def _prefetch(self, client: LocalClient, message: local.Prefetch) -> Empty:
         self._core.prefetching.add(check_batch(split_digests(message.digests)), self._now)
+        self._node.process()  # the fetches begin at once
         return Empty()
 
 

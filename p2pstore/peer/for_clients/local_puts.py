@@ -16,14 +16,14 @@ from p2pstore.core.operation import Operation, PutEnd
 from p2pstore.core.puts.placing import place
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, Reserved, publish_new, reserve_many
 from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
+from p2pstore.errors import CapacityExceeded, DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalClient
 from p2pstore.local.put_columns import sizes_of, values_of
 from p2pstore.memory.entries import Reservation
 from p2pstore.objects import DIGEST_BYTES, check_object_length
-from p2pstore.peer.for_clients.local_queries import Answer, item_error, put_outcome
+from p2pstore.peer.for_clients.local_queries import Answer, item_error
 from p2pstore.peer.node import Node
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps
@@ -160,7 +160,7 @@ class LocalPuts:
                 count += 1
             if outcomes:
                 yield
-            outcomes.append((count, put_outcome(_result_of(alike))))
+            outcomes.append((count, _outcome_of(alike)))
         wanted = (
             (*message.again[0], message.namespace) if message.again and not message.at_hand else None
         )
@@ -294,8 +294,14 @@ def _goes_on(started: Started) -> bool:
     return isinstance(started, Operation | PutAmongMany) and not started.done
 
 
-def _result_of(started: Started) -> object:
-    return started.result if isinstance(started, Operation | PutAmongMany) else started
+def _outcome_of(started: Started) -> local.PutOutcome:
+    """A put's end as it travels."""
+    end = started.result if isinstance(started, Operation | PutAmongMany) else started
+    if isinstance(end, PutEnd):
+        clock, writer, _ = end.version
+        return local.PutOutcome(int(end.status), end.copies, end.wanted, clock, writer)
+    error = end if isinstance(end, Exception) else DeadlineExceeded("cancelled")
+    return local.PutOutcome(0, 0, 0, 0, 0, item_error(error))
 
 
 def _spans(made: Sequence[Reserved]) -> list[local.Span]:
