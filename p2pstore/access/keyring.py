@@ -96,6 +96,8 @@ class KeyRing:
         """Of a reader: the peer ids by which members prove that they are members. Of a member: empty."""
         self.writers: Mapping[str, bytes] = NO_WRITERS
         """Of a writer: the key that it writes with, by namespace."""
+        self.role = Role.MEMBER
+        """The rights of this ring's holder."""
         self._by_id: Mapping[bytes, bytes] = {}
         self._readers: Mapping[bytes, bytes] = {}
         """Ids of the readers' keys that a member accepts, and the member's key that each goes with."""
@@ -112,6 +114,9 @@ class KeyRing:
         """Use these keys only, from now on."""
         self.writers = writers
         self.keys, self.of_user, self.signers = tuple(keys) or (KEYLESS,), of_user, tuple(signers)
+        self.role = Role.READER if signers else Role.MEMBER
+        if writers:
+            self.role = Role.WRITER
         self._by_id = {key_id_of(key): key for key in self.keys}
         readers = {reader_key_of(key): key for key in self.keys} if self._grants else {}
         self._readers = {key_id_of(reader): key for reader, key in readers.items()}
@@ -121,12 +126,6 @@ class KeyRing:
     def content(self) -> tuple[tuple[bytes, ...], bool, tuple[bytes, ...], Mapping[str, bytes]]:
         """Keys, whether they are a user's, signers and writers' keys: equal for rings that hold the same."""
         return self.keys, self.of_user, self.signers, self.writers
-
-    @property
-    def role(self) -> Role:
-        if self.writers:
-            return Role.WRITER
-        return Role.READER if self.signers else Role.MEMBER
 
     @property
     def _grants(self) -> bool:

@@ -87,7 +87,7 @@ class KeyChanges:
     @property
     def knows_all(self) -> bool:
         """Whether this peer has all logs that its events are about. Without, there are no events."""
-        return not self._fleet or self._core.gossip.partitions.knows_all
+        return not self._fleet or self._core.gossip.partitions.mode.knows_all
 
     @property
     def unnamed_count(self) -> int:

@@ -11,7 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from p2pstore.core.checkpoints import CheckpointNames, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
@@ -39,7 +39,7 @@ from p2pstore.core.operation import (
 )
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
-from p2pstore.core.puts.comparing import Comparisons
+from p2pstore.core.puts.deciding import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
 from p2pstore.core.serving import PushesComing, rivals_of, serve
 from p2pstore.core.timekeeping import Timekeeping
@@ -88,6 +88,7 @@ class PeerCore:
         self.verifier = verifier
         self.peer_id: PeerId = signer.peer_id
         self.member: Member = member_of(signer.peer_id)
+        self.writer = writer_of(signer.peer_id)
         self.gossip = gossip
         self.segment = segment
         self.clock = clock
@@ -222,12 +223,12 @@ class PeerCore:
 
     def is_own(self, version: Version) -> bool:
         """Whether this peer wrote a version of what it holds, unless a proof beside it says otherwise."""
-        return version.writer == writer_of(self.peer_id)
+        return version.writer == self.writer
 
     def new_version(self, root: int, now: float) -> Version:
         """A version above everything this peer has seen. Raises `Unavailable` when others would refuse it."""
         self.timekeeping.check(now)
-        return Version(self.clock.tick(self.unix(now)), writer_of(self.peer_id), root)
+        return Version(self.clock.tick(self.unix(now)), self.writer, root)
 
     def version_above(self, other: Version, now: float) -> Version:
         """A version of this peer's that covers `other`. Raises `Unavailable` when others would refuse it."""
@@ -290,6 +291,9 @@ WOKEN_PER_TICK: Final = 64
 """Operations woken by one tick: those of a large batch end together."""
 
 
+_Op = TypeVar("_Op", bound=Operation)
+
+
 class Operations:
     """All operations by number, their alarms, the keys they await, and fetches that several callers share."""
 
@@ -307,7 +311,7 @@ class Operations:
     def __len__(self) -> int:
         return len(self._running)
 
-    def start(self, operation: Operation, now: float, then: Then | None = None) -> Operation:
+    def start(self, operation: _Op, now: float, then: Then | None = None) -> _Op:
         """Begin an operation; it may be done when this returns. `then` is called at its end."""
         operation.on_finish = then
         operation.number = self.next_number

@@ -15,7 +15,6 @@ from p2pstore.core.key_events import serve_names
 from p2pstore.core.operation import InSteps, KnownCopy, Operation
 from p2pstore.core.own_objects import key_info
 from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
-from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import CapacityExceeded, ProtocolError, Unavailable
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
 from p2pstore.gossip.homes.home_updates import PushIntake
@@ -26,6 +25,7 @@ from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.runtime.stepping import Steps
+from p2pstore.put_facts import MAX_REPLICAS
 from p2pstore.transfer.data_messages import Ping, Pong
 from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,

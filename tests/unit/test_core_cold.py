@@ -23,7 +23,7 @@ from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import KIB, Version, namespace_digest
-from p2pstore.put_facts import PutStatus
+from p2pstore.put_facts import PutOptions, PutStatus
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import (
@@ -460,9 +460,9 @@ def test_without_its_bytes_the_same_value_takes_over_no_pin() -> None:
     world = ColdWorld()
     world.cool("k", VALUE)
     same = world.put("k", VALUE).facts
-    for options in ({"pin": 1}, {"ttl_ms": 5000}, {"replicas": 2}):
+    for options in (PutOptions(pin=1), PutOptions(ttl_ms=5000), PutOptions(replicas=2)):
         world.cool_again("k")
-        put = world.operation(replace(same, reservation=0, **options))
+        put = world.operation(replace(same, reservation=0, options=options))
         world.start(put)
         assert put.done
         assert put.result is None

@@ -193,7 +193,7 @@ class EarlierLife:
         if last_alive is None or not self._sync.synchronised:
             return
         was_away = self._sync.was_away_too_long(last_alive, now)
-        self._waits_for_clock = was_away and core.timekeeping.view(now).lead < 0
+        self._waits_for_clock = was_away and core.gossip.time.view(now).lead < 0
         if self._waits_for_clock:
             return
         if was_away:  # all that it kept; puts since the start are above that

@@ -285,7 +285,7 @@ class Offers:
         del self._taken[entry]
         if entry.state is not SlotState.LIVE or entry.pin is not Pin.NONE:
             return
-        if core.gossip.partitions.knows_all and not self._is_kept_elsewhere(entry, now):
+        if core.gossip.partitions.mode.knows_all and not self._is_kept_elsewhere(entry, now):
             core.counters["offers_refused"] += 1
             return
         core.counters["offers_taken"] += 1
@@ -363,7 +363,7 @@ class HandOverOperation(Operation):
         """Look for some more last copies."""
         core = self.core
         digests = self._walk.step()
-        if core.gossip.partitions.knows_all or not digests:
+        if core.gossip.partitions.mode.knows_all or not digests:
             self._looked(digests, None, now)
             return
         lookup = LookupOperation(core, digests, ask_always=True)

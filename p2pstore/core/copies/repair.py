@@ -201,7 +201,7 @@ class Repair:
         core = self._core
         digests = current.walk.step()
         current.next_at = now + LOOK_INTERVAL_SECONDS
-        if core.gossip.partitions.knows_all or not digests:
+        if core.gossip.partitions.mode.knows_all or not digests:
             self._judge(current, digests, now)
             return
         current.busy = True

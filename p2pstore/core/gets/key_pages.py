@@ -211,7 +211,7 @@ def holdings_here(
 ) -> dict[Member, HeldKeys] | None:
     """Holders of keys whose locations this peer knows all, at a microsecond or so a key. None: ask homes
     (`LookupOperation`), and use `holdings_of`."""
-    if not core.gossip.partitions.knows_all:
+    if not core.gossip.partitions.mode.knows_all:
         return None
     found = core.gossip.directory.holdings(digests, believed_clocks(core, now, namespace))
     floors = core.gossip.cluster_records.floors

@@ -191,10 +191,6 @@ class PartitionedDirectory:
             )
         ]
 
-    @property
-    def knows_all(self) -> bool:
-        """Whether keys unknown here are most likely nowhere, so that no home need be asked before saying so."""
-        return self.mode.knows_all
 
     def vouches(self, digest: bytes, now: float) -> bool:
         """Whether a key that is not known here was nowhere a second ago. Homes say so with their answers. A peer

@@ -16,7 +16,6 @@ from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.puts.lifetimes import PinEnd, PinOperation
-from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.core.remove import FlushEnd, FlushOperation, RemoveOperation
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -45,7 +44,7 @@ from p2pstore.peer.for_clients.local_queries import (
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
-from p2pstore.put_facts import PutStatus
+from p2pstore.put_facts import MAX_REPLICAS, PutStatus
 from p2pstore.runtime import linux
 from p2pstore.runtime.trio_tasks import in_turns
 from p2pstore.transfer.data_messages import DataKind
@@ -65,7 +64,6 @@ _WITH_EFFECTS: Final = frozenset(
         LocalKind.PLAN,
         LocalKind.REPORT,
         LocalKind.PIN,
-        LocalKind.PREFETCH,
     }
 )
 """Requests that leave effects for the shell."""
@@ -221,7 +219,7 @@ class PeerLocalBackend:
         try:
             return await answer
         finally:
-            self._node.process()
+            self._node.process_request()
 
     def make_ready(self) -> None:
         """Keep the books of what was answered, and make room for the next put."""
@@ -235,7 +233,7 @@ class PeerLocalBackend:
         """Carry out what the requests had the core decide."""
         if self._has_effects:
             self._has_effects = False
-            self._node.process()
+            self._node.process_request()
 
     def client_gone(self, client: LocalClient) -> None:
         self._node.local_clients -= 1
@@ -296,6 +294,7 @@ class PeerLocalBackend:
 
     def _prefetch(self, client: LocalClient, message: local.Prefetch) -> Empty:
         self._core.prefetching.add(check_batch(split_digests(message.digests)), self._node.now)
+        self._node.process()  # the fetches begin at once
         return Empty()
 
 

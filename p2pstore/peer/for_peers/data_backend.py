@@ -15,6 +15,8 @@ from p2pstore.core.gets.hot_objects import HOT_BYTES
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.placing import IncomingStores, digest_of, stored_reply
+from p2pstore.core.puts.deciding import SLOT_ONLY
+from p2pstore.core.puts.placing import IncomingStores, stored_reply
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import Member, member_of
@@ -225,22 +227,20 @@ class PeerStoreBackend:
 
     async def begin_store(self, request: Store, claims: TicketClaims) -> OpenedStore | Stored:
         self._node.check_open()
-        digest = digest_of(request)
         operation = self._incoming.examine(request, self._node.now)
         if await self._node.complete(operation) is not None:
-            return stored_reply(self._core, digest, operation, self._node.now)
+            return stored_reply(self._core, operation, self._node.now)
         try:
             incoming = await take_turns(self._incoming.open(request, claims.issuer, self._node.now))
         finally:
             self._node.process()  # withdraws evicted objects
-        return OpenedStore(self._incoming.payload(incoming), request.sums, (incoming, digest))
+        return OpenedStore(self._incoming.payload(incoming), request.sums, incoming)
 
     async def finish_store(self, opened: OpenedStore) -> Stored:
-        incoming, digest = opened.handle
-        operation = self._incoming.put(incoming, self._node.now)
+        operation = self._incoming.put(opened.handle, self._node.now)
         await self._node.complete(operation)
         self._core.counters["values_taken_in"] += 1
-        return stored_reply(self._core, digest, operation, self._node.now)
+        return stored_reply(self._core, operation, self._node.now)
 
     def abandon_store(self, opened: OpenedStore) -> None:
-        self._incoming.close(opened.handle[0])
+        self._incoming.close(opened.handle)
