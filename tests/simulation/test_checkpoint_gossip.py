@@ -128,7 +128,7 @@ class Following:
                 elif isinstance(effect, SwitchTo):
                     assert switch is not None
                     assert self.follower.handle(Switched(effect.version), now) == []
-        said = self.follower.said
+        said = self.follower.state
         state = TOLD.get(said.stage, TakesPart.FOLLOWING)
         self.peer.core.participations.follow(head.digest, said.version, state, said.current, now)
         self.peer.settle()

@@ -229,7 +229,7 @@ class GroupRequests:
             raise ValueError("nothing is followed on this connection")
         await following.looked.wait()
         await following.news.wait(message.seen, message.wait_ms / 1000)
-        said, head, job = following.follower.said, following.head, following.job
+        said, head, job = following.follower.state, following.head, following.job
         publisher = b"" if head is None else head.publisher
         return local.FollowNewsReply(
             following.news.number,

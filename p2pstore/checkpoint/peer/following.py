@@ -197,7 +197,7 @@ class Following:
 
     def _say(self) -> None:
         assert self.head is not None
-        said = self.follower.said
+        said = self.follower.state
         if self._told == (said, self.head.digest):
             return
         self._told = said, self.head.digest

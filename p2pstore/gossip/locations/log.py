@@ -295,7 +295,6 @@ class OwnLog:
 
     @property
     def count(self) -> int:
-        """How many records are held."""
         return self._index.count(self._slot) - self._holes.size
 
     def records(self, start: int, stop: int) -> bytes:
@@ -369,7 +368,6 @@ class LogCopy:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do."""
         return self._sealed and not self._to_filter
 
     def _without_noted(self, part: bytes) -> bytes:
