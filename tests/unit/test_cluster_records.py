@@ -135,7 +135,7 @@ def test_one_record_forbids_many_keys() -> None:
     assert records.floors.crowding < 1e-4
 
 
-FLOOR_KEYS = 32_000
+FLOOR_KEYS = 16_000
 
 
 @pytest.mark.parametrize(("size", "most_bytes"), [(1, 720), (8, 180), (64, 80)])
