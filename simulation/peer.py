@@ -72,6 +72,8 @@ from simulation.gossip_data import log_snapshot
 from simulation.peer_disk import Disk
 from simulation.pull import pull_object, pull_together
 from simulation.signer import SimulatedSigner, SimulatedVerifier
+from simulation.put_columns import columns_of_facts
+from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
 from simulation.tasks import Task
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ class SimulatedPeer:
         self.number = number
         self.address = f"sim:{number}"
         self.host_id = number.to_bytes(16, "little")
-        self.signer = SimulatedSigner(number)
+        self.signer = SimulatedSigner(peer_id_of(number))
         self.memory_bytes = memory_bytes
         self.disk = Disk()
         self.keeps_cold = False
