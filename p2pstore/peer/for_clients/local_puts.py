@@ -125,7 +125,8 @@ class LocalPuts:
             operation = each.operation if isinstance(each, PutAmongMany) else each
             if isinstance(operation, Operation) and not operation.done:
                 await self._node.settle(operation)
-        await self._make_durable(message, operations)
+        if any(options.durable for options in message.options):
+            await self._make_durable(message, operations)
         return await take_turns(self._committed(client, message, operations, again))
 
     async def _make_durable(self, message: local.Commit, operations: list[Started]) -> None:
