@@ -157,13 +157,14 @@ class LocalPuts:
         outcomes: list[tuple[int, local.PutOutcome]] = []
         operations.reverse()
         while operations:
-            alike, count = operations.pop(), 1
-            while operations and operations[-1] is alike:  # those that are published together end alike
+            alike, count = _result_of(operations.pop()), 1
+            # Those that are published together end alike.
+            while operations and _result_of(operations[-1]) is alike:
                 operations.pop()
                 count += 1
             if outcomes:
                 yield
-            outcomes.append((count, put_outcome(_result_of(alike))))
+            outcomes.append((count, put_outcome(alike)))
         wanted = (
             (*message.again[0], message.namespace) if message.again and not message.at_hand else None
         )
