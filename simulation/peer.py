@@ -70,11 +70,8 @@ from p2pstore.transfer import data_messages as data
 from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
 from simulation.gossip_data import log_snapshot
 from simulation.peer_disk import Disk
-from simulation.pull import pull_object, pull_together
-from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
 from simulation.pull import pull_object, take_copies
-from simulation.put_columns import columns_of_facts
-from simulation.signer import SimulatedSigner, SimulatedVerifier
+from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
 from simulation.tasks import Task
 
 if TYPE_CHECKING:

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from p2pstore.checkpoint.peer.running_swarms import RunningSwarms
-from p2pstore.core.gets.hot_objects import HOT_BYTES
-from p2pstore.checkpoint.peer.running import RunningSwarms
 from p2pstore.core.copies.copy_destination import TakeCopiesOperation
-from p2pstore.core.gets.hot_objects import HOT_BYTES, SentOn
+from p2pstore.core.gets.hot_objects import HOT_BYTES
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.deciding import SLOT_ONLY
 from p2pstore.core.puts.placing import IncomingStores, stored_reply
