@@ -44,7 +44,7 @@ logger = logging.getLogger("p2pstore.peer")
 
 MAX_REQUESTS_UNDER_WAY: Final = 512
 PULLED_AT_ONCE: Final = 4
-"""Requests of up to 16 MiB, or of one larger object, for which there is room at the same time."""
+"""Requests of up to 32 MiB, or of one larger object, for which there is room at the same time."""
 NO_WRITER: Final = -1
 """The hash of no writer: only the announced version will do."""
 _SILENT: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
