@@ -183,6 +183,8 @@ class DataRequests:
     async def ask(self, effect: AskPeer) -> None:
         reply: Reply = None
         begin = self._node.now
+        if effect.kind == DataKind.PUSH:  # what a client waits for leaves first
+            await trio.lowlevel.checkpoint()
         async with self._limiter:
             with trio.move_on_after(effect.timeout_seconds):
                 try:
