@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from p2pstore.errors import DeadlineExceeded
+from p2pstore.errors import DeadlineExceeded, P2PStoreError
 from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, writer_of
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.put_facts import PutStatus
+from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.wire import Failure, Message
 
@@ -115,6 +116,24 @@ class Operation:
 
         self.parts[part] = None
         self.core.operations.start(part, now, ended)
+
+
+class InSteps(Operation):
+    """Work in steps, one a tick. The result is what they return, or the error that one raises."""
+
+    def __init__(self, core: PeerCore, steps: Steps[Any]) -> None:
+        super().__init__(core)
+        self._steps = steps
+
+    def wake(self, now: float) -> None:
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self.finish(end.value, now)
+        except (P2PStoreError, ValueError) as error:
+            self.finish(error, now)
+        else:
+            self.set_alarm(now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +266,6 @@ class Notes:
         self._notes: deque[Note] = deque(maxlen=MAX_NOTES)
 
     def add(self, event: str, text: str, *, is_error: bool = False) -> None:
-        """One more."""
         self._notes.append(Note(event, text, is_error))
 
     def take(self) -> list[Note]:

@@ -20,7 +20,7 @@ from p2pstore.runtime.stepping import run_through
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
-from simulation.signer import SimulatedSigner
+from simulation.signer import SimulatedSigner, peer_id_of
 from tests.present import present
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import (
@@ -289,7 +289,7 @@ def test_a_pull_that_ends_early_leaves_nothing() -> None:
 
 def test_a_stranger_introduces_itself() -> None:
     world = Harness(others=1)
-    stranger = Other(SimulatedSigner(55))
+    stranger = Other(SimulatedSigner(peer_id_of(55)))
     signed = peer_record(stranger.signer)
     request = msgspec.structs.replace(
         message(stranger, [written(stranger, "k", b"1")]),

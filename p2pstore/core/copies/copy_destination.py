@@ -11,7 +11,6 @@ from p2pstore.core.copies.proofs import MAX_PROOF_BYTES, read_proof, signed_proo
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.operation import Operation, PullOutcome
 from p2pstore.core.puts.publishing import announce_new, new_here, reserve_many
-from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import PeerId, member_of, writer_of
 from p2pstore.memory.entries import ObjectEntry, Reservation, Written
@@ -25,6 +24,7 @@ from p2pstore.memory.segment_layout import (
     encode_trailer,
 )
 from p2pstore.objects import key_digest, namespace_digest
+from p2pstore.put_facts import MAX_REPLICAS
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
@@ -165,7 +165,6 @@ class CopyDestination:
         return b""
 
     def abort(self) -> None:
-        """Give the room back."""
         if self._reservation is not None:
             self._core.segment.abort(self._reservation, session=self._session)
             self._reservation = None

@@ -29,7 +29,7 @@ from p2pstore.memory.segment_layout import GRANULE_BYTES, Slot, round_up
 from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, SIZE_UNIT_BYTES, Announced
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import DataKind, Keeps
-from p2pstore.transfer.failover import HolderReport, PullFailed
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
 from p2pstore.transfer.reading.shm_transport import copy_spots
 from p2pstore.transfer.reading.small_reads import MAX_ITEMS, Part
@@ -207,7 +207,6 @@ class DataRequests:
         except NoSuchKey:
             return  # its requester has gone
         destination.watch = ReadWatch(time.monotonic)
-        failures: tuple[HolderReport, ...] = ()
         report: PullReport | None = None
         error: Exception | None = None
         delivered = False
@@ -223,7 +222,6 @@ class DataRequests:
             report = await pull_with_failover(
                 copies, self._routes.transports, effect.digest, destination
             )
-            failures = report.failures
             if report.pulled is not None:
                 delivered = True
                 destination.commit(self._node.now)
@@ -237,6 +235,7 @@ class DataRequests:
         delivered_by = (0, "")
         if delivered and report is not None and report.pulled is not None and report.copy is not None:
             delivered_by = report.copy.member, report.pulled.transport
+        failures = () if report is None else report.failures
         outcome = PullOutcome(delivered, failures, error, *delivered_by)
         self._node.core.operations.pulled(effect.operation, outcome, self._node.now)
         self._node.process()
