@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -17,9 +18,13 @@ from p2pstore.errors import ProtocolMismatch, StoreClosed
 from p2pstore.gossip.records import PeerId
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
+from p2pstore.peer.for_peers import data_requests
 from p2pstore.runtime import trio_tasks
 from p2pstore.runtime.stepping import Steps
+from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.reading.segment_reader import SegmentReader, Spots
+from p2pstore.transfer.reading.shm_transport import copy_spots
 from simulation.segment_checks import check_segment
 from tests.cluster.machines import new_machine
 from tests.cluster.test_hung_ssd import peer
@@ -99,6 +104,29 @@ async def test_all_copies_are_made(sizes: str, replicas: int, transport: str, tm
         for each in peers:  # also once the writer has gone over to others
             got = await each.get_many([key for key, _ in items])
             assert [result.unwrap() for result in got] == [value for _, value in items]
+
+
+@pytest.mark.parametrize("lengths", [[33 * MIB], [MIB + 1, 20 * MIB, 4 * KIB]])
+async def test_threads_copy_what_is_large_and_where_there_are_many_cores(
+    lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+
+    def counted(driver: Driver, reader: SegmentReader, spots: Spots, rooms: Sequence[memoryview]) -> Any:
+        used.extend(spots.lengths)
+        return copy_spots(driver, reader, spots, rooms)
+
+    monkeypatch.setattr(data_requests, "copy_spots", counted)
+    monkeypatch.setattr(data_requests, "threads_for", lambda length: 4 if len(lengths) > 1 else 1)
+    async with cluster(tmp_path, 2, memory="256MiB") as peers:
+        for turn, length in enumerate(lengths):  # a batch of one goes another way
+            items = [(f"{turn}", random.Random(turn).randbytes(length)), (f"{turn} small", b"1")]
+            results = await peers[0].put_many(items, replicas=2)
+            assert [result.unwrap().copies for result in results] == [2, 2]
+            there = held(peers[1])
+            assert all(there[key] == value for key, value in items)
+        assert set(lengths) <= set(used)
+        await check_idle(peers)
 
 
 async def test_full_memory_makes_room_for_copies(tmp_path: Path) -> None:
