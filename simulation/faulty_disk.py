@@ -93,13 +93,11 @@ class FaultyDisk:
 
     @property
     def size_bytes(self) -> int:
-        """As `Disk` has it."""
         return len(self._platter.visible)
 
     async def read_into(
         self, position: int, buffers: Sequence[memoryview], check: Check | None = None
     ) -> None:
-        """As `Disk` has it."""
         refuse_closed(self._closed)
         length = checked_bytes(position, buffers, self.size_bytes, reading=True)
         self.happened["reads"] += 1
@@ -124,7 +122,6 @@ class FaultyDisk:
             check()
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
-        """As `Disk` has it."""
         refuse_closed(self._closed)
         length = checked_bytes(position, buffers, self.size_bytes, reading=False)
         self.happened["writes"] += 1
@@ -164,7 +161,6 @@ class FaultyDisk:
         self._platter.write(write)
 
     async def sync(self) -> None:
-        """As `Disk` has it."""
         refuse_closed(self._closed)
         self.happened["syncs"] += 1
         covered, failures = self._platter.written, self.happened["sync_error"]
@@ -186,7 +182,6 @@ class FaultyDisk:
         return Waits(now - begun, now - max(begun, self._last_end))
 
     async def inspect(self) -> None:
-        """As `Disk` has it."""
         if self.pause is not None:
             await self.pause(self.faults.latency_seconds)
 

@@ -184,7 +184,6 @@ class GossipCluster:
     # --- questions ---------------------------------------------------------------------------
 
     def totals(self) -> Totals:
-        """Traffic of all peers until now."""
         traffic = [peer.traffic for peer in self.peers]
         return Totals(
             sum(each.bytes_in for each in traffic),

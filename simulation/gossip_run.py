@@ -99,7 +99,6 @@ class GossipRun:
         self._clock = 0
 
     def run(self) -> GossipOutcome:
-        """The whole course."""
         cluster, kernel = self.cluster, self.cluster.kernel
         self.misfortune.set_clocks()
         end = START_SECONDS + self.scenario.seconds

@@ -29,7 +29,6 @@ class Kernel:
         heapq.heappush(self._queue, (max(when, self.now), self._order, action))
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run `action` after `seconds`."""
         self.at(self.now + seconds, action)
 
     def run_until(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
@@ -44,7 +43,6 @@ class Kernel:
             self.now = max(self.now, until)
 
     def trace(self, *words: object) -> None:
-        """Add to the trace hash."""
         self._trace.update(repr((round(self.now, 9), *words)).encode())
 
     @property
@@ -77,13 +75,11 @@ class FaultyNetwork:
         self.faults = faults
         self.blocked: set[tuple[int, int]] = set()
         self.messages = 0
-        self.bytes_sent = 0
 
     def send(self, source: int, target: int, size_bytes: int, deliver: Callable[[], None]) -> None:
         """Deliver once, more often, or never."""
         rng, faults = self.kernel.rng, self.faults
         self.messages += 1
-        self.bytes_sent += size_bytes
         self.kernel.trace("send", source, target, size_bytes)
         copies = 2 if rng.random() < faults.duplication else 1
         for _ in range(copies):
@@ -106,5 +102,4 @@ class FaultyNetwork:
                     self.blocked |= {(a, b) for a in first for b in second}
 
     def heal(self) -> None:
-        """Undo all partitions."""
         self.blocked.clear()

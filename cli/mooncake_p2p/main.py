@@ -119,7 +119,6 @@ class ManualCommand(TyperCommand):
 
 
 def function_name(command: str) -> str:
-    """The name of a command's function in its module."""
     return re.sub("[ -]", "_", command)
 
 

@@ -348,7 +348,6 @@ EXIT_CODES: Final[tuple[tuple[type[BaseException], ExitCode], ...]] = (
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit status for an error."""
     if isinstance(error, CommandFailed):
         return error.code
     if isinstance(error, AlreadyTold):

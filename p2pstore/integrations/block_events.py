@@ -60,14 +60,12 @@ class BlockEvents(Generic[K]):
             return some
 
     def checked(self, keys: Sequence[K], there: Sequence[bool]) -> None:
-        """The end of a check."""
         with self._lock:
             new, self._new = self._new or (), None
             absent = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
             self._remove([key for key in absent if key in self._told and key not in new])
 
     def gone(self, keys: Sequence[K]) -> None:
-        """These blocks were removed."""
         with self._lock:
             self._remove([key for key in dict.fromkeys(keys) if key in self._told])
 
@@ -117,7 +115,6 @@ class CountedBlocks(Generic[K]):
             self._tell()
 
     def gone(self, keys: Sequence[K]) -> None:
-        """These blocks were removed."""
         with self._lock:
             self._events.gone(keys)
             self._tell()

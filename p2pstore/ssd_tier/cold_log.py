@@ -138,11 +138,9 @@ class ColdLog:
         return self.superblock.segment_bytes
 
     def position(self, place: RecordPlace) -> int:
-        """Where on the disk a record begins."""
         return record_position(place, self.segment_bytes)
 
     def segment_position(self, segment: Segment) -> int:
-        """Where on the disk a segment begins."""
         return segment_position(segment.number, self.segment_bytes)
 
     # Records.
@@ -306,7 +304,6 @@ class Signal:
         self._event = trio.Event()
 
     def send(self) -> None:
-        """Something happened."""
         self._event.set()
 
     async def wait(self) -> None:

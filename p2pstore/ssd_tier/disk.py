@@ -65,7 +65,6 @@ class WriteGate:
         return not self._open and self._clock() - self._last_read < QUIET_SECONDS
 
     def read(self) -> None:
-        """A read begins."""
         self._last_read = self._clock()
 
     @contextmanager

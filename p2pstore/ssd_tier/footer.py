@@ -102,7 +102,6 @@ def pack_row(
     key_bytes: int,
     namespace: int,
 ) -> bytes:
-    """The row of a record."""
     return ROW_STRUCT.pack(
         facts.digest,
         facts.version.clock,

@@ -228,7 +228,6 @@ class Measures:
         return self.written.total_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     def document(self, now: float) -> dict[str, Any]:
-        """For JSON."""
         return {
             "hits": self.hits,
             "misses": self.misses,

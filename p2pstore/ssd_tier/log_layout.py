@@ -92,7 +92,6 @@ class ColdFacts:
 
 
 def round_up_to_page(length: int) -> int:
-    """The next multiple of 4 KiB."""
     return (length + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
 
 
@@ -102,7 +101,6 @@ def part_count(length: int) -> int:
 
 
 def part_bytes(length: int, part: int) -> int:
-    """Bytes of the value that its part number `part` has."""
     return min(PART_BYTES, length - part * PART_BYTES)
 
 
@@ -112,7 +110,6 @@ def record_bytes(stored_bytes: int) -> int:
 
 
 def segment_position(segment: int, segment_bytes: int) -> int:
-    """Where on the disk a segment begins."""
     return LOG_START_BYTES + segment * segment_bytes
 
 
@@ -178,12 +175,10 @@ class DeadMarks:
             self.dirty = True
 
     def is_dead(self, number: int) -> bool:
-        """Whether the record was marked."""
         byte = number >> 3
         return byte < len(self._bits) and bool(self._bits[byte] & 1 << (number & 7))
 
     def dead_of(self, numbers: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
-        """For each of many numbers, whether it was marked."""
         if not self._bits:
             return np.zeros(len(numbers), bool)
         bits = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little")
@@ -247,7 +242,6 @@ class Superblock:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the log on its disk."""
         return segment_position(self.segments, self.segment_bytes)
 
 

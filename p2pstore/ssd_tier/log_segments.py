@@ -117,7 +117,6 @@ class SegmentTable:
 
     @property
     def wanted_free(self) -> int:
-        """How many segments are to be free."""
         return max(KEEP_FREE, min(MAX_FREE, self.count // FREE_SHARE))
 
     def in_state(self, *states: SegmentState) -> list[Segment]:

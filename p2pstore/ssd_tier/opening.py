@@ -62,7 +62,6 @@ class OpenPlace:
     """Whether reads and writes pass the page cache by."""
 
     def close(self) -> None:
-        """Close it, which unlocks it."""
         os.close(self.descriptor)
 
 

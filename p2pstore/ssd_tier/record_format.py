@@ -64,7 +64,6 @@ class RecordHeader:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of the value that this part is."""
         return part_bytes(self.facts.length, self.part)
 
 
@@ -332,7 +331,6 @@ def unpack_part(header: RecordHeader, stored: memoryview, into: memoryview) -> N
 
 
 def stored_chunk_bytes(header: RecordHeader) -> list[int]:
-    """The stored size of each chunk of the payload."""
     if header.codec is Codec.LZ4:
         return list(header.chunk_sizes)
     return [end - start for start, end in chunk_bounds(header.part_bytes)]

@@ -59,7 +59,6 @@ class KeyTexts:
         return len(text) - len(key)
 
     def get(self, segment: int, offset: int, length: int) -> bytes:
-        """The bytes of a key."""
         return bytes(self._texts[segment][offset : offset + length])
 
     def set(self, segment: int, text: bytes, dead_bytes: int) -> None:
@@ -68,7 +67,6 @@ class KeyTexts:
         self._dead_bytes[segment] = dead_bytes
 
     def drop(self, segment: int) -> None:
-        """The segment has no records any more."""
         self._texts.pop(segment, None)
         self._dead_bytes.pop(segment, None)
 
@@ -117,11 +115,9 @@ class Namespaces:
             self._free.append(number)
 
     def is_used(self, number: int) -> bool:
-        """Whether any record is in the namespace of this number."""
         return self._uses[number] > 0
 
     def name(self, number: int) -> str:
-        """The name of a namespace that records are in."""
         return self._names[number]
 
     def number(self, name: str) -> int | None:
@@ -227,7 +223,6 @@ class RecordRows:
             self.memory[at : at + 8] = expires_unix_ms.to_bytes(8, "little")
 
     def release(self, row: int) -> None:
-        """The record is not in the index any more."""
         self._about_to_change(row)
         fields = self.fields(row)
         segment = self._segments[row] - 1
@@ -258,11 +253,9 @@ class RecordRows:
         return ROW_STRUCT.unpack_from(self.memory, row * ROW_BYTES)
 
     def digest(self, row: int) -> bytes:
-        """The digest of the record's object."""
         return bytes(self.memory[row * ROW_BYTES : row * ROW_BYTES + DIGEST_BYTES])
 
     def version(self, row: int) -> Version:
-        """The version of the record's object."""
         fields = self.fields(row)
         return Version(fields[CLOCK], fields[WRITER], fields[ROOT])
 
@@ -271,7 +264,6 @@ class RecordRows:
         return self._segments[row] > 0 and bool(self.fields(row)[SEQUENCE] == sequence)
 
     def place(self, row: int) -> RecordPlace:
-        """Where the record is."""
         return self.place_of(row, self.fields(row))
 
     def place_of(self, row: int, fields: tuple[Any, ...]) -> RecordPlace:
@@ -281,7 +273,6 @@ class RecordRows:
         return RecordPlace(segment, generation, fields[PAGE], fields[NUMBER], fields[SEQUENCE])
 
     def key(self, row: int) -> str:
-        """The key of the record's object."""
         return self.key_of(row, self.fields(row))
 
     def key_of(self, row: int, fields: tuple[Any, ...]) -> str:
@@ -339,7 +330,6 @@ class RecordRows:
         return list(dict.fromkeys(digests))
 
     def footer(self, segment: int) -> Footer:
-        """The footer that the segment's records make."""
         numbers = self.of_segment(segment)
         rows = self._rows[numbers]
         text, rows["key_offset"] = self._texts.gather(segment, rows["key_offset"], rows["key_bytes"])

@@ -229,7 +229,6 @@ bytes may be used again as soon as the next thing is asked for."""
 
 
 def read_segment(superblock: Superblock, segment: int) -> SegmentReading:
-    """Read one segment."""
     store_id, size = superblock.store_id, superblock.segment_bytes
     position = segment_position(segment, size)
     start = yield Read(position, SEGMENT_START_BYTES)

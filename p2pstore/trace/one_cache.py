@@ -39,7 +39,6 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def seconds(self) -> float:
-        """When it came."""
         return self.timestamp / 1000
 
     def tokens_in(self, blocks: int) -> int:
@@ -193,11 +192,9 @@ class BlockCache:
         return iter(self._entries)
 
     def get(self, block: int) -> ObjectEntry | None:
-        """The entry of a block that is here."""
         return self._entries.get(block)
 
     def read(self, block: int, now: float) -> None:
-        """A block that is here is read."""
         self.order.read(self._entries[block], 1, now)
 
     def put(
@@ -226,7 +223,6 @@ class BlockCache:
         self.order.update(entry)
 
     def left_ssd(self, block: int) -> None:
-        """The SSD has a block no longer, and memory still has it."""
         entry = self._entries[block]
         entry.on_ssd = False
         self.order.update(entry)
@@ -302,7 +298,6 @@ class ColdBlocks:
         return iter(self._hits)
 
     def read(self, block: int) -> None:
-        """A block that is here is read."""
         self._hits[block] += 1
 
     def put(self, block: int) -> list[int]:

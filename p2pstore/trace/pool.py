@@ -384,7 +384,6 @@ class PrefixAffine:
 
 
 def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
-    """A new router."""
     if name == "affine":
         return PrefixAffine(load_bound).choose
     if name == "random":
@@ -435,7 +434,6 @@ def cases(settings: PoolSettings, blocks: int) -> list[Case]:
 
 
 def compare(requests: Sequence[Request], compared: Iterable[Case], model: Model) -> Iterator[Replayed]:
-    """Replay each case."""
     for case in compared:
         yield Replayed(case, Pool(case.settings, model).replay(requests))
 

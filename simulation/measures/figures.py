@@ -62,7 +62,6 @@ class Figure:
 
     @property
     def wanted(self) -> str:
-        """The limit as text."""
         if self.limit is None:
             return ""
         return f"{'>=' if self.at_least else '<='} {self.limit:g}"

@@ -69,7 +69,6 @@ class Figure:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds that an action took."""
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
@@ -97,7 +96,6 @@ def document(figures: list[Figure]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, object]:
-    """The machine of the figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line for line in lines if line.startswith("model name")), "")
     return {

@@ -388,7 +388,6 @@ class TensorImage(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Of the file."""
         return len(self.header) + sum(view.nbytes for view in self.tensors)
 
 

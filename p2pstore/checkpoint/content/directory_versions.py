@@ -250,7 +250,6 @@ class PieceRecord:
             raise
 
     def add(self, piece: int) -> None:
-        """Add a written piece."""
         with self._lock:
             self.have |= 1 << piece
             place = piece // 8
@@ -263,7 +262,6 @@ class PieceRecord:
         self.is_certain = True
 
     def remove(self, pieces: PieceMap) -> None:
-        """Remove pieces."""
         with self._lock:
             self.have &= ~pieces
             os.pwrite(self._descriptor, pack_map(self.have, self._count), _HEADER.size)
@@ -341,7 +339,6 @@ class VersionFiles:
         return self.state / f"{name or self.name}.{kind}"
 
     def place(self, number: int) -> Path:
-        """Where a file is now."""
         path = self.manifest.files[number].path
         if number in self.there or number in self._moved:
             return self.complete / path

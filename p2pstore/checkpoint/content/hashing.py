@@ -58,7 +58,6 @@ class PieceHashes:
         self._reader = reader
 
     def of(self, pieces: range) -> bytes:
-        """The hashes of these pieces."""
         return bytes(self.packed[pieces.start * HASH_BYTES : pieces.stop * HASH_BYTES])
 
     async def find(
@@ -260,7 +259,6 @@ class _Price:
 
     @contextmanager
     def of(self, length: int) -> Iterator[None]:
-        """Measure the read of `length` bytes in the block."""
         began = time.thread_time()
         yield
         self._seconds += time.thread_time() - began

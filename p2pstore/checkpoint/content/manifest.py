@@ -89,7 +89,6 @@ class Manifest(Message, frozen=True, dict=True, gc=True):
         return PieceLayout([file.size for file in self.files], self.piece_bytes)
 
     def piece_hash(self, piece: int) -> bytes:
-        """The expected hash of a piece."""
         return self.piece_hashes[piece * HASH_BYTES : (piece + 1) * HASH_BYTES]
 
     def hashes_of(self, file: int) -> bytes:
@@ -148,7 +147,6 @@ class SignedManifest(Message, frozen=True, dict=True, gc=True):
 
     @cached_property
     def version(self) -> bytes:
-        """The version that the bytes are."""
         return version_of(self.body)
 
 
@@ -158,7 +156,6 @@ def hash_of(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def version_of(body: bytes) -> bytes:
-    """The version of a manifest's bytes."""
     return hash_of(body)[:VERSION_BYTES]
 
 

@@ -98,7 +98,6 @@ class PieceLayout:
         return (*large, *shared)
 
     def size_of(self, pieces: PieceMap) -> int:
-        """Bytes of these pieces together."""
         if pieces == full_map(self.count):
             return self.total_bytes
         return sum_of(pieces, self.sizes)
@@ -185,7 +184,6 @@ def full_map(count: int) -> PieceMap:
 
 
 def map_of(pieces: Iterable[int]) -> PieceMap:
-    """The map of these pieces."""
     numbers = list(pieces)
     bits = bytearray(max(numbers, default=0) // 8 + 1)
     for piece in numbers:
@@ -278,7 +276,6 @@ class Availability:
             raise ValueError("pieces are removed that were not added")
 
     def copies(self, piece: int) -> int:
-        """Copies of a piece."""
         bit = 1 << piece
         return next(number for number, level in enumerate(self._levels) if level & bit)
 

@@ -145,7 +145,6 @@ class TargetDirectory:
 
     @property
     def needed(self) -> PieceMap:
-        """Pieces of the wanted files."""
         return self._files.needed
 
     @property
@@ -160,7 +159,6 @@ class TargetDirectory:
 
     @property
     def committed(self) -> bool:
-        """Whether the version is in its place."""
         return self._files.committed
 
     def prepare(self) -> Iterator[None]:

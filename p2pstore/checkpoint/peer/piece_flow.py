@@ -28,17 +28,14 @@ class Introductions:
         self._believed: dict[Member, float] = {}
 
     def linked(self, member: Member) -> None:
-        """There is a link to it now."""
         self._fresh.append(member)
 
     def unlinked(self, member: Member) -> None:
-        """The link has ended."""
         self._linked = [each for each in self._linked if each != member]
         self._fresh = [each for each in self._fresh if each != member]
 
     @property
     def due(self) -> bool:
-        """Whether there is something to tell."""
         return bool(self._fresh) and len(self._linked) + len(self._fresh) > 1
 
     def take(self) -> list[tuple[list[Member], Members]]:
@@ -121,7 +118,6 @@ class PieceBuffers:
 
     @property
     def kept(self) -> int:
-        """Free buffers."""
         return len(self._kept)
 
     def take(self) -> bytearray:

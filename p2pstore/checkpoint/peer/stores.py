@@ -357,7 +357,6 @@ class HeldStore:
         return self._store.copies
 
     def fetched_to(self, directory: HeldDirectory) -> bool:
-        """Whether the store was fetched to this directory."""
         fetched = isinstance(self._store, TargetDirectory)
         return fetched and self._directory.identity == directory.identity
 

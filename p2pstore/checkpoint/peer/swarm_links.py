@@ -83,7 +83,6 @@ class SwarmLinks:
 
     @property
     def members(self) -> list[Member]:
-        """Members with a link."""
         return list(self._links)
 
     def enqueue(self, members: Iterable[Member], message: SwarmMessage) -> None:
@@ -230,7 +229,6 @@ class OfferedSwarmLink:
     member: Member
 
     async def run(self, link: FrameLink) -> None:
-        """Use it until it ends."""
         await self.links.take_over(self.member, link)
 
 

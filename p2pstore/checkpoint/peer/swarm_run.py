@@ -98,17 +98,14 @@ class SwarmProgress:
             self.done_bytes += self._layout.sizes[piece]
 
     def tell(self) -> None:
-        """Wake the waiters."""
         self._news.set()
         self._news = trio.Event()
 
     def complete(self) -> None:
-        """All needed pieces are here."""
         self._completed.set()
         self.tell()
 
     def end(self) -> None:
-        """The swarm ended."""
         self.ended.set()
         self.complete()
 

@@ -301,12 +301,10 @@ class Job(ChangeSignal):
         self.version = b""
 
     def begin(self, phase: JobPhase, total_bytes: int = 0, done_bytes: int = 0) -> None:
-        """Enter a phase."""
         self.phase, self.total_bytes, self.done_bytes = phase, total_bytes, done_bytes
         self.changed()
 
     def advance(self, count: int) -> None:
-        """Add `count` bytes to those done."""
         self.done_bytes += count
         self.changed()
 

@@ -164,7 +164,6 @@ class Follower:
         return FollowerState(version, stage, self.current)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in an event; returns the effects."""
         match event:
             case Heard(head, switch):
                 self._head, self._switch = head, switch
@@ -312,12 +311,10 @@ class GroupUpdate:
 
     @property
     def ready_count(self) -> int:
-        """Followers with the version."""
         return sum(map(self._is_ready, self._followers.values()))
 
     @property
     def members(self) -> list[int]:
-        """The followers."""
         return list(self._followers)
 
     @property

@@ -70,11 +70,9 @@ class UploadSlots:
 
     @property
     def waiting(self) -> int:
-        """Neighbours that wait for a slot."""
         return len(self._waiting)
 
     def used_by(self, member: int) -> int:
-        """Slots of one neighbour."""
         return self._used.get(member, 0)
 
     def grant(self, member: int, piece: int | None, now: float) -> None:
@@ -102,7 +100,6 @@ class UploadSlots:
         return True, piece
 
     def is_sending(self, member: int, piece: int) -> bool:
-        """Whether this piece is being sent to the neighbour."""
         return (member, piece) in self._sending
 
     def sending(self, member: int, piece: int, held_up_at: float) -> None:
@@ -225,7 +222,6 @@ class SuperSeeding:
         return any_piece(rarest, self._sent.count, self._rng)
 
     def sending(self, piece: int) -> None:
-        """Count a piece as sent."""
         self._sent.add(1 << piece)
 
     def not_sent(self, piece: int) -> None:
@@ -291,7 +287,6 @@ class Pace:
         return self._quickest * size
 
     def forget(self, member: int) -> None:
-        """Forget a member that has gone."""
         self._usual.pop(member, None)
 
 

@@ -283,7 +283,6 @@ def _connected(socket: str | os.PathLike[str] | None, namespace: str) -> Blockin
 
 
 def has_port(name: str) -> bool:
-    """Whether the name of a host ends with a port."""
     try:
         split_address(name, "name")
     except ConfigError:

@@ -278,7 +278,6 @@ class Registrations:
         return None
 
     def clear(self) -> None:
-        """Forget all of them."""
         for address in list(self._regions):
             self.drop(address)
 
