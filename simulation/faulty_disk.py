@@ -186,7 +186,6 @@ class FaultyDisk:
             await self.pause(self.faults.latency_seconds)
 
     def close(self) -> None:
-        """As `Disk` has it; `reopen` undoes it."""
         self._closed = True
 
     def reopen(self) -> None:
@@ -212,7 +211,6 @@ class FaultyDisk:
         return bytes(self._platter.visible[position : position + length])
 
     def poke(self, position: int, data: bytes) -> None:
-        """As if this had always been there. Any position, any length."""
         self._platter.put(position, data)
 
     async def _wait(self) -> None:

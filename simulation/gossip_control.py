@@ -53,7 +53,6 @@ class ControlTalk:
 
     @property
     def any_expired(self) -> bool:
-        """Whether `fail_expired` has something to do."""
         return bool(self._expired)
 
     def fail_expired(self) -> None:
@@ -61,7 +60,6 @@ class ControlTalk:
             self._finish(self._expired.popleft(), None)
 
     def _finish(self, token: int, reply: Message | None) -> None:
-        """The outcome of a question: its reply, or None."""
         if token not in self._open:
             return
         self._open.discard(token)

@@ -108,7 +108,6 @@ class GossipHost(ABC):
         return self._busy_until
 
     def start(self) -> None:
-        """A new process begins."""
         self.life += 1
         self.stalled = False
         self._busy_until = self.kernel.now

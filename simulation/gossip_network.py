@@ -75,7 +75,6 @@ class GossipNetwork:
         self.blocked.clear()
 
     def reaches(self, source: int, target: int) -> bool:
-        """Whether a message from `source` would get to `target`."""
         groups = self._groups
         if groups and groups.get(source) != groups.get(target):
             return False

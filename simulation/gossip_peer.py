@@ -83,7 +83,6 @@ class GossipPeer(GossipHost):
 
     @property
     def running(self) -> bool:
-        """Whether there is a process, if only a stopped one."""
         return self._gossip is not None
 
     @property
@@ -195,7 +194,6 @@ class GossipPeer(GossipHost):
             self.settle()
 
     def offer(self, record: ClusterRecord) -> SignedRecord:
-        """Sign a cluster record and spread it."""
         signed = sign_cluster_record(record, self.signer)
         self.gossip.cluster_records.offer(record, signed)
         self._next_tick = None

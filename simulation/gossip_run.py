@@ -213,5 +213,4 @@ def random_config(rng: Random) -> GossipConfig:
 
 
 def key_of(number: int) -> bytes:
-    """One of the keys that are worked on."""
     return hashlib.blake2b(b"key %d" % number, digest_size=16).digest()

@@ -27,7 +27,6 @@ class LogTruth:
         self._by_digest.setdefault(digest, []).append((len(self.hashes) - 1, packed))
 
     def at(self, digest: bytes, sequence: int) -> bytes | None:
-        """The record of a digest after that operation."""
         found = None
         for number, packed in self._by_digest.get(digest, ()):
             if number > sequence:

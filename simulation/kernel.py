@@ -47,7 +47,6 @@ class Kernel:
 
     @property
     def trace_hash(self) -> str:
-        """A hash of everything traced so far."""
         return self._trace.hexdigest()
 
 

@@ -163,7 +163,6 @@ class LyingPeer(SimulatedPeer):
         return changed
 
     def _with_own_record(self, message: Message) -> Message:
-        """The message with the liar's own record as its lies have it."""
         if isinstance(message, Delta):
             records = [self.forged(signed) for signed in message.records]
             return (

@@ -95,7 +95,6 @@ class Behaviour:
         return message
 
     def record(self, record: PeerRecord) -> PeerRecord:
-        """The liar's own peer record."""
         return record
 
     def shown(self, digest: bytes, truth: ObjectReply | None) -> ObjectReply | None:
@@ -137,7 +136,6 @@ class Behaviour:
         return sorted(peer.core.segment.entries(), key=lambda entry: entry.digest)
 
     def some_held(self, count: int) -> Iterator[tuple[SimulatedPeer, ObjectEntry]]:
-        """Some objects of others, and who holds each."""
         for _ in range(count):
             victims = self.liar.victims
             holder = self.rng.choice(victims) if victims else None

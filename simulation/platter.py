@@ -73,13 +73,11 @@ class Platter:
         self.visible[:] = self._durable
 
     def flip_bit(self, position: int) -> None:
-        """Some bit of this byte, for good."""
         bit = 1 << self._rng.randrange(8)
         self.visible[position] ^= bit
         self._durable[position] ^= bit
 
     def put(self, position: int, data: bytes) -> None:
-        """As if it had always been there."""
         write = Write(position, data)
         self._put(self.visible, write)
         self._put(self._durable, write)

@@ -9,7 +9,6 @@ from p2pstore.put_facts import PutColumns, PutFacts, PutOptions
 
 
 def columns_of_facts(items: Sequence[PutFacts], namespace: str) -> PutColumns:
-    """The columns of these rows."""
     names = PutOptions.__struct_fields__
     return PutColumns(
         [facts.reservation for facts in items],

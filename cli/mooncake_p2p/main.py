@@ -123,7 +123,6 @@ def function_name(command: str) -> str:
 
 
 def function_of(command: str) -> Callable[..., Any]:
-    """The function that is the command; its module is imported."""
     module = import_module(f"mooncake_p2p.commands.{COMMANDS[command][0]}")
     function: Callable[..., Any] = getattr(module, function_name(command))
     return function

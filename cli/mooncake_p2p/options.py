@@ -71,7 +71,6 @@ class AtPeer:
     json: Json = False
 
     def connected(self) -> AbstractContextManager[BlockingClient]:
-        """See `connected`."""
         return connected(self.socket, self.namespace, self.timeout)
 
 

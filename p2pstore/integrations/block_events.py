@@ -75,7 +75,6 @@ class BlockEvents(Generic[K]):
             self._remove(list(self._told))
 
     def take(self) -> list[BlockEvent[K]]:
-        """The events since the last call."""
         with self._lock:
             events, self._events = self._events, []
             return events
@@ -120,7 +119,6 @@ class CountedBlocks(Generic[K]):
             self._tell()
 
     def check(self, contains: Callable[[list[K]], Sequence[bool]]) -> None:
-        """Ask for the blocks that are next in turn."""
         keys = self._events.to_check()
         there = contains(keys)
         with self._lock:

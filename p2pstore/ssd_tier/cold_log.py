@@ -38,6 +38,7 @@ WORKERS: Final = 4
 
 Result = TypeVar("Result")
 logger = logging.getLogger("p2pstore.ssd_tier")
+_CLOSED: Final = "the tier was closed before this was durable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +175,6 @@ class ColdLog:
         return segment.generation == place.generation and segment.state in _TRUSTED
 
     def end_reads(self, segments: Iterable[int]) -> None:
-        """Each of these segments has a read less under way."""
         ended = [self.table.end_read(number) for number in segments]
         if any(ended):
             self.drained.unpark_all()
@@ -310,9 +310,6 @@ class Signal:
         """Returns when something happened since the last `wait` returned. For one task."""
         await self._event.wait()
         self._event = trio.Event()
-
-
-_CLOSED: Final = "the tier was closed before this was durable"
 
 
 @dataclass(slots=True, eq=False)

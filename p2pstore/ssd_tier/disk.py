@@ -160,7 +160,6 @@ class FileDisk:
         )
 
     def _write(self, position: int, parts: list[memoryview]) -> None:
-        """One piece. In a thread."""
         with self._write_gate.writing():
             if any(isinstance(part.obj, bytes) for part in parts):
                 _write_copied(self._spare_pages, self._descriptor, position, parts)

@@ -85,6 +85,15 @@ FLAG_SOFT: Final = 4
 FLAG_DESCRIBED: Final = 8
 """The object has a dtype and a shape. Records of older versions never say so."""
 MAX_REPLICAS: Final = 0xFFFF
+FOOTER_MAGIC: Final = b"P2PSFTR\0"
+FOOTER_FORMAT: Final = 1
+_TAIL: Final = struct.Struct("<8sII16sQIIIIIIQ")
+"""magic, format, segment, store id, generation, rows, bytes of a row, namespaces, bytes of namespaces, bytes of
+keys, 0, checksum of the body."""
+_TAIL_PAGE: Final = 0xFFFF_FFFF
+_BODY: Final = 0xFFFF_FFFE
+"""Stand for pages in seeds: no record is there."""
+_LENGTH: Final = struct.Struct("<H")
 
 
 def flags_of(pin: int, soft: bool, *, described: bool) -> int:
@@ -134,17 +143,6 @@ def parts_of(rows: Rows) -> npt.NDArray[np.int64]:
     return np.maximum((length + PART_BYTES - 1) // PART_BYTES, 1)
 
 
-FOOTER_MAGIC: Final = b"P2PSFTR\0"
-FOOTER_FORMAT: Final = 1
-_TAIL: Final = struct.Struct("<8sII16sQIIIIIIQ")
-"""magic, format, segment, store id, generation, rows, bytes of a row, namespaces, bytes of namespaces, bytes of
-keys, 0, checksum of the body."""
-_TAIL_PAGE: Final = 0xFFFF_FFFF
-_BODY: Final = 0xFFFF_FFFE
-"""Stand for pages in seeds: no record is there."""
-_LENGTH: Final = struct.Struct("<H")
-
-
 @dataclass(frozen=True, slots=True)
 class FooterTail:
     """The decoded tail page: sizes of the body that ends before it. All in bytes but `rows` and `namespaces`."""
@@ -178,7 +176,6 @@ class Footer:
 
 
 def footer_from_headers(headers: Sequence[RecordHeader]) -> Footer:
-    """The footer that a segment with these records would have."""
     rows, namespaces, keys = bytearray(), dict[str, int](), bytearray()
     for header in headers:
         facts, key = header.facts, header.facts.key.encode()

@@ -46,6 +46,25 @@ FIRST_RECORD_PAGE: Final = 2
 
 PAGE_CONTENT_BYTES: Final = PAGE_BYTES - 8
 """A page that says what it is ends with its checksum."""
+SECTOR_BYTES: Final = 512
+_SECTOR_BITS_BYTES: Final = SECTOR_BYTES - 8
+_SECTORS: Final = PAGE_BYTES // SECTOR_BYTES
+_BITS_BYTES: Final = _SECTORS * _SECTOR_BITS_BYTES
+MAX_RECORDS_PER_SEGMENT: Final = _BITS_BYTES * 8
+"""32,256: no more records are placed in a segment."""
+SUPERBLOCK_MAGIC: Final = b"P2PSLOG\0"
+SUPERBLOCK_FORMAT: Final = 1
+SEGMENT_MAGIC: Final = b"P2PSLSG\0"
+SEGMENT_FORMAT: Final = 1
+SEGMENT_START_BYTES: Final = 2 * PAGE_BYTES
+MAX_SEGMENTS: Final = 1 << 20
+
+_SUPERBLOCK: Final = struct.Struct("<8sII16sQQ")
+"""magic, format, mark of the cluster, store id, segment bytes, segments; its xxh3-64 follows."""
+_SEGMENT: Final = struct.Struct("<8sII16sQII")
+"""magic, format, segment, store id, generation, flags, 0; its xxh3-64 follows."""
+_FLAG_OPENED: Final = 1
+FILE_NAME: Final = "cold.log"
 
 
 class DamagedRecord(P2PStoreError):
@@ -139,14 +158,6 @@ def page_is_sealed(page: bytes | memoryview, seed: int) -> bool:
     )
 
 
-SECTOR_BYTES: Final = 512
-_SECTOR_BITS_BYTES: Final = SECTOR_BYTES - 8
-_SECTORS: Final = PAGE_BYTES // SECTOR_BYTES
-_BITS_BYTES: Final = _SECTORS * _SECTOR_BITS_BYTES
-MAX_RECORDS_PER_SEGMENT: Final = _BITS_BYTES * 8
-"""32,256: no more records are placed in a segment."""
-
-
 class DeadMarks:
     """The dead marks of one generation of a segment: which of its records were discarded, as a page of bits in eight
     sectors, each with its own checksum.
@@ -214,20 +225,6 @@ class DeadMarks:
             bits += part
         marks._bits = bits.rstrip(b"\0")
         return marks
-
-
-SUPERBLOCK_MAGIC: Final = b"P2PSLOG\0"
-SUPERBLOCK_FORMAT: Final = 1
-SEGMENT_MAGIC: Final = b"P2PSLSG\0"
-SEGMENT_FORMAT: Final = 1
-SEGMENT_START_BYTES: Final = 2 * PAGE_BYTES
-MAX_SEGMENTS: Final = 1 << 20
-
-_SUPERBLOCK: Final = struct.Struct("<8sII16sQQ")
-"""magic, format, mark of the cluster, store id, segment bytes, segments; its xxh3-64 follows."""
-_SEGMENT: Final = struct.Struct("<8sII16sQII")
-"""magic, format, segment, store id, generation, flags, 0; its xxh3-64 follows."""
-_FLAG_OPENED: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +339,3 @@ def _page(packed: bytes) -> bytes:
 def _page_is_good(page: bytes | memoryview, size: int) -> bool:
     """Whether the page is what `_page` makes of its first `size` bytes; the rest of it must be zeros."""
     return bytes(page) == _page(bytes(page[:size]))
-
-
-FILE_NAME: Final = "cold.log"

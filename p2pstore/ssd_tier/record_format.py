@@ -48,6 +48,11 @@ _PREFIX: Final = struct.Struct("<8sIIIIQIIQ16s")
 """magic, format, body length, segment, page, generation, number, 0, sequence, store id."""
 _SUM_BYTES: Final = 8
 MAX_BODY_BYTES: Final = PAGE_CONTENT_BYTES - _PREFIX.size
+WORTH_RATIO: Final = 0.85
+"""A part that compresses to more than this share is stored as it is."""
+SAMPLES: Final = 4
+SAMPLE_BYTES: Final = 16 * KIB
+SMALLEST_SAMPLE_BYTES: Final = 2 * KIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +248,6 @@ def joined_facts(headers: Sequence[RecordHeader]) -> ColdFacts:
     ):
         raise DamagedRecord(f"the records of {first.key!r} are not the parts of one object")
     return replace(first, sums=sums)
-
-
-WORTH_RATIO: Final = 0.85
-"""A part that compresses to more than this share is stored as it is."""
-SAMPLES: Final = 4
-SAMPLE_BYTES: Final = 16 * KIB
-SMALLEST_SAMPLE_BYTES: Final = 2 * KIB
 
 
 def sample_ratio(value: memoryview) -> float:

@@ -40,6 +40,12 @@ from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, record_bytes
 from p2pstore.ssd_tier.write_admission import NamespaceBytes
 
 _WORTH_CUTTING_BYTES: Final = 64 * 1024
+_REPLICAS_AT: Final = ROW.fields["replicas"][1] if ROW.fields is not None else 0
+_EXPIRES_AT: Final = ROW.fields["expires_unix_ms"][1] if ROW.fields is not None else 0
+_FLAGS_AT: Final = ROW.fields["flags"][1] if ROW.fields is not None else 0
+
+END: Final = -1
+"""There is no next row."""
 
 
 class KeyTexts:
@@ -134,14 +140,6 @@ class Namespaces:
             self._uses.append(0)
         self._numbers[name] = self.digests[namespace_digest(name)] = number
         return number
-
-
-_REPLICAS_AT: Final = ROW.fields["replicas"][1] if ROW.fields is not None else 0
-_EXPIRES_AT: Final = ROW.fields["expires_unix_ms"][1] if ROW.fields is not None else 0
-_FLAGS_AT: Final = ROW.fields["flags"][1] if ROW.fields is not None else 0
-
-END: Final = -1
-"""There is no next row."""
 
 
 class RecordRows:
@@ -281,7 +279,6 @@ class RecordRows:
         return self._texts.get(segment, fields[KEY_OFFSET], fields[KEY_BYTES]).decode()
 
     def namespace(self, row: int) -> int:
-        """The number of its namespace."""
         return self._namespaces[row]
 
     def next(self, row: int) -> int:
@@ -289,7 +286,6 @@ class RecordRows:
         return self._nexts[row] - 1
 
     def follow(self, row: int, following: int) -> None:
-        """Make `following` (or END) the row that comes after `row`."""
         self._nexts[row] = following + 1
 
     # --- many rows -----------------------------------------------------------------------------

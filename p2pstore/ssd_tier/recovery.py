@@ -55,6 +55,8 @@ _HOPPED_BYTES: Final = 64 * KIB
 _SEARCHED_BYTES: Final = MIB
 """Read where none was: it may be anywhere."""
 _MAGIC: Final = np.frombuffer(RECORD_MAGIC, "<u8")[0]
+_END_BYTES: Final = 32 * KIB
+"""Read at the end of a segment: the whole footer of some 200 records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +192,6 @@ def _candidates(window: memoryview) -> Iterator[int]:
     """The pages of a window that begin like a record header."""
     words = np.frombuffer(window, "<u8").reshape(-1, PAGE_BYTES // 8)
     yield from np.flatnonzero(words[:, 0] == _MAGIC).tolist()
-
-
-_END_BYTES: Final = 32 * KIB
-"""Read at the end of a segment: the whole footer of some 200 records."""
 
 
 class FoundState(Enum):

@@ -78,7 +78,6 @@ class SsdTier:
         return self._log.index.rows.newest_clock
 
     def bytes_of(self, namespace: str) -> int:
-        """Bytes on the disk of a namespace with a share."""
         return self._log.index.rows.of_namespaces.bytes_of(namespace)
 
     # Looking.

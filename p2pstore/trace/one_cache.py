@@ -26,6 +26,11 @@ _MAX_TOKENS: Final = 2**32
 BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
 Block = TypeVar("Block")
+SEGMENTS: Final = 64
+OPEN_SEGMENTS: Final = 2
+"""One for new blocks, one for those that reclaim keeps."""
+_MIN_SEGMENT: Final = int(1 / KEPT_SHARE)
+MIN_BLOCKS: Final = _MIN_SEGMENT * (OPEN_SEGMENTS + 1)
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
@@ -42,7 +47,6 @@ class Request(msgspec.Struct, frozen=True, gc=False):
         return self.timestamp / 1000
 
     def tokens_in(self, blocks: int) -> int:
-        """Tokens of its first blocks."""
         return min(self.input_length, blocks * TOKENS_PER_BLOCK)
 
 
@@ -114,7 +118,6 @@ class Model:
 
     @property
     def block_bytes(self) -> int:
-        """Of a full block."""
         return TOKENS_PER_BLOCK * self.kv_bytes_per_token
 
     def prefill_operations(self, tokens: int, reused: int = 0) -> int:
@@ -142,7 +145,6 @@ class HitCounts:
     operations_left: int = 0
 
     def count(self, request: Request, hits: int, model: Model = LLAMA3_70B) -> None:
-        """Take in a request whose first `hits` blocks were there."""
         reused = request.tokens_in(hits)
         self.requests += 1
         self.blocks += len(request.hash_ids)
@@ -236,7 +238,6 @@ class BlockCache:
 
 
 def block_of(entry: ObjectEntry) -> int:
-    """Which block an entry of a `BlockCache` is."""
     return int.from_bytes(entry.digest, "little")
 
 
@@ -263,13 +264,6 @@ def _entry(
         last_access=now,
         on_ssd=on_ssd,
     )
-
-
-SEGMENTS: Final = 64
-OPEN_SEGMENTS: Final = 2
-"""One for new blocks, one for those that reclaim keeps."""
-_MIN_SEGMENT: Final = int(1 / KEPT_SHARE)
-MIN_BLOCKS: Final = _MIN_SEGMENT * (OPEN_SEGMENTS + 1)
 
 
 class ColdBlocks:

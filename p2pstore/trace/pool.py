@@ -47,6 +47,11 @@ DEFAULT_LOAD_BOUND: Final = 1.05
 
 UNEQUAL_TENTHS: Final = 7
 """Of the requests, with unequal load, that the first peer serves."""
+PRIVATE: Final = "each peer alone"
+ONE_CACHE: Final = "one cache of all memory"
+ENDLESS: Final = "one cache without end"
+SCALES: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Of the memory that was asked for, in `by_memory`."""
 
 
 class Source(StrEnum):
@@ -360,7 +365,6 @@ Router = Callable[[Sequence[int]], int]
 
 
 def _unequal(turn: int, peers: int) -> int:
-    """The first peer in 70 of 100 cases, else the others in turns."""
     return 0 if turn % 10 < UNEQUAL_TENTHS or peers == 1 else 1 + turn % (peers - 1)
 
 
@@ -392,13 +396,6 @@ def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
     if name == "unequal":
         return lambda local: _unequal(next(turns) + 1, len(local))
     return lambda local: next(turns) % len(local)
-
-
-PRIVATE: Final = "each peer alone"
-ONE_CACHE: Final = "one cache of all memory"
-ENDLESS: Final = "one cache without end"
-SCALES: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-"""Of the memory that was asked for, in `by_memory`."""
 
 
 @dataclass(frozen=True, slots=True)

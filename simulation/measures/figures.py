@@ -87,7 +87,6 @@ def settled_cluster(
 
 
 def record_of(number: int, writer: int = 1) -> LocationRecord:
-    """A location; another number is another key."""
     return LocationRecord(key_of(number), Version(number + 1, writer), number & 0x3FFFFF, 256)
 
 

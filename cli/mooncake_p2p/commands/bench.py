@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 
 MIN_SAMPLES: Final = 3
 MAX_SAMPLES: Final = 2000
+DEFAULT_SIZES: Final = ("4KiB", "1MiB", "64MiB")
+SHARE_OF_FREE: Final = 20
+"""At most a twentieth of the free memory is used, so that no other object is evicted."""
+TTL_SECONDS: Final = 600.0
+"""Lifetime of the objects that a killed bench leaves behind."""
+MAX_SECONDS: Final = 60.0
+MANY: Final = 1000
+MAX_OTHERS: Final = 3
+PLAIN: Final = "memcpy + xxh3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +114,6 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "load_1min": os.getloadavg()[0],
     }
-
-
-DEFAULT_SIZES: Final = ("4KiB", "1MiB", "64MiB")
-SHARE_OF_FREE: Final = 20
-"""At most a twentieth of the free memory is used, so that no other object is evicted."""
-TTL_SECONDS: Final = 600.0
-"""Lifetime of the objects that a killed bench leaves behind."""
-MAX_SECONDS: Final = 60.0
-MANY: Final = 1000
-MAX_OTHERS: Final = 3
-PLAIN: Final = "memcpy + xxh3"
 
 
 def bench(

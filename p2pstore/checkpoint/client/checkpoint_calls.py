@@ -59,6 +59,9 @@ STALLED: Final = {
 """The likely cause of a stall, by phase."""
 MAX_BYTES_PER_SECOND: Final = 2**63 - 1
 _VERSION: Final = re.compile(r"[0-9a-fA-F]{4,32}")
+FILE_NAME: Final = "model.safetensors"
+ALIGNMENT: Final = 8
+_NAMES: Final = {name: short for short, name in DTYPES.items()}
 
 
 class VersionOptions(TypedDict, total=False):
@@ -372,11 +375,6 @@ class BlockingCheckpoints(Facade):
     remove = in_blocking_form(Checkpoints.remove)
     forget = in_blocking_form(Checkpoints.forget)
     fetch_tensors = in_blocking_form(Checkpoints.fetch_tensors)
-
-
-FILE_NAME: Final = "model.safetensors"
-ALIGNMENT: Final = 8
-_NAMES: Final = {name: short for short, name in DTYPES.items()}
 
 
 class TensorImage(NamedTuple):

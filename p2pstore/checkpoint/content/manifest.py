@@ -50,6 +50,15 @@ VERSION_BYTES: Final = 16
 
 _CONTEXT: Final = b"p2pstore checkpoint manifest 1\0"
 _PERMISSIONS: Final = 0o777
+NAMED_FILES: Final = 8
+NEAREST: Final = 3
+"""Names suggested by an error."""
+MAX_COMPARED: Final = 5_000
+"""Names compared letter by letter; 0.3 s."""
+WILDCARDS: Final = frozenset("*?[")
+
+BOOKKEEPING_FOLDERS: Final = (".git", ".cache/huggingface", ".locks", ".hg", ".svn")
+BOOKKEEPING_SUFFIXES: Final = (".incomplete", ".lock", ".crdownload", ".aria2")
 
 
 class FileHashes(IntEnum):
@@ -340,17 +349,6 @@ def _check_part(part: str, path: str) -> None:
         raise CheckpointRefused(f"a path that is not UTF-8: {path[:80]!r}")
 
 
-NAMED_FILES: Final = 8
-NEAREST: Final = 3
-"""Names suggested by an error."""
-MAX_COMPARED: Final = 5_000
-"""Names compared letter by letter; 0.3 s."""
-WILDCARDS: Final = frozenset("*?[")
-
-BOOKKEEPING_FOLDERS: Final = (".git", ".cache/huggingface", ".locks", ".hg", ".svn")
-BOOKKEEPING_SUFFIXES: Final = (".incomplete", ".lock", ".crdownload", ".aria2")
-
-
 def bookkeeping_in(path: str) -> str:
     """The folder or suffix that marks a path as bookkeeping of a download or version control; empty for others."""
     around = f"/{path}/"
@@ -395,7 +393,6 @@ def choose_files(
 
 
 def unmatched(paths: Collection[str], patterns: Sequence[str]) -> list[str]:
-    """The patterns without a match."""
     found = []
     for pattern in patterns:
         if pattern in paths:

@@ -37,6 +37,11 @@ CHEAP: Final = 4 * 1024 * 1024
 MAX_PIECES: Final = 65_536
 MAX_FILE_BYTES: Final = 1 << 44
 MAX_TOTAL_BYTES: Final = 1 << 44
+NO_PIECES: Final = 0
+_WORD: Final = 1024
+_WORD_MASK: Final = (1 << _WORD) - 1
+_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
+ALIGNMENT: Final = 64
 
 
 class Extent(NamedTuple):
@@ -172,14 +177,8 @@ def _next_power_of_two(number: int) -> int:
 PieceMap = int
 """Bit k is set when piece k is there."""
 
-NO_PIECES: Final = 0
-_WORD: Final = 1024
-_WORD_MASK: Final = (1 << _WORD) - 1
-_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
-
 
 def full_map(count: int) -> PieceMap:
-    """All pieces of a checkpoint with `count` of them."""
     return (1 << count) - 1
 
 
@@ -290,9 +289,6 @@ class Availability:
             if found:
                 return found
         return NO_PIECES
-
-
-ALIGNMENT: Final = 64
 
 
 class MemoryLayout(NamedTuple):

@@ -316,7 +316,6 @@ def _unusable(directory: Path, error: OSError) -> P2PStoreError:
 
 
 def in_steps(places: Sequence[Path]) -> Iterator[Sequence[Path]]:
-    """`FILES_A_STEP` of them at a time."""
     for start in range(0, len(places), FILES_A_STEP):
         yield places[start : start + FILES_A_STEP]
 

@@ -16,6 +16,16 @@ GATHER_SECONDS: Final = 0.05
 BELIEVED_SECONDS: Final = 10.0
 """By then, gossip knows a member that neighbours told of."""
 MAX_BELIEVED: Final = 1024
+MAX_BYTES: Final = MIB
+MAX_FILES: Final = 8
+"""Opening and closing a file takes 20 us; a piece may have ten thousand."""
+SLOW_SECONDS: Final = 0.005
+FIRST_IN_THREADS: Final = 64
+"""Steps left to threads after a slow one; twice as many after the next."""
+MAX_IN_THREADS: Final = 16_384
+MAX_KEPT_BYTES: Final = 256 * MIB
+BURST_SECONDS: Final = 0.25
+"""Unused bytes of this period may be used later at once."""
 
 
 class Introductions:
@@ -62,15 +72,6 @@ class Introductions:
         return frozenset(self._believed)
 
 
-MAX_BYTES: Final = MIB
-MAX_FILES: Final = 8
-"""Opening and closing a file takes 20 us; a piece may have ten thousand."""
-SLOW_SECONDS: Final = 0.005
-FIRST_IN_THREADS: Final = 64
-"""Steps left to threads after a slow one; twice as many after the next."""
-MAX_IN_THREADS: Final = 16_384
-
-
 class InlineOrThread:
     """Whether the event loop reads or writes a piece itself, or a thread does. Ask `may` before each step, and report
     with `took`.
@@ -102,9 +103,6 @@ class InlineOrThread:
             self._after_slow = min(2 * self._after_slow, MAX_IN_THREADS)
 
 
-MAX_KEPT_BYTES: Final = 256 * MIB
-
-
 class PieceBuffers:
     """Buffers of one size, reused: a fresh one costs a page fault each 4 KiB, which takes longer than reading the piece
     into it. Free ones are kept, up to `MAX_KEPT_BYTES`, while any is in use."""
@@ -126,16 +124,11 @@ class PieceBuffers:
         return self._kept.pop() if self._kept else bytearray(self._length_bytes)
 
     def give_back(self, buffer: bytearray) -> None:
-        """Free a buffer."""
         self._used -= 1
         if not self._used:
             self._kept.clear()
         elif len(self._kept) < self._most_kept:
             self._kept.append(buffer)
-
-
-BURST_SECONDS: Final = 0.25
-"""Unused bytes of this period may be used later at once."""
 
 
 class TokenBucket:
@@ -153,7 +146,6 @@ class TokenBucket:
         return max(0.0, begin - now)
 
     def give_back(self, length_bytes: int) -> None:
-        """Return bytes that did not move."""
         self._free_at -= length_bytes / self._rate
 
 

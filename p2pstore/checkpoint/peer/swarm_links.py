@@ -47,6 +47,14 @@ SEND_SECONDS: Final = 15.0
 SETTLED_SECONDS: Final = 5.0
 """A dial by a neighbour with an older link than this shows that the neighbour has lost that link."""
 MAX_LINKS: Final = 256
+T = TypeVar("T")
+
+PIECE_SECONDS: Final = 15.0
+"""A request for a piece fails after this time without progress; the machine abandons it earlier."""
+FAILURE_OF: Final = {
+    int(PieceStatus.BUSY): PieceFailure.BUSY,
+    int(PieceStatus.LACKS): PieceFailure.LACKS,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -232,16 +240,6 @@ class OfferedSwarmLink:
         await self.links.take_over(self.member, link)
 
 
-T = TypeVar("T")
-
-PIECE_SECONDS: Final = 15.0
-"""A request for a piece fails after this time without progress; the machine abandons it earlier."""
-FAILURE_OF: Final = {
-    int(PieceStatus.BUSY): PieceFailure.BUSY,
-    int(PieceStatus.LACKS): PieceFailure.LACKS,
-}
-
-
 class PieceTransfers:
     """The pieces of one version on their way in and out: received in place, then verified and written in one step."""
 
@@ -353,7 +351,6 @@ class PieceTransfers:
             raise
 
     def give_back(self, buffer: bytearray) -> None:
-        """Reuse a buffer of `read`."""
         self._buffers.give_back(buffer)
 
 

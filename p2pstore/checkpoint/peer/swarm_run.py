@@ -87,7 +87,6 @@ class SwarmProgress:
         return 1000 * self.done_bytes // self.total_bytes if self.total_bytes else 1000
 
     def need(self, pieces: PieceMap) -> None:
-        """Count further needed pieces."""
         self.total_bytes += self._layout.size_of(pieces)
         self.done_bytes += self._layout.size_of(pieces & self._machine.have)
 
@@ -182,7 +181,6 @@ class SwarmRun:
         self._fetching: dict[tuple[Member, int], trio.CancelScope] = {}
 
     def need(self, pieces: PieceMap) -> None:
-        """Bring these pieces as well."""
         self.progress.need(pieces & ~(self.machine.needed | map_of(self.store.copies)))
         if self._nursery is None:  # without links, no neighbour is to be told
             self.machine.handle(Needed(pieces), trio.current_time())

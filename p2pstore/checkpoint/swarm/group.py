@@ -138,17 +138,14 @@ class Follower:
 
     @property
     def complete(self) -> frozenset[Version]:
-        """The versions on the disk."""
         return frozenset(self._complete)
 
     @property
     def wake_at(self) -> float:
-        """Time of the next `Tick`."""
         return min((failure.retry_at for failure in self._failures.values()), default=math.inf)
 
     @property
     def state(self) -> FollowerState:
-        """The announcement to other peers."""
         wanted = self._wanted()
         able = [version for version in wanted if version not in self._failures]
         version = next(iter(able or wanted), self.current)
@@ -297,7 +294,6 @@ class GroupUpdate:
 
     @property
     def wake_at(self) -> float:
-        """When to judge again without news."""
         return min(self.deadline, self._first_by) if self._lacks_the_first else self.deadline
 
     @property

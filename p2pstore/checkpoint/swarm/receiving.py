@@ -64,7 +64,6 @@ class Flights:
         return bool(self._flights)
 
     def __iter__(self) -> Iterator[tuple[int, Flight]]:
-        """All flights, with their pieces."""
         for piece, flights in self._flights.items():
             for flight in flights:
                 yield piece, flight

@@ -224,11 +224,9 @@ class Selection:
         return new
 
     def on_its_way(self, piece: int) -> None:
-        """A neighbour was asked for the piece."""
         self.wanted &= ~(1 << piece)
 
     def not_coming(self, piece: int) -> None:
-        """The piece is on its way no more."""
         self.wanted |= (1 << piece) & self.missing
 
     def arrived(self, piece: int) -> bool:
