@@ -27,8 +27,8 @@ from p2pstore.checkpoint.content.manifest import (
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, unpack_map
 from p2pstore.checkpoint.content.target_directory import DirectoryInUse, TargetDirectory
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.checkpoint.peer.running import SwarmParts
-from p2pstore.checkpoint.peer.stores import HeldDirectory, HeldStore, Memories, MemoryTarget
+from p2pstore.checkpoint.peer.piece_stores import HeldDirectory, HeldStore, Memories, MemoryTarget
+from p2pstore.checkpoint.peer.running_swarms import SwarmParts
 from p2pstore.checkpoint.peer.version_fetch import Job, JobPhase, VersionFetch, in_threads, verify
 from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.checkpoint_records import Head

@@ -20,8 +20,7 @@ from p2pstore.checkpoint.content.sources import (
     files_as_they_were,
 )
 from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS, CheckpointPeer
-from p2pstore.checkpoint.peer.running import SwarmParts
-from p2pstore.checkpoint.peer.stores import (
+from p2pstore.checkpoint.peer.piece_stores import (
     HeldDirectory,
     HeldStore,
     Memories,
@@ -29,6 +28,7 @@ from p2pstore.checkpoint.peer.stores import (
     PublishedMemory,
     PublishedPieces,
 )
+from p2pstore.checkpoint.peer.running_swarms import SwarmParts
 from p2pstore.checkpoint.peer.version_fetch import Job, JobPhase, reader_of
 from p2pstore.errors import (
     CheckpointChanged,

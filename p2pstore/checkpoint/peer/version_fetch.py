@@ -16,8 +16,8 @@ from p2pstore.checkpoint.content.manifest import SignedManifest
 from p2pstore.checkpoint.content.pieces import NO_PIECES, Extent, PieceMap, pieces_in
 from p2pstore.checkpoint.content.target_directory import TargetDirectory, in_steps
 from p2pstore.checkpoint.peer.checkpoint_peer import THREADS, CheckpointPeer
-from p2pstore.checkpoint.peer.running import SwarmPart, SwarmParts
-from p2pstore.checkpoint.peer.stores import PieceStore, Target
+from p2pstore.checkpoint.peer.piece_stores import PieceStore, Target
+from p2pstore.checkpoint.peer.running_swarms import SwarmPart, SwarmParts
 from p2pstore.errors import CheckpointChanged, ConfigError, StoreClosed, Unavailable
 from p2pstore.gossip.records import TakesPart, member_of
 from p2pstore.memory.mapped.mapped_memory import available_memory

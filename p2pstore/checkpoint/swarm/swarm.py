@@ -163,7 +163,7 @@ class Swarm:
         """When something may be too late: handle what has arrived by then before a `Tick`."""
         receiving = self.receiving
         soonest = min(
-            self._links.next_tick(), self.sending.check_at, receiving.check_at, receiving.hurry_at
+            self._links.next_tick(), self.sending.check_at, receiving.check_at, receiving.endgame_at
         )
         if self._selection.missing:
             soonest = min(soonest, receiving.retry_at)
@@ -327,8 +327,8 @@ class Swarm:
             receiving.check_at = receiving.flights.next_change()
         if self._links.next_tick() <= now:
             self._change_links(now)
-        if receiving.hurry_at <= now:
-            receiving.hurry(now)
+        if receiving.endgame_at <= now:
+            receiving.endgame(now)
         if receiving.retry_at <= now:
             receiving.retry(now)
 
