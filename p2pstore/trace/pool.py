@@ -294,14 +294,8 @@ class Pool:
 
     def _write_back(self, peer: _Peer, number: int) -> None:
         """The coldest part of a memory has been written all along; only a peer that dies has anything of it."""
-        if peer.ssd is None:
-            return
         for entry in islice(peer.memory.order.coldest(), peer.memory.capacity // WRITTEN_SHARE):
-            block = block_of(entry)
-            if not entry.soft and block not in peer.ssd:
-                self._on_ssd.setdefault(block, []).append(number)
-                for other in peer.ssd.put(block):
-                    self._lost_on_ssd(other, number)
+            self._to_ssd(entry, number)
 
     @staticmethod
     def _no_longer(where: dict[int, list[int]], block: int, number: int) -> None:
@@ -318,15 +312,20 @@ class Pool:
     # --- what had to go --------------------------------------------------------------------------
 
     def _evicted(self, entry: ObjectEntry, number: int) -> None:
-        block, ssd = block_of(entry), self._peers[number].ssd
+        block = block_of(entry)
         self._no_longer(self._in_memory, block, number)
         self._keep_a_firm_copy(block)
+        self._to_ssd(entry, number)
+        if block not in self._in_memory and block not in self._on_ssd:
+            self.outcome.blocks_lost += 1
+
+    def _to_ssd(self, entry: ObjectEntry, number: int) -> None:
+        """Soft copies are not worth a write."""
+        block, ssd = block_of(entry), self._peers[number].ssd
         if ssd is not None and not entry.soft and block not in ssd:
             self._on_ssd.setdefault(block, []).append(number)
             for other in ssd.put(block):
                 self._lost_on_ssd(other, number)
-        if block not in self._in_memory and block not in self._on_ssd:
-            self.outcome.blocks_lost += 1
 
     def _is_soft(self, block: int, number: int) -> bool:
         entry = self._peers[number].memory.get(block)
