@@ -24,8 +24,8 @@ from p2pstore.home_messages import Holding, Push, Pushed
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import DIGEST_BYTES, Version
-from p2pstore.runtime.stepping import Steps
 from p2pstore.put_facts import MAX_REPLICAS
+from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import Ping, Pong
 from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,

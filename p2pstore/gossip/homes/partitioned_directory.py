@@ -191,7 +191,6 @@ class PartitionedDirectory:
             )
         ]
 
-
     def vouches(self, digest: bytes, now: float) -> bool:
         """Whether a key that is not known here was nowhere a second ago. Homes say so with their answers. A peer
         that has just started does not know yet of which members it should have heard."""

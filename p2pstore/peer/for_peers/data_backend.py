@@ -13,8 +13,6 @@ import trio
 from p2pstore.checkpoint.peer.running_swarms import RunningSwarms
 from p2pstore.core.gets.hot_objects import HOT_BYTES
 from p2pstore.core.operation import Operation
-from p2pstore.core.puts.comparing import SLOT_ONLY
-from p2pstore.core.puts.placing import IncomingStores, digest_of, stored_reply
 from p2pstore.core.puts.deciding import SLOT_ONLY
 from p2pstore.core.puts.placing import IncomingStores, stored_reply
 from p2pstore.core.serving import reply_of
