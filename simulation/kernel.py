@@ -34,7 +34,8 @@ class Kernel:
     def run_until(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
         """Run all events up to virtual time `until`, or until `stop()`."""
         while self._queue and self._queue[0][0] <= until and not stop():
-            self.now, _, action = heapq.heappop(self._queue)
+            when, _, action = heapq.heappop(self._queue)
+            self.now = max(self.now, when)
             self.events += 1
             if self.events > MAX_EVENTS:
                 raise RuntimeError("the simulation does not come to rest")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from p2pstore.core.copies.copy_destination import TakeCopiesOperation
 from p2pstore.core.copies.hand_over import HandOverOperation, coldest_use
 from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.operation import (
@@ -22,7 +23,6 @@ from p2pstore.core.operation import (
     OperationFinished,
     PullObject,
     PullOutcome,
-    PullTogether,
     Reply,
     SaveClusterRecord,
 )
@@ -70,8 +70,8 @@ from p2pstore.transfer import data_messages as data
 from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
 from simulation.gossip_data import log_snapshot
 from simulation.peer_disk import Disk
-from simulation.pull import pull_object, pull_together
-from simulation.signer import SimulatedSigner, SimulatedVerifier
+from simulation.pull import pull_object, take_copies
+from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
 from simulation.tasks import Task
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class SimulatedPeer:
         self.number = number
         self.address = f"sim:{number}"
         self.host_id = number.to_bytes(16, "little")
-        self.signer = SimulatedSigner(number)
+        self.signer = SimulatedSigner(peer_id_of(number))
         self.memory_bytes = memory_bytes
         self.disk = Disk()
         self.keeps_cold = False
@@ -294,8 +294,6 @@ class SimulatedPeer:
             self._ask_data(effect)
         elif isinstance(effect, PullObject):
             self._pull(effect.operation, lambda: pull_object(self, effect))
-        elif isinstance(effect, PullTogether):
-            self._pull(effect.operation, lambda: pull_together(self, effect))
         elif isinstance(effect, FetchSnapshot):
             self._fetch_snapshot(effect)
         elif isinstance(effect, Contact):
@@ -494,6 +492,9 @@ class SimulatedPeer:
             self.cluster.protocol_errors += 1
             reply(Failure(int(Code.MALFORMED), str(error)))
             return
+        if isinstance(answer, TakeCopiesOperation):
+            copying = answer
+            self._pull(copying.number, lambda: take_copies(self, copying))
         if isinstance(answer, Operation):
             operation = answer
             self.when_done(operation, lambda: reply(reply_of(operation)))

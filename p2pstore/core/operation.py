@@ -24,7 +24,6 @@ from p2pstore.transfer.failover import HolderReport
 from p2pstore.wire import Failure, Message
 
 if TYPE_CHECKING:
-    from p2pstore.core.copies.copy_destination import CopiesDestination
     from p2pstore.core.peer_core import PeerCore
 
 MAX_NOTES: Final = 100
@@ -196,16 +195,6 @@ class PullObject:
 
 
 @dataclass(frozen=True, slots=True)
-class PullTogether:
-    """Bring objects into this peer's memory, all from one holder. The shell has `copies` choose which and where to,
-    pulls these, has them published, and reports with `core.operations.pulled(...)`."""
-
-    operation: int
-    holder: PeerId
-    copies: CopiesDestination
-
-
-@dataclass(frozen=True, slots=True)
 class LoadObject:
     """Bring an object from this peer's SSD into its memory: as `PullObject`, without other peers."""
 
@@ -340,7 +329,6 @@ class ColdSorted:
 Effect = (
     AskPeer
     | PullObject
-    | PullTogether
     | LoadObject
     | WriteObject
     | CheckReturned

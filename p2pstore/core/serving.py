@@ -217,8 +217,10 @@ def _serve_replicate(
 
 
 def _introduce(core: PeerCore, sender: PeerId, request: Replicate | ReplicateMany, now: float) -> None:
-    if request.record_body:
-        me = SignedRecord(request.record_body, request.record_signature)
+    """Take in the record that came along, where it is news: its signatures take 0.1 ms to check."""
+    me = SignedRecord(request.record_body, request.record_signature)
+    known = core.gossip.membership.get(sender)
+    if me.body and (known is None or known.signed != me):
         _, effects = core.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
         for effect in effects:
             core.emit(effect)

@@ -159,10 +159,12 @@ class GossipState:
         self._note_operations(operations, now)
 
     def release(self, digest: bytes, version: Version, now: float) -> None:
-        self.release_many([(digest, version)], now)
+        """This peer no longer holds that version, if it did."""
+        if self.log.holds(digest, version):
+            self.release_many([(digest, version)], now)
 
     def release_many(self, gone: Sequence[tuple[bytes, Version]], now: float) -> None:
-        """`release` of many, each of another key."""
+        """`release` of many that were told of, each of another key."""
         operations = self.log.remove_many(gone)
         self._note_operations(operations, now)
         self.directory.hide_own([operation[:DIGEST_BYTES] for operation in operations])

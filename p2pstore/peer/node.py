@@ -25,7 +25,6 @@ from p2pstore.core.operation import (
     Operation,
     OperationFinished,
     PullObject,
-    PullTogether,
     SaveClusterRecord,
     WriteObject,
 )
@@ -283,7 +282,6 @@ class Node:
         return {
             AskPeer: self.requests.ask,
             PullObject: self.requests.pull,
-            PullTogether: self.requests.copies.take,
             FetchSnapshot: self.requests.fetch_snapshot,
             Ask: self.control.ask,
             Contact: self.control.contact,

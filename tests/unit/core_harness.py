@@ -62,7 +62,7 @@ from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs
 from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.segment_checks import check_segment
-from simulation.signer import SimulatedSigner, SimulatedVerifier
+from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
 from tests.unit.gossip_network import inform_of_death
 from tests.unit.location_set import iterate_locations
 
@@ -147,7 +147,7 @@ class Harness:
         kept: Kept | None = None,
     ) -> None:
         self.now = 100.0
-        self.signer = SimulatedSigner(0)
+        self.signer = SimulatedSigner(peer_id_of(0))
         geometry = plan_geometry(memory_bytes)
         self.memory = new_memory(geometry.total_bytes)
         self.segment = Segment(
@@ -199,7 +199,7 @@ class Harness:
 
     def join(self, number: int) -> Other:
         """Make a member known, alive."""
-        other = Other(SimulatedSigner(number))
+        other = Other(SimulatedSigner(peer_id_of(number)))
         self.gossip.serve(
             other.peer_id, ControlKind.DELTA, Delta([peer_record(other.signer)], [], [], []), self.now
         )

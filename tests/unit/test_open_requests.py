@@ -11,7 +11,7 @@ from p2pstore.gossip.exchange.open_requests import LOST_ANSWER_SECONDS, OpenRequ
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.wire import Empty
-from tests.unit.gossip_network import peer_id_of
+from simulation.signer import peer_id_of
 
 KINDS = (ControlKind.EXCHANGE, ControlKind.DELTA, ControlKind.PING)
 

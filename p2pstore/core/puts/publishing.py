@@ -69,7 +69,7 @@ def publish_new(
         if copying is None or entry.replicas == 1:
             ends[place] = alone
         else:
-            ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
+            ends[place] = PutAmongMany(copying, row)
             row += 1
     if copying is not None:
         core.books.settle()

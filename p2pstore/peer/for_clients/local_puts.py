@@ -123,7 +123,8 @@ class LocalPuts:
             operation = each.operation if isinstance(each, PutAmongMany) else each
             if isinstance(operation, Operation) and not operation.done:
                 await self._node.settle(operation)
-        await self._make_durable(message, operations)
+        if any(options.durable for options in message.options):
+            await self._make_durable(message, operations)
         return await take_turns(self._committed(client, message, operations, again))
 
     async def _make_durable(self, message: local.Commit, operations: list[Started]) -> None:
@@ -154,8 +155,9 @@ class LocalPuts:
         outcomes: list[tuple[int, local.PutOutcome]] = []
         operations.reverse()
         while operations:
-            alike, count = operations.pop(), 1
-            while operations and operations[-1] is alike:  # those that are published together end alike
+            alike, count = _result_of(operations.pop()), 1
+            # Those that are published together end alike.
+            while operations and _result_of(operations[-1]) is alike:
                 operations.pop()
                 count += 1
             if outcomes:
@@ -294,9 +296,12 @@ def _goes_on(started: Started) -> bool:
     return isinstance(started, Operation | PutAmongMany) and not started.done
 
 
-def _outcome_of(started: Started) -> local.PutOutcome:
+def _result_of(started: Started) -> object:
+    return started.result if isinstance(started, Operation | PutAmongMany) else started
+
+
+def _outcome_of(end: object) -> local.PutOutcome:
     """A put's end as it travels."""
-    end = started.result if isinstance(started, Operation | PutAmongMany) else started
     if isinstance(end, PutEnd):
         clock, writer, _ = end.version
         return local.PutOutcome(int(end.status), end.copies, end.wanted, clock, writer)

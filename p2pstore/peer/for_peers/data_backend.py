@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from p2pstore.checkpoint.peer.running_swarms import RunningSwarms
+from p2pstore.core.copies.copy_destination import TakeCopiesOperation
 from p2pstore.core.gets.hot_objects import HOT_BYTES
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.deciding import SLOT_ONLY
@@ -178,7 +179,10 @@ class PeerDataBackend:
             return await self._own_snapshot()
         # Also while this peer leaves: it is the home of keys as long as the others believe so.
         answer = self._core.serve(claims.issuer, kind, message, self._node.now)
-        self._node.process()
+        if isinstance(answer, TakeCopiesOperation):
+            await self._node.requests.copies.take(answer)
+        else:
+            self._node.process()
         if isinstance(answer, Operation):
             if not answer.done:
                 with contextlib.suppress(P2PStoreError):  # the reply says why
