@@ -113,7 +113,8 @@ class HelperTask(Protocol):
         """It has the connection that it wanted: `cancel` leaves that alone."""
 
 
-StartHelper = Callable[[Callable[[HelperTask], Coroutine[Any, Any, None]]], None]
+HelperWork = Callable[[HelperTask], Coroutine[Any, Any, None]]
+StartHelper = Callable[[HelperWork], None]
 """Starts `work(task)`. Raises `RuntimeError` where no more threads can be had. The work catches its own errors."""
 
 Work = Callable[[], Awaitable[None]]
