@@ -47,6 +47,7 @@ NAMED_LAGGARDS: Final = 8
 FollowWatch = Callable[[FollowedCheckpoint], None]
 UpdateWatch = Callable[[CheckpointUpdate], None]
 StatusWatch = Callable[[CheckpointInfo], None]
+_PEER_IDS: Final = ("peer_id", "publisher")
 
 
 class CheckpointGroups:
@@ -303,9 +304,6 @@ def has_version(member: CheckpointMember, version: str) -> bool:
     return member.version == short and member.state in ("verified", "seeding", "publishing")
 
 
-_PEER_IDS: Final = ("peer_id", "publisher")
-
-
 def result_of(kind: type[T], message: Message, **more: Any) -> T:
     """A result with the fields of a message: peer ids as text, other bytes as hexadecimal digits; `..._permille` and
     `..._ms` as shares and seconds. `more`: fields that differ otherwise."""
@@ -350,7 +348,6 @@ def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
 
 
 def laggard_state(each: CheckpointFollower) -> str:
-    """The state of a follower, in a few words."""
     words = {
         "fetching": f"fetching, {each.done:.0%}",
         "waiting": "has not begun",

@@ -88,9 +88,8 @@ class ReplicateOperation(Operation):
             for peer_id in dict.fromkeys((*soft, *ranked))
             if peer_id not in known and offers_memory(self.core, peer_id)
         ]
-        self.core.segment.references.acquire(
-            entry
-        )  # the source of copies is not evicted before they are made
+        # The source of copies is not evicted before they are made.
+        self.core.segment.references.acquire(entry)
         for peer_id in to_tell:
             self._ask(peer_id, now)
         self._proceed(now)
