@@ -29,10 +29,8 @@ FIRST_ITEMS: Final = 64
 """Of the first window: the peer has something to do while the next one is written."""
 WINDOW_BYTES: Final = 16 * MIB
 MIN_WINDOW_BYTES: Final = 4 * MIB
-FIRST_COPIED_BYTES: Final = 8 * MIB
-"""Of the first window of several that other peers copy: they begin early."""
 COPIED_WINDOW_BYTES: Final = 32 * MIB
-"""Of the others: each takes the other peers 1 ms of processor time beside the copy."""
+"""Of those that other peers copy, from the second one on: each takes these 1 ms beside the copy."""
 WINDOW_SHARE: Final = 16
 """A window takes at most this fraction of the peer's memory: up to three have room at a time."""
 
@@ -157,7 +155,7 @@ def windows(
     left = sum(sizes)
     limit = min(most_bytes, max(MIN_WINDOW_BYTES, left // 2))
     if is_copied:
-        limit = min(most_bytes, left if left <= 2 * FIRST_COPIED_BYTES else FIRST_COPIED_BYTES)
+        limit = min(most_bytes, WINDOW_BYTES)
     for index, size in enumerate(sizes):
         most_items = WINDOW_ITEMS if cuts or is_copied else FIRST_ITEMS
         if index > start and (total + size > limit or index - start >= most_items):
