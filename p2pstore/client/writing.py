@@ -25,7 +25,7 @@ from p2pstore.client.puts import (
 )
 from p2pstore.errors import CapacityExceeded, GpuCopyFailed, ObjectTooLarge, P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_connection import RequestAhead
+from p2pstore.local.local_connection import Request
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.put_columns import numbers_in, one_if_alike, rooms_in, runs_of
 from p2pstore.objects import check_object_length, encode_key, encode_namespace, key_hasher
@@ -203,9 +203,9 @@ class Writer:
         )
         return rooms_in(reply.spans, count)
 
-    async def reserve_ahead(self, rooms: list[RoomSize]) -> RequestAhead[local.Reserved]:
-        """`reserve`, but the answer is received later."""
-        return await self._link.ask_ahead(
+    def reserve_ahead(self, rooms: list[RoomSize]) -> Request[local.Reserved]:
+        """`reserve`, to be sent, whose answer is received later."""
+        return self._link.ask_ahead(
             LocalKind.RESERVE,
             local.Reserve(rooms, self.namespace),
             local.Reserved,
@@ -216,9 +216,10 @@ class Writer:
         """Where the value goes."""
         return self._link.connection.segment(0)[room[1] : room[1] + length]
 
-    async def commit_ahead(self, commit: local.Commit) -> RequestAhead[local.Committed]:
-        """Have values published, and room reserved for others. The answer is received later."""
-        return await self._link.ask_ahead(
+    def commit_ahead(self, commit: local.Commit) -> Request[local.Committed]:
+        """The request, to be sent, that values be published, and room reserved for others. The answer is received
+        later."""
+        return self._link.ask_ahead(
             LocalKind.COMMIT,
             commit,
             local.Committed,
@@ -234,7 +235,7 @@ class _Sent(NamedTuple):
     rows: Sequence[int]
     next_rows: range
     again: list[RoomSize]
-    request: RequestAhead[local.Committed]
+    request: Request[local.Committed]
 
 
 class PutBatch:
@@ -260,7 +261,7 @@ class PutBatch:
         """Room that was granted, until the peer has said what became of it."""
         self._alone: list[int] = []
         """Values that found no room: reservations of this batch may have been in their way."""
-        self._reserving: tuple[range, RequestAhead[local.Reserved]] | None = None
+        self._reserving: tuple[range, Request[local.Reserved]] | None = None
         """Rows that wait for room, while the ones before them are written."""
         self._sent: deque[_Sent] = deque()
 
@@ -291,7 +292,8 @@ class PutBatch:
         if len(taken) < len(self._windows[0]):
             await self._reserve(rest)
         elif rest:
-            self._reserving = rest, await self._writer.reserve_ahead(self._sizes(rest))
+            self._reserving = rest, self._writer.reserve_ahead(self._sizes(rest))
+            await self._reserving[1].send()
         for number, window in enumerate(self._windows):
             await self._await_room(window)
             rows, sums = await self._fill(window)
@@ -303,8 +305,9 @@ class PutBatch:
             again = self._sizes(next_rows)
             if window is self._windows[-1] and len(first) == 1:
                 again = self._link.ahead.wanted(first[0])
-            request = await self._writer.commit_ahead(self._commit(rows, sums, again, bool(next_rows)))
+            request = self._writer.commit_ahead(self._commit(rows, sums, again, bool(next_rows)))
             self._sent.append(_Sent(rows, next_rows, again, request))
+            await request.send()
         while self._sent:
             await self._take_answer()
 
