@@ -14,6 +14,7 @@ from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.presence_calls import PrefixChains
 from p2pstore.client.put_elsewhere import ElsewhereWriter
 from p2pstore.client.puts import (
+    COPIED_WINDOW_BYTES,
     WINDOW_BYTES,
     WINDOW_SHARE,
     Room,
@@ -76,11 +77,15 @@ class Writer:
         self._elsewhere = ElsewhereWriter(link, namespace)
         memory_bytes = max((reader.geometry.data_bytes for reader in link.readers), default=0)
         self._peer_has_memory = memory_bytes > 0
-        self.window_bytes = min(WINDOW_BYTES, memory_bytes // WINDOW_SHARE)
+        self._window_share = memory_bytes // WINDOW_SHARE
 
     def close(self) -> None:
         """Close the connections to other peers."""
         self._elsewhere.close()
+
+    def window_bytes(self, *, is_copied: bool) -> int:
+        """Upper bound of the bytes of one window."""
+        return min(COPIED_WINDOW_BYTES if is_copied else WINDOW_BYTES, self._window_share)
 
     async def put(
         self,
@@ -253,9 +258,11 @@ class PutBatch:
         self._key_bytes = max(map(len, map(str.encode, keys)))
         self.results: list[ItemResult[PutResult]] = [ItemResult("")] * len(keys)
         sizes = self._lengths = list(map(len, sources))
-        self._windows = windows(sizes, writer.window_bytes, is_copied=options.replicas > 1)
+        is_copied = options.replicas > 1
+        window_bytes = writer.window_bytes(is_copied=is_copied)
+        self._windows = windows(sizes, window_bytes, is_copied=is_copied)
         largest = max(sum(sizes[some.start : some.stop]) for some in self._windows)
-        self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, writer.window_bytes // max(1, largest)))
+        self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, window_bytes // max(1, largest)))
         """Windows that have room before the first one is published."""
         self._rooms: list[Room | None] = [None] * len(keys)
         """Room that was granted, until the peer has said what became of it."""
