@@ -16,7 +16,8 @@ from p2pstore.wire import Message
 from simulation.gossip_data import view_snapshot
 from simulation.gossip_network import GossipNetwork
 from simulation.gossip_peer import GossipPeer
-from simulation.kernel import Faults, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults
 
 DECODED_UP_TO: Final = 499
 """Peers of a cluster in which every message is decoded anew by its receiver. In larger ones the receiver is

@@ -14,7 +14,7 @@ from p2pstore.objects import Version
 from p2pstore.wire import Message, encode_body
 from simulation.gossip_cluster import GossipCluster, view_of
 from simulation.gossip_peer import GossipPeer, address_of
-from simulation.kernel import Faults
+from simulation.network import Faults
 from simulation.signer import SimulatedSigner, peer_id_of
 from tests.present import present
 

@@ -74,27 +74,6 @@ class Model:
         self.index.apply(slot, operations)
         self.sets[slot].apply(operations)
 
-    def take_out(self, count: int) -> None:
-        """Records of some keys, of which some are not held, or in another version."""
-        slot = self.any_slot()
-        records = self.sets[slot].records
-        keys = self.rng.sample(self.keys, min(count, len(self.keys)))
-        stamps = {key: records.get(key, b"")[16:26] or bytes(10) for key in keys}
-        wrong = self.rng.choice(keys)
-        stamps[wrong] = self.rng.randbytes(10)
-        held = [record for key in keys if key != wrong and (record := records.get(key))]
-        taken, holes = self.index.take_out(slot, [key + stamp for key, stamp in stamps.items()])
-        assert taken == held
-        self.sets[slot].apply(b"".join(map(withdrawn, taken)))
-        if holes.size and self.rng.random() < 0.5:  # more records than there are holes, or less
-            keys = [key for key in self.keys if key not in self.sets[slot].records]
-            keys = self.rng.sample(keys, self.rng.randrange(len(keys)))
-            added = b"".join(key + self.rng.randbytes(LOCATION_BYTES - 17) + b"\0" for key in keys)
-            holes = self.index.load(slot, added, holes)
-            self.sets[slot].apply(added)
-        if holes.size:
-            self.index.close_holes(slot, holes)
-
     def operation(self, held: LocationSet, adds: float) -> bytes:
         rng, key = self.rng, self.rng.choice(self.keys)
         if rng.random() < adds:
@@ -142,7 +121,6 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.just("apply"), st.sampled_from([1, 3, 20, 63, 64, 100, 400])),
         st.tuples(st.just("load"), st.sampled_from([1, 10, 40, 500])),
-        st.tuples(st.just("take_out"), st.sampled_from([1, 23, 24, 64, 300])),
         st.tuples(st.just("discard"), st.just(0)),
         st.tuples(st.just("sweep"), st.sampled_from([1, 50, 5_000])),
     ),
@@ -159,8 +137,6 @@ def test_it_holds_what_plain_sets_hold(seed: int, steps: Iterable[tuple[str, int
             model.apply(count)
         elif step == "load":
             model.load(count)
-        elif step == "take_out":
-            model.take_out(count)
         elif step == "discard":
             model.discard()
         else:
@@ -178,8 +154,6 @@ def test_many_rounds_of_everything() -> None:
             model.load(model.rng.randrange(1_500))
         elif step == 2:
             model.index.sweep(1_000)
-        elif step < 5:
-            model.take_out(model.rng.choice([1, 16, 100, 700]))
         else:
             model.apply(model.rng.choice([1, 10, 100, 300]))
     model.check()

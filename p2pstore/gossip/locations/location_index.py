@@ -10,7 +10,7 @@ One thread at a time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import reduce
 from operator import xor
 from typing import Final
@@ -43,13 +43,8 @@ _REMOVED: Final = 0x80
 _FLAGS: Final = LOCATION_BYTES - 1
 _VERSION_START: Final = DIGEST_BYTES
 _VERSION_END: Final = DIGEST_BYTES + 10
-_STAMPED: Final = np.dtype([("first", "<u8"), ("second", "<u8"), ("clock", "<u8"), ("writer", "<u2")])
-"""Digest and stamp: the beginning of a record."""
 _FEW: Final = 64
 """Fewer operations than this are quicker one by one."""
-FEW_NEW: Final = 24
-"""The same for records of new digests, and for records that go."""
-NO_ROWS: Final[Rows] = np.empty(0, np.intp)
 DEFAULT_SALT: Final = 0x9E3779B97F4A7C15F39CC0605CEDC835
 """For tables whose digests are this process's own."""
 
@@ -76,8 +71,6 @@ class LocationRows:
         """Let go of memory that others have mapped, not by the garbage collector. Nothing may be called after it."""
         del self.table, self._slots, self._chains, self._fields, self._whole
 
-    # --- slots ---------------------------------------------------------------------------------
-
     def open(self) -> int:
         """A new, empty slot: a small number that may be that of a discarded one."""
         slot = self._slots.open()
@@ -86,7 +79,6 @@ class LocationRows:
         return slot
 
     def count(self, slot: int) -> int:
-        """How many records the slot holds."""
         return self._slots.count(slot)
 
     def hash(self, slot: int) -> int:
@@ -124,8 +116,6 @@ class LocationRows:
         rows = self._slots.rows(slot, start, stop)
         return digests_of(self._whole[rows])
 
-    # --- finding -------------------------------------------------------------------------------
-
     def get(self, slot: int, digest: bytes) -> bytes | None:
         """The slot's packed record of a digest."""
         row, _ = self._locate(slot, digest)
@@ -141,10 +131,7 @@ class LocationRows:
 
     @property
     def any_discarded(self) -> bool:
-        """Whether there is something to `sweep`."""
         return self._slots.any_discarded
-
-    # --- rows ----------------------------------------------------------------------------------
 
     def _locate(self, slot: int, digest: bytes) -> tuple[int, int]:
         """(row, link to it) of a slot's record; (0, 0) when there is none."""
@@ -221,26 +208,16 @@ class LocationIndex(LocationRows):
             self._apply_in_rounds(slot, whole, fields, mixed)
         self._slots.drop_last(slot, 0)  # blocks only where they are needed
 
-    def add_new(self, slot: int, records: Sequence[bytes]) -> None:
-        """`load` of few, for which a slot of few rows takes no blocks."""
-        for record in records:
-            self._put(slot, 0, record)
-
-    def load(self, slot: int, records: bytes | memoryview, holes: Rows = NO_ROWS) -> Rows:
-        """Put in many records of digests that the slot does not hold, each of another one, and first where `take_out`
-        left holes. Returns the holes that are left."""
+    def load(self, slot: int, records: bytes | memoryview) -> None:
+        """Put in many records of digests that the slot does not hold, each of another one."""
         self._slots.use_blocks(slot)
         whole = np.frombuffer(records, WHOLE)
-        rows, holes = holes[: whole.size], holes[whole.size :]
-        if rows.size < whole.size:
-            rows = np.concatenate((rows, self._slots.take_many(slot, whole.size - rows.size)))
+        rows = self._slots.take_many(slot, whole.size)
         self._whole[rows] = whole
         self._chains.add_many(rows)
         self._hashes[slot] ^= hash_of(whole.tolist())
         self.record_count += whole.size
-        if not holes.size:
-            self._slots.drop_last(slot, 0)
-        return holes
+        self._slots.drop_last(slot, 0)
 
     def _apply_in_rounds(
         self, slot: int, whole: npt.NDArray[np.void], fields: npt.NDArray[np.void], mixed: Words
@@ -298,37 +275,10 @@ class LocationIndex(LocationRows):
             self._whole[rows] = added
             self._chains.add_many(rows, mixed)
         if dropped.size > added.size:
-            self.close_holes(slot, dropped[added.size :])
+            self._close_holes(slot, dropped[added.size :])
         self.record_count += added.size - dropped.size
 
-    def take_out(self, slot: int, stamped: Sequence[bytes]) -> tuple[list[bytes], Rows]:
-        """Remove the records that begin with these digests and stamps, each of another digest. Returns them, and the
-        holes that they leave: only `load`, `take_out` of as many and `hash` may be called before `close_holes`."""
-        if len(stamped) < FEW_NEW:
-            return [held for each in stamped if (held := self._take_one_out(slot, each))], NO_ROWS
-        fields = np.frombuffer(b"".join(stamped), _STAMPED)
-        mixed = self.table.mix(fields["first"], fields["second"])
-        self._slots.use_blocks(slot)
-        rows, links = self._locate_many(slot, fields, mixed)
-        old = self._fields[rows]
-        same = (old["clock"] == fields["clock"]) & (old["writer"] == fields["writer"]) & (rows != 0)
-        if not same.all():
-            rows, links = rows[same], links[same]
-        taken: list[bytes] = self._whole[rows].tolist()
-        self._hashes[slot] ^= hash_of(taken)
-        self._chains.remove_many(rows, links)
-        self.record_count -= rows.size
-        return taken, rows
-
-    def _take_one_out(self, slot: int, stamped: bytes) -> bytes:
-        row, at = self._locate(slot, stamped[:DIGEST_BYTES])
-        held = self.table.record(row)
-        if not row or not held.startswith(stamped):
-            return b""
-        self._withdraw(slot, row, at, held)
-        return held
-
-    def close_holes(self, slot: int, holes: Rows) -> None:
+    def _close_holes(self, slot: int, holes: Rows) -> None:
         """Move the last rows of a slot into unlinked ones, and free those at the end."""
         count = self._slots.count(slot)
         last = self._slots.rows(slot, count - holes.size, count)
