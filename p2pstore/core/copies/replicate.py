@@ -280,7 +280,7 @@ class ReplicateTogether(Operation):
         self._ended([row], now, count)
 
     def _ended(self, rows: Sequence[_Row], now: float, copies: int = 0) -> None:
-        """These have so many copies; 0: as were made together."""
+        """These have this number of copies; 0: as were made together."""
         if not rows:
             return
         self.core.segment.references.let_go(*[row.entry for row in rows])
