@@ -90,7 +90,7 @@ def run(*arguments: str, seconds: float, **options: Any) -> subprocess.Completed
 def ready_document(
     output: IO[bytes] | None, log: Path, seconds: float = READY_SECONDS
 ) -> dict[str, Any]:
-    """What a peer prints when it serves; fails with the end of its log when it does not."""
+    """The line that a peer prints when it serves; fails with the end of its log when it does not."""
     assert output is not None
     readable, _, _ = select.select([output], [], [], seconds)
     line = output.readline() if readable else b""

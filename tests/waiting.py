@@ -13,7 +13,7 @@ SECONDS = 60.0
 def eventually(
     condition: Callable[[], object], seconds: float = SECONDS, explain: Callable[[], object] = lambda: ""
 ) -> float:
-    """How long it took; fails after `seconds`, with what `explain` says."""
+    """The seconds that it took; fails after `seconds`, with what `explain` says."""
     begin, pause = time.monotonic(), 0.004
     while not condition():
         assert time.monotonic() < begin + seconds, f"not within {seconds:g} s: {explain()}"
