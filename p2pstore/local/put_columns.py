@@ -15,8 +15,10 @@ from p2pstore.put_facts import PutColumns
 Item = TypeVar("Item")
 
 
-def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+def runs_of(numbers: list[int]) -> list[tuple[int, int]]:
     """Numbers as runs of consecutive ones: the first, how many."""
+    if numbers and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:  # nearly always
+        return [(numbers[0], len(numbers))]
     runs: list[tuple[int, int]] = []
     first = count = 0
     for number in numbers:
