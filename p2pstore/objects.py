@@ -291,7 +291,9 @@ def are_sums_of(sums: bytes, length: int, root: int) -> bool:
 
 
 def check_object_length(length: int) -> None:
-    """Raise `ObjectTooLarge` for what no peer can store."""
+    """Raise `ObjectTooLarge` for what no peer can store, `ValueError` for what is no length."""
+    if length < 0:
+        raise ValueError(f"a value of {length:,} bytes")
     if length > MAX_OBJECT_BYTES:
         raise ObjectTooLarge(
             f"the value has {length:,} bytes; an object has at most {MAX_OBJECT_BYTES:,} (4 GiB): "

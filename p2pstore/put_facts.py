@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
+from typing import Final
 
 import msgspec
 
 from p2pstore.wire import Message
+
+MAX_REPLICAS: Final = 64
+MAX_TTL_MS: Final = 100 * 365 * 86_400_000
 
 
 class PutOptions(Message, frozen=True):
@@ -21,62 +24,30 @@ class PutOptions(Message, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
+    def check(self) -> None:
+        """Raise `ValueError` for what no put may have."""
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise ValueError(f"replicas must be 1 to {MAX_REPLICAS}, not {self.replicas}")
+        if self.pin not in (0, 1, 2) or not 0 <= self.ttl_ms <= MAX_TTL_MS:
+            raise ValueError("pin or ttl out of range")
 
-class PutFacts(Message, frozen=True):
-    """A value that lies in a reservation, and what its caller wants of it.
+
+class PutFacts(msgspec.Struct, frozen=True, gc=False):
+    """A value that lies in a reservation, and its caller's choice: made of a COMMIT or a STORE.
 
     `reservation` 0: its bytes are not here, and what can be decided without them is. `sums` are packed u64, one per
-    chunk; `root` is made of them. `ttl_ms` 0 means no end. `follows` is the digest of the block before it, where the
-    client knows of a chain of prefix blocks.
+    chunk; `root` is made of them. `follows` is the digest of the block before it, where the client knows of a chain of
+    prefix blocks.
     """
 
     reservation: int
     key: str
+    digest: bytes
     length: int
     sums: bytes
     root: int
-    replicas: int = 1
-    pin: int = 0
-    ttl_ms: int = 0
-    overwrite: bool = False
-    durable: bool = False
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
+    options: PutOptions
     follows: bytes = b""
-
-
-class PutColumns(msgspec.Struct, frozen=True, gc=False):
-    """`PutFacts` of many values, in columns. `digests` are those of the keys, `options` one for all or one each; sums
-    and roots are those of values of the lengths."""
-
-    reservations: Sequence[int]
-    keys: Sequence[str]
-    digests: Sequence[bytes]
-    lengths: Sequence[int]
-    sums: Sequence[bytes]
-    roots: Sequence[int]
-    follows: Sequence[bytes]
-    options: Sequence[PutOptions]
-
-    def part(self, rows: slice) -> PutColumns:
-        """Some of the rows."""
-        cut = {name: getattr(self, name)[rows] for name in self.__struct_fields__}
-        if len(self.options) == 1:
-            cut["options"] = self.options
-        return PutColumns(**cut)
-
-    def facts(self, row: int) -> PutFacts:
-        """Those of one value."""
-        options = self.options[row if len(self.options) > 1 else 0]
-        return PutFacts(
-            self.reservations[row],
-            self.keys[row],
-            self.lengths[row],
-            self.sums[row],
-            self.roots[row],
-            follows=self.follows[row],
-            **msgspec.structs.asdict(options),
-        )
 
 
 class PutStatus(IntEnum):

@@ -44,7 +44,7 @@ from p2pstore.transfer.peer_messages import (
     SetPins,
 )
 from p2pstore.wire import decode_body, encode_body
-from simulation.signer import SimulatedSigner
+from simulation.signer import SimulatedSigner, peer_id_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -177,11 +177,11 @@ class Requests:
             self.tell(what, ControlKind.DELTA, Delta([], chunks, [], []))
         for begin in range(2, self.members, 500):
             numbers = range(begin, min(begin + 500, self.members))
-            records = [harness.peer_record(SimulatedSigner(n)) for n in numbers]
+            records = [harness.peer_record(SimulatedSigner(peer_id_of(n))) for n in numbers]
             what = f"DELTA of {len(records)} new members"
             self.tell(what, ControlKind.DELTA, Delta(records, [], [], []))
         claims = [
-            Claim(*(SimulatedSigner(n).peer_id, harness.OTHER_INCARNATION), *(int(Status.SUSPECT), 1))
+            Claim(*(peer_id_of(n), harness.OTHER_INCARNATION), *(int(Status.SUSPECT), 1))
             for n in range(2, min(1026, self.members))
         ]
         self.tell("PING with 1,024 suspicions", ControlKind.PING, Ping(1, claims))
@@ -193,7 +193,7 @@ class Requests:
     def of_time(self) -> None:
         core, world = self.world.core, self.world
         dead = Claim(self.other.peer_id, harness.OTHER_INCARNATION, int(Status.DEAD), 1)
-        witness = SimulatedSigner(3).peer_id
+        witness = peer_id_of(3)
         measure(
             "a member with 100,000 locations dies",
             lambda: core.gossip.serve(witness, ControlKind.PING, Ping(1, [dead]), world.now),

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import filecmp
 import itertools
-import json
 import os
-import signal
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmark import cpu_seconds
 from shaped_hosts import Host
 
 from p2pstore import blocking
 from p2pstore.errors import P2PStoreError
+from p2pstore.local.peer_processes import PeerProcess, environment_without_settings
 from p2pstore.results import CheckpointProgress
-from p2pstore.runtime.linux import is_ready
 from p2pstore.runtime.streams import tune_tcp
 
 READY_SECONDS: Final = 120.0
@@ -40,102 +36,51 @@ class Failed(Exception):
     """A peer or a fetch did not do what it should; says what."""
 
 
-class Peer:
-    """One `mooncake-p2p join` on a host; ends with this program, whatever becomes of it."""
+class Peer(PeerProcess):
+    """A peer on a host."""
 
     def __init__(self, host: Host, name: str, folder: Path, memory: str) -> None:
+        super().__init__(folder, name)
         self.host = host
-        self.name = name
-        self.socket = folder / f"{name}.sock"
-        self.control = ""
-        self._memory = memory
-        self._log = folder / f"{name}.log"
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
+        self._options = [
+            "--name",
+            name,
+            "--insecure",
+            "--memory",
+            memory,
+            "--cluster",
+            "bench-broadcast",
+        ]
+        self._options += ["--listen", f"{host.address}:0", "--data-listen", f"{host.address}:0"]
 
-    def start(self, bootstrap: str | None) -> None:
+    def begin(self, bootstrap: str | None) -> None:
         """Start it. `wait_until_ready` says when it serves."""
-        command = [sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join"]
-        command += ["--name", self.name, "--insecure", "--memory", self._memory]
-        command += ["--listen", f"{self.host.address}:0", "--data-listen", f"{self.host.address}:0"]
-        command += ["--state-dir", str(self._folder / f"{self.name}.state")]
-        command += ["--socket", str(self.socket), "--cluster", "bench-broadcast"]
-        command += ["--bootstrap", bootstrap] if bootstrap else []
-        kept = {key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key}
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.host.command(*command),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=kept,
-                process_group=0,  # Ctrl-C is for who started it
-            )
-
-    def wait_until_ready(self) -> None:
-        """Wait until it serves. Raises `Failed`."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        readable = is_ready(self._process.stdout.fileno(), READY_SECONDS)
-        line = self._process.stdout.readline() if readable else b""
-        if not line.startswith(b"ready "):
-            raise Failed(f"the peer {self.name} did not start: {self._log.read_text()[-2000:]}")
-        ready: dict[str, Any] = json.loads(line.removeprefix(b"ready "))
-        self.control = ready["control"]
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process is not None and self._process.poll() is None
+        options = [*self._options, *(["--bootstrap", bootstrap] if bootstrap else [])]
+        environment = environment_without_settings()
+        self.start(options, around=self.host.command(), environment=environment)
 
     def cpu_seconds(self) -> float:
         """CPU time that it used so far; 0 when it is gone."""
-        if not self.alive:
-            return 0.0
-        assert self._process is not None
-        return cpu_seconds(self._process.pid)
+        return 0.0 if self.has_ended else cpu_seconds(self.process_id)
 
     def members(self) -> int:
         """How many living members it sees."""
         with blocking.connect(str(self.socket), timeout=READY_SECONDS) as client:
             return sum(each.status == "alive" for each in client.peers())
 
-    def kill(self) -> None:
-        """kill -9."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> None:
-        """Ask it to end; `reap` waits."""
-        if self.alive:
-            assert self._process is not None
-            self._process.send_signal(signal.SIGTERM)
-
-    def reap(self, deadline: float) -> None:
-        """Wait for its end until then; then kill it."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.kill()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
 
 @contextmanager
 def cluster_on(hosts: Sequence[Host], folder: Path, memory: str = "16MiB") -> Iterator[list[Peer]]:
     """A peer on each of these hosts (a host may be named more than once), all of one cluster, for the time of the
-    block. Raises `Failed`."""
+    block. Raises `Failed` and `P2PStoreError`."""
     peers = [Peer(host, f"peer{number}", folder, memory) for number, host in enumerate(hosts)]
     try:
-        peers[0].start(None)
-        peers[0].wait_until_ready()
+        peers[0].begin(None)
+        peers[0].wait_until_ready(READY_SECONDS)
         for peer in peers[1:]:
-            peer.start(peers[0].control)
+            peer.begin(peers[0].ready["control"])
         for peer in peers[1:]:
-            peer.wait_until_ready()
+            peer.wait_until_ready(READY_SECONDS)
         deadline = time.monotonic() + READY_SECONDS
         while min(peer.members() for peer in peers) < len(peers):
             if time.monotonic() > deadline:

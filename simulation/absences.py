@@ -18,7 +18,7 @@ from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.objects import Version, key_digest, namespace_digest
 from p2pstore.put_facts import PutStatus
 from simulation.cluster import SimulatedPeer
-from simulation.kernel import Faults
+from simulation.network import Faults
 from simulation.oracle import FloorOracle
 from simulation.scenario import BOOTED_SECONDS, ScenarioRun
 

@@ -7,7 +7,8 @@ from typing import Final
 
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.gossip_config import GossipConfig
-from simulation.kernel import FaultyNetwork, Kernel
+from simulation.kernel import Kernel
+from simulation.network import FaultyNetwork
 from simulation.peer import MEMORY_BYTES
 from simulation.peer import NAMESPACE as NAMESPACE
 from simulation.peer import SimulatedPeer as SimulatedPeer

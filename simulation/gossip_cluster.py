@@ -12,10 +12,12 @@ from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, location_hash
+from p2pstore.wire import Message
 from simulation.gossip_data import view_snapshot
 from simulation.gossip_network import GossipNetwork
 from simulation.gossip_peer import GossipPeer
-from simulation.kernel import Faults, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults
 
 DECODED_UP_TO: Final = 499
 """Peers of a cluster in which every message is decoded anew by its receiver. In larger ones the receiver is
@@ -60,6 +62,10 @@ class GossipCluster:
         self.snapshots = 0
         self.snapshots_refused: list[str] = []
         self.on_change: Callable[[GossipPeer, MemberChange], None] = lambda peer, change: None
+        self.tamper: Callable[[GossipPeer, GossipPeer, Message], Message | None] = (
+            lambda source, target, sent: sent
+        )
+        """What becomes of a request or reply that one peer sends another; None: it is lost."""
         self.after_turn: Callable[[GossipPeer], None] | None = None
         """Called after every turn of a peer."""
         self._make_peer = make_peer
@@ -123,9 +129,10 @@ class GossipCluster:
     def running(self) -> list[GossipPeer]:
         return [peer for peer in self.peers if peer.running]
 
-    def run(self, seconds: float) -> None:
-        """Let time pass."""
-        self.kernel.run_until(self.kernel.now + seconds)
+    def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
+        """Let time pass, or until the condition holds, looked at after each event. Whether it did."""
+        self.kernel.run_until(self.kernel.now + seconds, until or (lambda: False))
+        return until is not None and until()
 
     def run_until(
         self, condition: Callable[[], bool], seconds: float, every_seconds: float = 0.25

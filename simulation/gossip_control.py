@@ -38,7 +38,10 @@ class ControlTalk:
         target = self._cluster.by_peer_id.get(ask.peer_id)
         if target is None:
             return  # an invented peer: no answer
-        body = encode_body(ask.request)
+        request = self._cluster.tamper(peer, target, ask.request)
+        if request is None:
+            return
+        body = encode_body(request)
         leaves_at = self._dial(target)
         peer.traffic.count_out(ask.kind, len(body))
         arrives = partial(self._request_arrives, target, ask, body)
@@ -118,13 +121,16 @@ class ControlTalk:
         self._send_reply(asker, ask, answer.reply)
 
     def _send_reply(self, asker: ControlTalk, ask: Ask, reply: Message) -> None:
-        encoded = encode_body(reply)
+        sent = self._cluster.tamper(self._peer, asker._peer, reply)
+        if sent is None:
+            return
+        encoded = encode_body(sent)
         leaves_at = self._peer.charge(MESSAGE_SECONDS)
         self._peer.traffic.count_out(ask.kind, len(encoded))
         if self._cluster.decodes:
             kind = Failure if isinstance(reply, Failure) else REPLIES[ask.kind]
-            reply = decode_body(kind, encoded)
-        arrives = partial(asker._reply_arrives, ask.token, len(encoded), reply)
+            sent = decode_body(kind, encoded)
+        arrives = partial(asker._reply_arrives, ask.token, len(encoded), sent)
         self._send(self._peer, asker._peer, ask.kind, len(encoded), leaves_at, arrives)
 
     def _reply_arrives(self, token: int, body_bytes: int, reply: Message | None) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
-from simulation.kernel import Faults
+from simulation.network import Faults
 
 LOSSY: Final = Faults(loss=0.05, duplication=0.02, slow=0.05, slow_latency=0.4)
 HARD: Final = Faults(loss=0.2, duplication=0.05, slow=0.1, slow_latency=1.0)

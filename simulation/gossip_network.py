@@ -14,7 +14,8 @@ from typing import Final
 import xxhash
 
 from p2pstore.access.crowding import ConnectionLimits, Use, idle, surplus
-from simulation.kernel import Faults, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults
 
 MESSAGE_SECONDS: Final = 0.0005
 """CPU that one message takes on either side (measured with libp2p)."""

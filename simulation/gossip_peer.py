@@ -37,7 +37,7 @@ from simulation.gossip_control import ControlTalk
 from simulation.gossip_data import SnapshotFetch, TravellingPush
 from simulation.gossip_host import GossipHost
 from simulation.gossip_truth import LogTruth
-from simulation.signer import SimulatedSigner, SimulatedVerifier
+from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
 
 if TYPE_CHECKING:
     from simulation.gossip_cluster import GossipCluster
@@ -60,7 +60,7 @@ class GossipPeer(GossipHost):
         super().__init__(cluster.kernel, number)
         self.cluster = cluster
         self.address = address_of(number)
-        self.signer = SimulatedSigner(number)
+        self.signer = SimulatedSigner(peer_id_of(number))
         self.peer_id = self.signer.peer_id
         self.member: Member = member_of(self.peer_id)
         self.saved = SavedState()

@@ -19,9 +19,9 @@ from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest
 from p2pstore.put_facts import PutStatus
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
-from simulation.kernel import Faults
 from simulation.liar import LyingPeer
 from simulation.lies import BEHAVIOURS, Behaviour
+from simulation.network import Faults
 from simulation.scenario import ScenarioRun
 
 STEP_SECONDS: Final = 0.1

@@ -57,7 +57,7 @@ from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind, ObjectReply, ObjectStatus
 from p2pstore.wire import Code, Failure, Message
 from simulation.peer import NAMESPACE, SimulatedPeer
-from simulation.signer import SimulatedSigner
+from simulation.signer import SimulatedSigner, peer_id_of
 from simulation.transport import SMALL_BYTES
 
 if TYPE_CHECKING:
@@ -402,7 +402,7 @@ class Invented(Behaviour):
             return
         records, logs = [], []
         for _ in range(INVENTED_A_STEP):
-            signer = SimulatedSigner(100_000 + self._made)
+            signer = SimulatedSigner(peer_id_of(100_000 + self._made))
             self._made += 1
             operations = [location_of(entry).encode() for _, entry in self.some_held(4)]
             head = LogHead()

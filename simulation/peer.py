@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from p2pstore.core.copies.copy_destination import TakeCopiesOperation
 from p2pstore.core.copies.hand_over import HandOverOperation, coldest_use
 from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.operation import (
@@ -22,7 +23,6 @@ from p2pstore.core.operation import (
     OperationFinished,
     PullObject,
     PullOutcome,
-    PullTogether,
     Reply,
     SaveClusterRecord,
 )
@@ -57,15 +57,21 @@ from p2pstore.memory.kept_memory import (
 )
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody, encode_trailer, plan_geometry
-from p2pstore.objects import MIB, HybridClock, chunk_sums, clock_from_unix_seconds, root_checksum
-from p2pstore.put_facts import PutFacts
+from p2pstore.objects import (
+    MIB,
+    HybridClock,
+    chunk_sums,
+    clock_from_unix_seconds,
+    key_digest,
+    root_checksum,
+)
+from p2pstore.put_facts import PutFacts, PutOptions
 from p2pstore.transfer import data_messages as data
 from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
-from simulation.disk import Disk
 from simulation.gossip_data import log_snapshot
-from simulation.pull import pull_object, pull_together
-from simulation.put_columns import columns_of_facts
-from simulation.signer import SimulatedSigner, SimulatedVerifier
+from simulation.peer_disk import Disk
+from simulation.pull import pull_object, take_copies
+from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
 from simulation.tasks import Task
 
 if TYPE_CHECKING:
@@ -87,7 +93,7 @@ class SimulatedPeer:
         self.number = number
         self.address = f"sim:{number}"
         self.host_id = number.to_bytes(16, "little")
-        self.signer = SimulatedSigner(number)
+        self.signer = SimulatedSigner(peer_id_of(number))
         self.memory_bytes = memory_bytes
         self.disk = Disk()
         self.keeps_cold = False
@@ -288,8 +294,6 @@ class SimulatedPeer:
             self._ask_data(effect)
         elif isinstance(effect, PullObject):
             self._pull(effect.operation, lambda: pull_object(self, effect))
-        elif isinstance(effect, PullTogether):
-            self._pull(effect.operation, lambda: pull_together(self, effect))
         elif isinstance(effect, FetchSnapshot):
             self._fetch_snapshot(effect)
         elif isinstance(effect, Contact):
@@ -488,6 +492,9 @@ class SimulatedPeer:
             self.cluster.protocol_errors += 1
             reply(Failure(int(Code.MALFORMED), str(error)))
             return
+        if isinstance(answer, TakeCopiesOperation):
+            copying = answer
+            self._pull(copying.number, lambda: take_copies(self, copying))
         if isinstance(answer, Operation):
             operation = answer
             self.when_done(operation, lambda: reply(reply_of(operation)))
@@ -601,15 +608,14 @@ class SimulatedPeer:
         facts = PutFacts(
             reservation.number,
             key,
+            key_digest(key, namespace),
             len(value),
             sums,
             root_checksum(len(value), sums),
-            replicas=replicas,
-            overwrite=overwrite,
+            PutOptions(replicas, overwrite=overwrite),
         )
         operation = PutOperation(core, facts, session="client", namespace=namespace)
-        columns = columns_of_facts([facts], namespace)
-        [end] = publish_new(core, columns, session="client", namespace=namespace, now=now)
+        [end] = publish_new(core, [facts], session="client", namespace=namespace, now=now)
         if end is None:
             core.operations.start(operation, now)
         elif not isinstance(end, PutAmongMany):

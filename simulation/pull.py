@@ -1,11 +1,11 @@
-"""A `PullObject` or `PullTogether` of a simulated peer, through the engine that real peers and clients use."""
+"""A `PullObject` or `TakeCopiesOperation` of a simulated peer, through the engine that real peers and clients use."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.copies.copy_destination import RoomDestination
-from p2pstore.core.operation import PullObject, PullOutcome, PullTogether
+from p2pstore.core.copies.copy_destination import RoomDestination, TakeCopiesOperation
+from p2pstore.core.operation import PullObject, PullOutcome
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.gossip.records import member_of, writer_of
 from p2pstore.objects import Announced
@@ -57,12 +57,12 @@ async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | 
     return _outcome(report)
 
 
-async def pull_together(peer: SimulatedPeer, effect: PullTogether) -> PullOutcome:
+async def take_copies(peer: SimulatedPeer, operation: TakeCopiesOperation) -> PullOutcome:
     """Bring copies that their writer wants kept, one after the other. Runs as a task, too."""
-    core, cluster, copies = peer.core, peer.cluster, effect.copies
+    core, cluster, copies = peer.core, peer.cluster, operation.copies
     assert core is not None
     transport = _transport(peer, PROGRESS_SECONDS)
-    holder = RemoteCopy(effect.holder, member=member_of(effect.holder))
+    holder = RemoteCopy(operation.sender, member=member_of(operation.sender))
     brought: set[int] = set()
     try:
         run_through(copies.reserve(cluster.kernel.now))

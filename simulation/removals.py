@@ -17,7 +17,7 @@ from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR
 from p2pstore.objects import Version, key_digest, namespace_digest
 from simulation.cluster import NAMESPACE, SimulatedPeer
-from simulation.kernel import Faults
+from simulation.network import Faults
 from simulation.scenario import ScenarioRun
 
 STEP_SECONDS: Final = 0.25

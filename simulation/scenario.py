@@ -7,7 +7,8 @@ from random import Random
 from typing import Final, Protocol
 
 from simulation.cluster import SimulatedCluster, SimulatedPeer
-from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults, FaultyNetwork
 from simulation.peer import MEMORY_BYTES
 
 MAX_PROBLEMS: Final = 20

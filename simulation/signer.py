@@ -7,13 +7,20 @@ import hashlib
 from p2pstore.gossip.records import PeerId, peer_id_from_public_key
 
 
+def peer_id_of(number: int) -> PeerId:
+    """The identity of a numbered host."""
+    return peer_id_from_public_key(number.to_bytes(32, "little"))
+
+
 class SimulatedSigner:
     """Signatures that are cheap to make and check: a keyed hash with a public key."""
 
-    def __init__(self, number: int) -> None:
-        self.peer_id: PeerId = peer_id_from_public_key(number.to_bytes(32, "little"))
+    def __init__(self, peer_id: PeerId) -> None:
+        self.peer_id = peer_id
+        self.signed = 0
 
     def sign(self, message: bytes) -> bytes:
+        self.signed += 1
         return simulated_signature(self.peer_id, message)
 
 

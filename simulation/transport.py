@@ -16,7 +16,7 @@ from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.reading.arriving import Destination, checked_view, resume
 from p2pstore.transfer.transport import Pulled, RemoteCopy, check_object
 from p2pstore.wire import Code
-from simulation.kernel import FaultyNetwork
+from simulation.network import FaultyNetwork
 from simulation.tasks import Answer, sleep
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.objects import key_digest
 from p2pstore.put_facts import PutStatus
 from simulation.cluster import NAMESPACE, SimulatedPeer
-from simulation.kernel import Faults
+from simulation.network import Faults
 from simulation.scenario import BOOTED_SECONDS, ScenarioRun
 from simulation.segment_checks import check_segment
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from mooncake_p2p.output import CommandFailed
 from p2pstore.errors import P2PStoreError
+from p2pstore.local.peer_processes import LocalCluster, PeerProcess, wait_until
 from p2pstore.objects import MIB
 from p2pstore.trace.one_cache import HitCounts, Model
 from p2pstore.trace.pool import PeerChange, make_router, next_up

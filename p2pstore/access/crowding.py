@@ -175,7 +175,7 @@ def idle(uses: Sequence[Use], now: float, limits: ConnectionLimits) -> list[int]
     return [
         place
         for place, use in enumerate(uses)
-        if _is_closable(use) and use.used_at + limits.idle_seconds <= now
+        if use.opened_here and not (use.kept or use.busy) and use.used_at + limits.idle_seconds <= now
     ]
 
 
@@ -220,7 +220,3 @@ def next_due(uses: Sequence[Use], now: float, limits: ConnectionLimits) -> float
     if len(uses) > limits.max_open:
         due = min(due, now + SPARE_AFTER_SECONDS)
     return due
-
-
-def _is_closable(use: Use) -> bool:
-    return use.opened_here and not use.kept and not use.busy

@@ -57,12 +57,10 @@ class Role(IntEnum):
 
 
 def reader_key_of(key: bytes) -> bytes:
-    """The reader's key that goes with a member's key."""
     return hmac.digest(key, _READER_CONTEXT, "sha256")
 
 
 def writer_key_of(key: bytes, namespace: str) -> bytes:
-    """The writer's key of a namespace that goes with a member's key."""
     return hmac.digest(key, _WRITER_CONTEXT + namespace.encode(), "sha256")
 
 
@@ -98,6 +96,8 @@ class KeyRing:
         """Of a reader: the peer ids by which members prove that they are members. Of a member: empty."""
         self.writers: Mapping[str, bytes] = NO_WRITERS
         """Of a writer: the key that it writes with, by namespace."""
+        self.role = Role.MEMBER
+        """The rights of this ring's holder."""
         self._by_id: Mapping[bytes, bytes] = {}
         self._readers: Mapping[bytes, bytes] = {}
         """Ids of the readers' keys that a member accepts, and the member's key that each goes with."""
@@ -114,6 +114,9 @@ class KeyRing:
         """Use these keys only, from now on."""
         self.writers = writers
         self.keys, self.of_user, self.signers = tuple(keys) or (KEYLESS,), of_user, tuple(signers)
+        self.role = Role.READER if signers else Role.MEMBER
+        if writers:
+            self.role = Role.WRITER
         self._by_id = {key_id_of(key): key for key in self.keys}
         readers = {reader_key_of(key): key for key in self.keys} if self._grants else {}
         self._readers = {key_id_of(reader): key for reader, key in readers.items()}
@@ -123,13 +126,6 @@ class KeyRing:
     def content(self) -> tuple[tuple[bytes, ...], bool, tuple[bytes, ...], Mapping[str, bytes]]:
         """Keys, whether they are a user's, signers and writers' keys: equal for rings that hold the same."""
         return self.keys, self.of_user, self.signers, self.writers
-
-    @property
-    def role(self) -> Role:
-        """The rights of this ring's holder."""
-        if self.writers:
-            return Role.WRITER
-        return Role.READER if self.signers else Role.MEMBER
 
     @property
     def _grants(self) -> bool:
@@ -347,7 +343,6 @@ class AllowList:
         self.peer_ids = None if peer_ids is None else frozenset(peer_ids)
 
     def allows(self, peer_id: bytes) -> bool:
-        """Whether the peer with this id may come in."""
         return self.peer_ids is None or peer_id in self.peer_ids
 
 

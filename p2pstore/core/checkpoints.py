@@ -36,7 +36,6 @@ from p2pstore.gossip.records import (
     ClusterRecordKind,
     PeerId,
     format_peer_id,
-    writer_of,
 )
 from p2pstore.objects import check_checkpoint_name, put_newest
 from p2pstore.wire import Message, encode_body
@@ -160,7 +159,6 @@ class CheckpointNames:
         return self._heard, membership.checkpoints_version, membership.version
 
     def heard(self, record: ClusterRecord) -> None:
-        """A head or a switch came."""
         self._heard += 1
         head = read_head(record)
         if head is not None and self._publishers.pinned(head.namespace, head.name) is not None:
@@ -342,7 +340,7 @@ class CheckpointNames:
             int(kind),
             digest,
             core.clock.tick(core.unix(now)),
-            writer_of(core.peer_id),
+            core.writer,
             core.peer_id,
             body=encode_body(body),
         )

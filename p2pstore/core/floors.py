@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.operation import Operation, SaveClusterRecord
+from p2pstore.core.operation import SaveClusterRecord
 from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE
 from p2pstore.gossip.records import (
@@ -26,6 +26,7 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.objects import Version, unix_seconds_from_clock
+from p2pstore.runtime.stepping import Steps
 from p2pstore.wire import encode_body
 
 if TYPE_CHECKING:
@@ -105,14 +106,11 @@ class Floors:
         return self._core.gossip.membership.names_of(members)
 
     def note(self, text: str) -> None:
-        """Note something for the log."""
         self._core.notes.add("floors", text)
 
     def _note_members(self, now: float) -> None:
         """Name each member once that is passed over, or not believed, for as long as it is."""
         sync = self._sync
-        if not (sync.passed_over or sync.has_offers or self._told):
-            return
         disbelieved = sync.disbelieved(now)
         for member in sync.passed_over:
             if member not in self._told:
@@ -146,7 +144,6 @@ class Floors:
         )
 
     def _ago(self, clock: int, now: float) -> str:
-        """How long ago a stamp was made."""
         seconds = self._core.unix(now) - unix_seconds_from_clock(clock)
         return f"{max(0.0, seconds):,.0f} s ago"
 
@@ -303,14 +300,10 @@ class Sweep:
             self._distrusted = 0
 
 
-class SweepOperation(Operation):
-    """Waits until what floors forbid has been withdrawn here."""
-
-    def wake(self, now: float) -> None:
-        if self.core.floors.sweep.pending:
-            self.set_alarm(now)  # the next tick has the next step
-        else:
-            self.finish(None, now)
+def swept(core: PeerCore) -> Steps[None]:
+    """Wait until what floors forbid has been withdrawn here; each tick makes a step of that."""
+    while core.floors.sweep.pending:
+        yield
 
 
 WAIT_SECONDS: Final = 4.0

@@ -87,11 +87,10 @@ class KeyChanges:
     @property
     def knows_all(self) -> bool:
         """Whether this peer has all logs that its events are about. Without, there are no events."""
-        return not self._fleet or self._core.gossip.partitions.knows_all
+        return not self._fleet or self._core.gossip.partitions.mode.knows_all
 
     @property
     def unnamed_count(self) -> int:
-        """Digests whose keys are wanted now."""
         return len(self._unnamed)
 
     def forget(self) -> None:
@@ -120,8 +119,6 @@ class KeyChanges:
     def behind(self) -> bool:
         """Whether there is more to look at by now."""
         return bool(self._to_look or self._passes or (self._unnamed and self._asking < ASKED_AT_ONCE))
-
-    # --- what to look at ---------------------------------------------------------------------
 
     def _follow(self) -> None:
         """Note what the logs say since the last call."""
@@ -219,8 +216,6 @@ class KeyChanges:
         gone = [KeyEvent(key, MEDIA[bit], False) for bit in (0, 1) if before & ~media & 1 << bit]
         return gone + [KeyEvent(key, MEDIA[bit], True) for bit in (0, 1) if media & ~before & 1 << bit]
 
-    # --- keys of what others hold ------------------------------------------------------------
-
     def _ask(self, now: float) -> None:
         """Ask a holder each for the keys of some digests. Digests without a name are dropped until the logs mention
         them again."""
@@ -283,11 +278,9 @@ class EventFormat:
         self._next_event_id = 1
 
     def batch(self, events: Iterable[KeyEvent], unix_ms: int) -> bytes:
-        """The payload of a batch."""
         return msgspec.msgpack.encode([unix_ms, [self._event(each, unix_ms) for each in events], 0])
 
     def cleared(self, unix_ms: int) -> bytes:
-        """The payload of a batch that says: forget all that this stream told."""
         return msgspec.msgpack.encode(
             [unix_ms, [self._envelope("cleared", "AllBlocksCleared", None, unix_ms)], 0]
         )
@@ -360,7 +353,6 @@ class BatchRing:
         return self.last
 
     def get(self, number: int) -> bytes | None:
-        """A batch that is still here."""
         return self._batches[number - self.first] if self.first <= number <= self.last else None
 
     def listed(self, told: Iterable[bytes]) -> tuple[int, list[bytes]]:

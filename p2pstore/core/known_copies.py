@@ -226,7 +226,6 @@ class Holders:
         self._slow = {m: slow for m, slow in self._slow.items() if slow[0] > forgotten}
 
     def is_avoided(self, member: Member, now: float) -> bool:
-        """Whether a connection to the member failed a moment ago."""
         return self._avoid_until.get(member, 0.0) > now
 
     def peer_failed(self, peer_id: PeerId, now: float) -> None:

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from p2pstore.errors import DeadlineExceeded
+from p2pstore.errors import DeadlineExceeded, P2PStoreError
 from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, writer_of
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.put_facts import PutStatus
+from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.wire import Failure, Message
 
 if TYPE_CHECKING:
-    from p2pstore.core.copies.copy_destination import CopiesDestination
     from p2pstore.core.peer_core import PeerCore
 
 MAX_NOTES: Final = 100
@@ -118,6 +118,24 @@ class Operation:
         self.core.operations.start(part, now, ended)
 
 
+class InSteps(Operation):
+    """Work in steps, one a tick. The result is what they return, or the error that one raises."""
+
+    def __init__(self, core: PeerCore, steps: Steps[Any]) -> None:
+        super().__init__(core)
+        self._steps = steps
+
+    def wake(self, now: float) -> None:
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self.finish(end.value, now)
+        except (P2PStoreError, ValueError) as error:
+            self.finish(error, now)
+        else:
+            self.set_alarm(now)
+
+
 @dataclass(frozen=True, slots=True)
 class PutEnd:
     """The result of a put. `copies`: known copies of the version that the key now has."""
@@ -174,16 +192,6 @@ class PullObject:
     progress_seconds: float
     insist: bool = False
     """The holder is not to name peers that keep a hot object."""
-
-
-@dataclass(frozen=True, slots=True)
-class PullTogether:
-    """Bring objects into this peer's memory, all from one holder. The shell has `copies` choose which and where to,
-    pulls these, has them published, and reports with `core.operations.pulled(...)`."""
-
-    operation: int
-    holder: PeerId
-    copies: CopiesDestination
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +266,6 @@ class Notes:
         self._notes: deque[Note] = deque(maxlen=MAX_NOTES)
 
     def add(self, event: str, text: str, *, is_error: bool = False) -> None:
-        """One more."""
         self._notes.append(Note(event, text, is_error))
 
     def take(self) -> list[Note]:
@@ -322,7 +329,6 @@ class ColdSorted:
 Effect = (
     AskPeer
     | PullObject
-    | PullTogether
     | LoadObject
     | WriteObject
     | CheckReturned

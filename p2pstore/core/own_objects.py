@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.copies.own_copies import are_kept_elsewhere
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
-from p2pstore.gossip.records import LocationRecord, Tier, care_flags, writer_of
+from p2pstore.gossip.records import LocationRecord, Tier, care_flags
 from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment_layout import GRANULE_BYTES, MAX_TRAILER_BYTES, Pin, round_up
@@ -38,7 +38,7 @@ class OwnObjects:
         self._core = core
         self._gossip = core.gossip
         self._segment = core.segment
-        core.segment.room.ask_who_keeps(self._are_kept_elsewhere)
+        core.segment.room.ask_who_keeps(lambda entries, _: are_kept_elsewhere(core, entries))
 
     def reserve(
         self,
@@ -106,7 +106,8 @@ class OwnObjects:
         withdrawn = self._segment.objects.take_withdrawn()
         if withdrawn:
             self._core.books.keep(partial(self._core.cold.left_memory, withdrawn, now))
-        self._core.write_back.memory_taken(now)
+        if self._core.cold.store is not None:
+            self._core.write_back.memory_taken(now)
 
     def announce(self, entry: ObjectEntry, now: float) -> None:
         """Tell the others what this peer now says of an object it holds."""
@@ -207,7 +208,7 @@ class OwnObjects:
         forbid it and newer versions stay newer."""
         self._core.counters["copies_adopted"] += 1
         version = entry.version
-        self._restamp(entry, Version(version.clock, writer_of(self._core.peer_id), version.root), now)
+        self._restamp(entry, Version(version.clock, self._core.writer, version.root), now)
         self._core.proofs.wrote([entry.digest])
 
     def _restamp(self, entry: ObjectEntry, version: Version, now: float) -> None:
@@ -221,9 +222,6 @@ class OwnObjects:
             return
         self.announce(entry, now)
         self._gossip.directory.watched.touch(entry.digest)
-
-    def _are_kept_elsewhere(self, entries: Sequence[ObjectEntry], unix: float) -> list[bool]:
-        return are_kept_elsewhere(self._core, entries, unix - self._core.unix_offset_seconds)
 
 
 def location_of(entry: ObjectEntry) -> LocationRecord:

@@ -118,7 +118,6 @@ class Participations:
             self._set_alarm(now)
 
     def take_no_part(self, name: bytes, version: bytes, now: float) -> None:
-        """This peer has and wants nothing of it any more."""
         if self._parts.pop((name, short_version(version)), None) is not None:
             self._set_alarm(now)
 
@@ -135,13 +134,11 @@ class Participations:
             self._set_alarm(now)
 
     def follow_no_more(self, digest: bytes, now: float) -> None:
-        """This peer does not follow the name any more."""
         if self._follows.pop(digest, None) is not None:
             self._set_alarm(now)
 
     @property
     def followed(self) -> list[Followed]:
-        """The names that this peer follows."""
         return [
             self._followed(head, part)
             for digest, part in self._follows.items()

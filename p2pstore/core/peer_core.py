@@ -11,7 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from p2pstore.core.checkpoints import CheckpointNames, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
@@ -39,7 +39,7 @@ from p2pstore.core.operation import (
 )
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
-from p2pstore.core.puts.comparing import Comparisons
+from p2pstore.core.puts.deciding import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
 from p2pstore.core.serving import PushesComing, rivals_of, serve
 from p2pstore.core.timekeeping import Timekeeping
@@ -88,6 +88,7 @@ class PeerCore:
         self.verifier = verifier
         self.peer_id: PeerId = signer.peer_id
         self.member: Member = member_of(signer.peer_id)
+        self.writer = writer_of(signer.peer_id)
         self.gossip = gossip
         self.segment = segment
         self.clock = clock
@@ -128,8 +129,6 @@ class PeerCore:
         self._timed: list[Timed] = [getattr(self, name) for name in _TIMED]
         gossip.directory.watched.watch(segment.digests(), self.operations.awaited.keys())
 
-    # --- driving -----------------------------------------------------------------------------
-
     def unix(self, now: float) -> float:
         """Wall-clock time at the monotonic time `now`."""
         return now + self.unix_offset_seconds
@@ -148,7 +147,6 @@ class PeerCore:
         self._effects.append(effect)
 
     def take_effects(self) -> list[Effect | GossipEffect]:
-        """Everything the shell has to do since the last call."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -207,15 +205,12 @@ class PeerCore:
         """Answer another peer's data request: see `p2pstore.core.serving`."""
         return serve(self, sender, kind, request, now)
 
-    # --- what is known -----------------------------------------------------------------------
-
     @property
     def keys_per_step(self) -> int:
         """Keys to look up, with their home peers, at a time: 2 to 4 ms of work."""
         return max(1, min(LOOKED_UP_PER_STEP, WORK_PER_STEP // (8 + len(self.gossip.membership.live()))))
 
     def live_peers(self) -> list[PeerId]:
-        """The other members that are not believed dead."""
         return [state.peer_id for state in self.gossip.membership.others()]
 
     def homes(self, digest: bytes) -> list[PeerId]:
@@ -228,14 +223,12 @@ class PeerCore:
 
     def is_own(self, version: Version) -> bool:
         """Whether this peer wrote a version of what it holds, unless a proof beside it says otherwise."""
-        return version.writer == writer_of(self.peer_id)
-
-    # --- versions and floors -----------------------------------------------------------------
+        return version.writer == self.writer
 
     def new_version(self, root: int, now: float) -> Version:
         """A version above everything this peer has seen. Raises `Unavailable` when others would refuse it."""
         self.timekeeping.check(now)
-        return Version(self.clock.tick(self.unix(now)), writer_of(self.peer_id), root)
+        return Version(self.clock.tick(self.unix(now)), self.writer, root)
 
     def version_above(self, other: Version, now: float) -> Version:
         """A version of this peer's that covers `other`. Raises `Unavailable` when others would refuse it."""
@@ -298,6 +291,9 @@ WOKEN_PER_TICK: Final = 64
 """Operations woken by one tick: those of a large batch end together."""
 
 
+_Op = TypeVar("_Op", bound=Operation)
+
+
 class Operations:
     """All operations by number, their alarms, the keys they await, and fetches that several callers share."""
 
@@ -315,7 +311,7 @@ class Operations:
     def __len__(self) -> int:
         return len(self._running)
 
-    def start(self, operation: Operation, now: float, then: Then | None = None) -> Operation:
+    def start(self, operation: _Op, now: float, then: Then | None = None) -> _Op:
         """Begin an operation; it may be done when this returns. `then` is called at its end."""
         operation.on_finish = then
         operation.number = self.next_number
@@ -336,7 +332,6 @@ class Operations:
             self.awaited.setdefault(digest, set()).add(operation.number)
 
     def await_no_more(self, operation: Operation, digests: Sequence[bytes]) -> None:
-        """Undo `await_keys`."""
         for digest in digests:
             numbers = self.awaited.get(digest, set())
             numbers.discard(operation.number)
@@ -411,7 +406,6 @@ class Operations:
 
     @property
     def fetching(self) -> int:
-        """How many objects are on their way to this peer's memory."""
         return len(self._fetches)
 
     def is_fetching(self, digest: bytes) -> bool:

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS, SweepOperation
+from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS, swept
 from p2pstore.core.gets.lookup import AfterLookup
-from p2pstore.core.operation import KnownCopy, Operation, Reply
+from p2pstore.core.operation import InSteps, KnownCopy, Operation, Reply
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, SCOPE_NAMESPACE, PeerId, SignedRecord
 from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest
@@ -160,7 +160,6 @@ class RemoveOperation(AfterLookup):
 
 
 PUSHES_AT_ONCE: Final = 32
-FLUSH_TIMEOUT_SECONDS: Final = 10.0
 MAX_ROUNDS: Final = 2
 
 
@@ -183,9 +182,7 @@ class FlushOperation(Operation):
     or the time is over. Later puts, the same bytes under the same keys too, are above the floor.
     """
 
-    def __init__(
-        self, core: PeerCore, namespace: str, timeout_seconds: float = FLUSH_TIMEOUT_SECONDS
-    ) -> None:
+    def __init__(self, core: PeerCore, namespace: str, timeout_seconds: float = 10.0) -> None:
         super().__init__(core)
         self._name = namespace_digest(namespace)
         self._deadline = timeout_seconds
@@ -221,7 +218,7 @@ class FlushOperation(Operation):
         self._floor = self.core.floors.write(self._name, self._version, now, scope=SCOPE_NAMESPACE)
         self._to_tell = self.core.live_peers()
         self._silent, self._told = [], 0
-        self.run(SweepOperation(self.core), self._swept, now)
+        self.run(InSteps(self.core, swept(self.core)), lambda _, at: self._proceed(at), now)
         self._proceed(now)
 
     def answered(self, peer_id: PeerId, reply: Reply, now: float) -> None:
@@ -238,10 +235,6 @@ class FlushOperation(Operation):
     def wake(self, now: float) -> None:
         if now >= self._deadline:
             self._end(now)
-
-    def _swept(self, result: Any, now: float) -> None:
-        if not self.asked and not self._to_tell:
-            self._end_round(now)
 
     def _proceed(self, now: float) -> None:
         request = pushed([self._floor])

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.copies.copy_destination import TakeCopiesOperation, read_copies
 from p2pstore.core.copies.own_copies import CheckOperation
-from p2pstore.core.floors import SweepOperation
+from p2pstore.core.floors import swept
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import holding_record, split_digests
 from p2pstore.core.key_events import serve_names
-from p2pstore.core.operation import KnownCopy, Operation
+from p2pstore.core.operation import InSteps, KnownCopy, Operation
 from p2pstore.core.own_objects import key_info
 from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
-from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import CapacityExceeded, ProtocolError, Unavailable
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
 from p2pstore.gossip.homes.home_updates import PushIntake
@@ -26,6 +24,8 @@ from p2pstore.home_messages import Holding, Push, Pushed
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.put_facts import MAX_REPLICAS
+from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import Ping, Pong
 from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
@@ -74,7 +74,10 @@ def serve(
     """Answer another peer's request: a reply, or an operation for `reply_of`. Raises `ProtocolError` for nonsense."""
     match request:
         case Lookup():
-            return _serve_lookup(core, request, now)
+            digests = split_digests(request.digests)
+            if len(digests) > MAX_LOOKUP_DIGESTS:
+                raise ProtocolError(f"a lookup of {len(digests):,} keys; at most {MAX_LOOKUP_DIGESTS:,}")
+            return _at_once(core, _looked_up(core, digests, now), now)
         case Push():
             return _serve_push(core, sender, request, now)
         case Replicate():
@@ -93,9 +96,9 @@ def serve(
             if len(request.bodies) != len(request.signatures):
                 raise ProtocolError("cluster records have not one signature each")
             records = list(map(SignedRecord, request.bodies, request.signatures))
-            return _at_once(core.operations.start(TakeRecordsOperation(core, records), now))
+            return _at_once(core, _taken(core, records, now), now)
         case ListKeys():
-            return core.operations.start(ListHereOperation(core, request), now)
+            return core.operations.start(InSteps(core, listed_here(core, request, now)), now)
         case Names():
             return serve_names(core, request, now)
         case Reads():
@@ -111,8 +114,9 @@ def serve(
             return Failure(int(Code.UNSUPPORTED), text)
 
 
-def _at_once(operation: Operation) -> Message | Operation:
-    """Its result where it has one already. Raises the error that it ended with."""
+def _at_once(core: PeerCore, steps: Steps[Message], now: float) -> Message | Operation:
+    """The result, where the first step has it already. Raises the error of the first step."""
+    operation = core.operations.start(InSteps(core, steps), now)
     if not operation.done:
         return operation
     if isinstance(operation.result, Exception):
@@ -129,56 +133,29 @@ def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pu
     return core.operations.start(TakePushOperation(core, member, intake), now)
 
 
-class TakeRecordsOperation(Operation):
-    """Takes in cluster records that were pushed, in steps, and waits until what they forbid is gone. The result is
-    `RecordsTaken`; a `ProtocolError` for one that is not right."""
-
-    def __init__(self, core: PeerCore, records: Sequence[SignedRecord]) -> None:
-        super().__init__(core)
-        self._left = deque(records)
-        self._taken = RecordsTaken(core.clock.latest)
-
-    def wake(self, now: float) -> None:
-        some = [self._left.popleft() for _ in range(min(RECORDS_PER_STEP, len(self._left)))]
-        try:
-            self.core.floors.learn(some, now)
-        except ProtocolError as error:
-            self.finish(error, now)
-            return
-        if self._left:
-            self.set_alarm(now)
-            return
-        self.wake_at = math.inf
-        self.run(SweepOperation(self.core), lambda _, at: self.finish(self._taken, at), now)
+def _taken(core: PeerCore, records: Sequence[SignedRecord], now: float) -> Steps[RecordsTaken]:
+    """Take in cluster records that were pushed, and wait until what they forbid is gone. Raises `ProtocolError` for one
+    that is not right."""
+    taken = RecordsTaken(core.clock.latest)
+    for start in range(0, len(records), RECORDS_PER_STEP):
+        if start:
+            yield
+        core.floors.learn(records[start : start + RECORDS_PER_STEP], now)
+    yield from swept(core)
+    return taken
 
 
-def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Message | Operation:
-    digests = split_digests(request.digests)
-    if len(digests) > MAX_LOOKUP_DIGESTS:
-        raise ProtocolError(f"a lookup of {len(digests):,} keys; at most {MAX_LOOKUP_DIGESTS:,}")
-    return _at_once(core.operations.start(LookupHereOperation(core, digests), now))
-
-
-class LookupHereOperation(Operation):
-    """Look up the locations that this peer knows of some keys, in steps. The result is `Locations`."""
-
-    def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
-        super().__init__(core)
-        self._digests = digests
-        self._items: list[list[Holding]] = []
-        self._unsure: list[int] = []
-
-    def wake(self, now: float) -> None:
-        partitions = self.core.gossip.partitions
-        begin = len(self._items)
-        for digest in self._digests[begin : begin + LOOKED_UP_PER_STEP]:
-            if not partitions.vouches(digest, now):
-                self._unsure.append(len(self._items))
-            self._items.append(_holdings(self.core, digest, now))
-        if len(self._items) == len(self._digests):
-            self.finish(Locations(self._items, self._unsure), now)
-        else:
-            self.set_alarm(now)
+def _looked_up(core: PeerCore, digests: Sequence[bytes], now: float) -> Steps[Locations]:
+    """The locations that this peer knows of some keys."""
+    items: list[list[Holding]] = []
+    unsure: list[int] = []
+    for place, digest in enumerate(digests):
+        if place and place % LOOKED_UP_PER_STEP == 0:
+            yield
+        if not core.gossip.partitions.vouches(digest, now):
+            unsure.append(place)
+        items.append(_holdings(core, digest, now))
+    return Locations(items, unsure)
 
 
 def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
@@ -240,9 +217,10 @@ def _serve_replicate(
 
 
 def _introduce(core: PeerCore, sender: PeerId, request: Replicate | ReplicateMany, now: float) -> None:
-    """Take in the record that came along."""
-    if request.record_body:
-        me = SignedRecord(request.record_body, request.record_signature)
+    """Take in the record that came along, where it is news: its signatures take 0.1 ms to check."""
+    me = SignedRecord(request.record_body, request.record_signature)
+    known = core.gossip.membership.get(sender)
+    if me.body and (known is None or known.signed != me):
         _, effects = core.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
         for effect in effects:
             core.emit(effect)
@@ -276,9 +254,8 @@ def reply_of(operation: Operation) -> Message:
         return result
     if isinstance(result, ObjectEntry):
         return Replicated(result.version.clock, result.version.writer)
-    if isinstance(operation, TakePushOperation | TakeRecordsOperation | ProofsHereOperation):
-        return Failure(int(code_of(result)), str(result))
-    return Failure(int(Code.CAPACITY_EXCEEDED), str(result))
+    fetched = isinstance(operation, FetchOperation)
+    return Failure(int(Code.CAPACITY_EXCEEDED if fetched else code_of(result)), str(result))
 
 
 class ProofsHereOperation(Operation):
@@ -318,38 +295,24 @@ class ProofsHereOperation(Operation):
         self.finish(Proofs(items), now)
 
 
-class ListHereOperation(Operation):
-    """One page of the keys held here, looked up in steps. The result is `Keys`."""
-
-    def __init__(self, core: PeerCore, request: ListKeys) -> None:
-        super().__init__(core)
-        self._request = request
-        self._limit = max(1, min(request.limit, MAX_LIST_LIMIT))
-        self._found: list[ObjectEntry | ColdEntry] = []
-        self._after: str | None = request.after
-
-    def wake(self, now: float) -> None:
-        request = self._request
-        if self.core.cold.prepare_page(request.namespace):
-            self._look_on(now)
-        if self._after is None or len(self._found) >= self._limit:
-            keys = [key_info(entry) for entry in self._found]
-            self.finish(Keys(keys, self._after is not None), now)
-        else:
-            self.set_alarm(now)
-
-    def _look_on(self, now: float) -> None:
-        assert self._after is not None
-        request = self._request
-        count = min(self._limit - len(self._found), KEYS_PER_STEP)
-        page = self.core.cold.merged_page(request.namespace, request.prefix, self._after, count, now)
-        unix_ms = 1000 * self.core.unix(now)
-        self._found += [
-            entry
-            for entry in page.entries
-            if (entry.pin or not request.pinned) and not 0 < entry.expires_unix_ms <= unix_ms
-        ]
-        self._after = page.complete_to
+def listed_here(core: PeerCore, request: ListKeys, now: float) -> Steps[Keys]:
+    """One page of the keys held here."""
+    limit, unix_ms = max(1, min(request.limit, MAX_LIST_LIMIT)), 1000 * core.unix(now)
+    found: list[ObjectEntry | ColdEntry] = []
+    after = request.after
+    while True:
+        if core.cold.prepare_page(request.namespace):
+            count = min(limit - len(found), KEYS_PER_STEP)
+            page = core.cold.merged_page(request.namespace, request.prefix, after, count, now)
+            found += [
+                entry
+                for entry in page.entries
+                if (entry.pin or not request.pinned) and not 0 < entry.expires_unix_ms <= unix_ms
+            ]
+            if page.complete_to is None or len(found) >= limit:
+                return Keys([key_info(entry) for entry in found], page.complete_to is not None)
+            after = page.complete_to
+        yield
 
 
 MAX_COMING_OF_ONE: Final = 8
@@ -438,12 +401,10 @@ class TakePushOperation(Operation):
 
 
 def holding_of(location: Location) -> Holding:
-    """A location as it travels."""
     return Holding(location.member, location.incarnation, location.sequence, location.record.encode())
 
 
 def pushed_reply(behind: list[int], rivals: Iterable[Location]) -> Pushed:
-    """A home's reply, from the results of a `PushIntake`."""
     return Pushed(behind, [holding_of(rival) for rival in rivals])
 
 

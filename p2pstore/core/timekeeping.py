@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from p2pstore.errors import Unavailable
-from p2pstore.gossip.members.peer_clocks import ClockView
-from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, PeerId, writer_of
+from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, PeerId
 from p2pstore.objects import (
     CLOCK_COUNTER_BITS,
     MAX_CLOCK_SKEW_SECONDS,
@@ -76,8 +75,6 @@ class Timekeeping:
         self.renewals = 0
         """Grows with every renewal that has ended: floors and clock are to be saved whole."""
 
-    # --- may this peer write -----------------------------------------------------------------
-
     def check(self, now: float) -> None:
         """Raise `Unavailable`, with the reason and the cure, when others would refuse this peer's writes now."""
         problem = self.problem(now)
@@ -88,7 +85,7 @@ class Timekeeping:
     def check_key(self, digest: bytes, namespace: bytes, now: float) -> None:
         """As `check`, for one key: where half of the clocks are ahead, a write below what they have would be lost."""
         self.check(now)
-        if not self.view(now).may_be_behind:
+        if not self._core.gossip.time.view(now).may_be_behind:
             return
         core = self._core
         limit = newest_accepted_clock(core.unix(now))
@@ -102,11 +99,23 @@ class Timekeeping:
         """As `check_key`, for all keys at once."""
         self.check(now)
         limit = newest_accepted_clock(self._core.unix(now))
-        if self.view(now).may_be_behind and self._core.gossip.future_stamps.newest > limit:
+        if (
+            self._core.gossip.time.view(now).may_be_behind
+            and self._core.gossip.future_stamps.newest > limit
+        ):
             raise Unavailable(self._unsure("other peers have objects", now))
 
+    def may_write_all(self, now: float) -> bool:
+        """Whether `check_key` raises for no key."""
+        view = self._core.gossip.time.view(now)
+        return (
+            self._work is None
+            and self.stamps_ahead_seconds(now) <= view.lead
+            and not (view.is_behind or view.may_be_behind)
+        )
+
     def _unsure(self, what: str, now: float) -> str:
-        ahead = self.view(now).middle or 0.0
+        ahead = self._core.gossip.time.view(now).middle or 0.0
         return (
             f"nothing can be written there now: {what} stamped ahead of this machine's clock, which differs from the "
             f"other peers' by {span(abs(ahead))}, and there are too few to tell whose is wrong: set the wrong one right"
@@ -116,7 +125,7 @@ class Timekeeping:
         """Why others would refuse this peer's writes now, with the cure; empty where they would not."""
         if self._work is not None:
             return "its clock was fast, and the objects stamped meanwhile get new stamps: try again in a moment"
-        view, lead = self.view(now), self._core.clock.lead_seconds(self._core.unix(now))
+        view, lead = self._core.gossip.time.view(now), self.stamps_ahead_seconds(now)
         if lead <= view.lead and not view.is_behind:
             return ""
         if view.is_behind:
@@ -141,10 +150,6 @@ class Timekeeping:
             f"refuse them: {cure}"
         )
 
-    def view(self, now: float) -> ClockView:
-        """How this peer's clock stands among those of the living members."""
-        return self._core.gossip.time.view(now)
-
     def ahead_of(self, peer_id: PeerId) -> float:
         """How far this machine's clock is ahead of a peer's at least, in seconds; 0 where that is not known."""
         core = self._core
@@ -157,7 +162,7 @@ class Timekeeping:
     def wrong_peers(self, now: float) -> list[tuple[PeerId, float]]:
         """Members whose clock differs from this peer's by over 10 s, and how far this peer's is ahead. None where it is
         this peer's clock that is wrong, or may be."""
-        view = self.view(now)
+        view = self._core.gossip.time.view(now)
         if view.is_behind or view.may_be_behind or view.lead < 0:
             return []
         offset = self._core.unix_offset_seconds
@@ -172,10 +177,7 @@ class Timekeeping:
         ]
 
     def _note(self, text: str) -> None:
-        """Note for the log each problem once, when it begins and when it ends."""
         self._core.notes.add("clock", text)
-
-    # --- time --------------------------------------------------------------------------------
 
     def found(self, clock: int) -> None:
         """A record or object of an earlier life has this stamp: new ones are above it, whatever was saved."""
@@ -240,7 +242,7 @@ class Timekeeping:
         over = self._highest - newest_accepted_clock(self._core.unix(now))
         if over <= clock_from_unix_seconds(SOON_SECONDS):
             return False
-        view = self.view(now)
+        view = self._core.gossip.time.view(now)
         confirmed = view.middle is not None and not (view.is_behind or view.may_be_behind)
         return confirmed and 0 <= view.lead < math.inf
 
@@ -256,7 +258,7 @@ class Timekeeping:
 
     def _say(self, now: float) -> None:
         problem = "" if self._work is not None else self.problem(now)
-        view = self.view(now)
+        view = self._core.gossip.time.view(now)
         kind = view.is_behind, view.lead < 0  # the text itself changes every second
         if problem and (not self._said or kind != self._said_kind):
             self._note(f"nothing can be written through this peer: {problem}")
@@ -273,8 +275,6 @@ class Timekeeping:
                 f"{MAX_CLOCK_SKEW_SECONDS:g} s ahead is refused until that is set right there"
             )
         self._said_of = set(wrong)
-
-    # --- renewal -----------------------------------------------------------------------------
 
     def _renew(self, by: int) -> Iterator[float]:
         """All steps; each gives the seconds to wait before the next."""
@@ -324,7 +324,7 @@ class Timekeeping:
         """This peer becomes the floor's writer. A record that only its publisher may write is left to the publisher."""
         core = self._core
         if record.kind == ClusterRecordKind.FLOOR:
-            writer = writer_of(core.peer_id)
+            writer = core.writer
             core.floors.keep(replace(record, clock=clock, writer=writer, signer=core.peer_id), self._now)
         elif record.signer == core.peer_id:
             core.floors.keep(replace(record, clock=clock), self._now)

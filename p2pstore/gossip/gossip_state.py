@@ -133,8 +133,6 @@ class GossipState:
         )
         self._pace = SigningPace(lambda: rate.is_high, lambda: 1 + len(self.directory.unsettled))
 
-    # --- this peer ---------------------------------------------------------------------------
-
     @property
     def incarnation(self) -> int:
         """Of this peer's log and record. Normally that of the start; see `defence_margin`."""
@@ -142,7 +140,6 @@ class GossipState:
 
     @property
     def leaving(self) -> bool:
-        """Whether `leave` was called."""
         return self.own_record.leaving
 
     def hold(self, record: LocationRecord, now: float) -> None:
@@ -199,8 +196,6 @@ class GossipState:
             self.heard_of(whole.records, now)
         return self.partitions.take(owner, part, max_rivals, now)
 
-    # --- what is known -----------------------------------------------------------------------
-
     def heard_of(self, operations: Packed, now: float, newest: int | None = None) -> None:
         """Locations were heard of, in packed records; `newest` is their highest clock where that is known already."""
         if newest is None:
@@ -230,8 +225,6 @@ class GossipState:
             self._ranked = self.membership.version, members
         ranked = rank(digest, self._ranked[1])
         return [peer_id for peer_id in self.peer_ids(ranked) if peer_id != self.peer_id]
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _describe(self) -> PeerRecord:
         return msgspec.structs.replace(self._offer(), directory=int(self.partitions.mode.shown))
@@ -340,9 +333,6 @@ class OwnRecord:
             return False
         # Just above the other record, and not above what refutations have raised the claims to: by that
         # little the other one tells a defence from a third process.
-        self._begin_above(record.incarnation)
-        return True
-
-    def _begin_above(self, incarnation: int) -> None:
         self._changed = True
-        self._log.restart(incarnation + 1)
+        self._log.restart(record.incarnation + 1)
+        return True

@@ -92,8 +92,6 @@ class Gossip(GossipState):
             self.exchanges.forget(state.peer_id)
         return [state.peer_id for state in gone]
 
-    # --- events ------------------------------------------------------------------------------
-
     def serve(
         self, sender: PeerId, kind: int, request: Message, now: float
     ) -> tuple[Message | Later, list[Effect]]:
@@ -179,8 +177,6 @@ class Gossip(GossipState):
             return []
         return [*self.probing.probe(peer_id, now)]
 
-    # --- time --------------------------------------------------------------------------------
-
     def tick(self, now: float) -> list[Effect]:
         """Do what is due, after all that arrived was fed in. Timeouts are judged here only."""
         if self.leaving:
@@ -231,8 +227,6 @@ class Gossip(GossipState):
         seconds = self.config.membership.probe_interval_seconds
         ping = Ping(0, [])
         return self.questions.ask(peer_id, ControlKind.PING, ping, now, timeout_seconds=seconds)
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _react(self, now: float) -> None:
         """Follow members' changes: hide what the dead hold, show what the living do."""
@@ -314,19 +308,15 @@ class Housekeeping:
             self._forget_at = {m: due for m, due in self._forget_at.items() if due > now}
         for member in overdue:
             self._state.partitions.drop(member)
-        self._state.floors.housekeep(
-            now, alone=self._alone_by_configuration(), members=self._membership.others()
-        )
+        # No other member, none that was, and no address to try.
+        alone = self._state.contacts.is_empty and len(self._membership) == 1
+        self._state.floors.housekeep(now, alone=alone, members=self._membership.others())
         for peer_id in self._state.peer_ids(self._state.floors.take_to_ask(now)):
             if self._membership.is_live(peer_id):
                 self._state.exchanges.want(peer_id)
         self._state.questions.give_up_lost(now)
         self._vouch(now)
         return [*self._doubt_the_late(now), *self._fetch_snapshots(now)]
-
-    def _alone_by_configuration(self) -> bool:
-        """Whether there is no other member, none that was, and no address to try."""
-        return self._state.contacts.is_empty and len(self._membership) == 1
 
     def _vouch(self, now: float) -> None:
         """Let clients answer from the table by themselves for a while, or not."""

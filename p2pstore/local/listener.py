@@ -156,27 +156,18 @@ async def serve_local(
 async def _accept_forever(
     listener: socket.socket, connection: Callable[[socket.socket], _Connection]
 ) -> None:
-    connections = 0
-
-    async def serve(sock: socket.socket) -> None:
-        nonlocal connections
-        try:
-            await connection(sock).run()
-        finally:
-            connections -= 1
-
     with contextlib.closing(Accepting(logger, "local clients", _turn_away)) as accepting:
         async with trio.open_nursery() as nursery:
             while True:
                 sock, _ = await accepting.accept(listener)
+                connections = len(nursery.child_tasks)
                 if connections >= MAX_CONNECTIONS:
                     logger.warning("refused a local client: %d are connected", connections)
                     _refuse(
                         sock, f"the peer already serves {MAX_CONNECTIONS:,} local clients: close some"
                     )
                     continue
-                connections += 1
-                nursery.start_soon(serve, sock)
+                nursery.start_soon(connection(sock).run)
 
 
 def _turn_away(sock: socket.socket, reason: str) -> None:

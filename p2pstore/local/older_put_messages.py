@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated
 
+from msgspec.structs import asdict
+
 from p2pstore.local.local_messages import (
     MANY,
     Commit,
@@ -18,9 +20,9 @@ from p2pstore.local.local_messages import (
     Reserved,
     Span,
 )
-from p2pstore.local.put_columns import columns_of, rooms_in, runs_of, sizes_of
+from p2pstore.local.put_columns import rooms_in, runs_of, sizes_of, values_of
 from p2pstore.objects import are_sums_of, batch_key_hasher
-from p2pstore.put_facts import PutFacts, PutOptions
+from p2pstore.put_facts import PutOptions
 from p2pstore.wire import Message
 
 Reservation = tuple[int, int, int, int, ItemError]
@@ -38,9 +40,27 @@ class ReservedRows(Message, frozen=True):
     items: list[Reservation]
 
 
+class CommitRow(Message, frozen=True):
+    """`PutFacts`, with the fields of its `PutOptions`."""
+
+    reservation: int
+    key: str
+    length: int
+    sums: bytes
+    root: int
+    replicas: int = 1
+    pin: int = 0
+    ttl_ms: int = 0
+    overwrite: bool = False
+    durable: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    follows: bytes = b""
+
+
 class CommitRows(Message, frozen=True):
     namespace: str
-    items: Annotated[list[PutFacts], MANY]
+    items: Annotated[list[CommitRow], MANY]
     deadline_ms: int = 5000
     again: Annotated[list[tuple[int, int]], MANY] = []
     at_hand: bool = False
@@ -89,8 +109,18 @@ def older(message: Message) -> Message:
         return CommittedRows(outcomes, _reservations(message.again))
     if not isinstance(message, Commit):
         return message
-    columns = columns_of(message, batch_key_hasher(message.namespace))
-    rows = [columns.facts(row) for row in range(len(columns.keys))]
+    rows = [
+        CommitRow(
+            facts.reservation,
+            facts.key,
+            facts.length,
+            facts.sums,
+            facts.root,
+            **asdict(facts.options),
+            follows=facts.follows,
+        )
+        for facts in values_of(message, batch_key_hasher(message.namespace))
+    ]
     again = sizes_of(message.again)
     return CommitRows(message.namespace, rows, again=again, at_hand=message.at_hand)
 

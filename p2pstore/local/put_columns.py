@@ -10,7 +10,7 @@ from typing import TypeVar
 from p2pstore.errors import ProtocolError
 from p2pstore.local.local_messages import MAX_BATCH, Commit, ItemError, Span
 from p2pstore.objects import MAX_OBJECT_BYTES, chunk_count, root_checksums
-from p2pstore.put_facts import PutColumns
+from p2pstore.put_facts import PutFacts
 
 Item = TypeVar("Item")
 
@@ -42,21 +42,21 @@ def sizes_of(rooms: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     return [(length, trailer) for length, trailer, count in rooms for _ in range(count)]
 
 
-def columns_of(commit: Commit, digests_of: Callable[[Sequence[str]], list[bytes]]) -> PutColumns:
+def values_of(commit: Commit, digests_of: Callable[[Sequence[str]], list[bytes]]) -> list[PutFacts]:
     """The values of a COMMIT. Raises `ValueError` where its columns disagree, or one holds nonsense."""
     keys, count = commit.keys, len(commit.keys)
     if _check_counts([some for _, some in commit.reservations]) != count:
         raise ValueError(f"{count:,} keys come with another number of reservations")
     numbers = [number for first, some in commit.reservations for number in range(first, first + some)]
     lengths = _for_each(commit.lengths, count, "lengths")
-    _for_each(commit.options, count, "options")
+    options = _for_each(commit.options, count, "options")
     if lengths and not 0 <= min(lengths) <= max(lengths) <= MAX_OBJECT_BYTES:
         raise ValueError("a length is no object's")
     sums = _sums_of_each(commit.sums, lengths)
     digests = digests_of(keys)
     follows = [commit.follows, *digests[:-1]] if commit.follows else [b""] * count
     roots = root_checksums(lengths, sums)
-    return PutColumns(numbers, keys, digests, lengths, sums, roots, follows, commit.options)
+    return list(map(PutFacts, numbers, keys, digests, lengths, sums, roots, options, follows))
 
 
 def _check_counts(counts: Sequence[int]) -> int:

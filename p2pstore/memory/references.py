@@ -36,16 +36,20 @@ class References:
         self._order = order
         self._held = held
 
-    def acquire(self, entry: ObjectEntry) -> None:
-        """Begin I/O on the object's bytes (a send, a thread's copy): they stay until `let_go`."""
-        if entry.state is SlotState.FREE:
-            raise ValueError(f"the bytes of {entry.key!r} were freed: look it up again")
-        if not entry.references:
-            self._order.discard(entry)
-            self.referenced_bytes += entry.extent_bytes
-            if self.marks is not None:
-                self.marks[entry.slot] = 1
-        entry.references += 1
+    def acquire(self, *entries: ObjectEntry) -> None:
+        """Begin I/O on the objects' bytes (a send, a thread's copy): they stay until `let_go`."""
+        for entry in entries:
+            if entry.state is SlotState.FREE:
+                raise ValueError(f"the bytes of {entry.key!r} were freed: look it up again")
+        unreferenced: list[ObjectEntry] = []
+        for entry in entries:
+            if not entry.references:
+                unreferenced.append(entry)
+                self.referenced_bytes += entry.extent_bytes
+                if self.marks is not None:
+                    self.marks[entry.slot] = 1
+            entry.references += 1
+        self._order.discard(*unreferenced)
 
     def acquire_unused(self, entry: ObjectEntry) -> None:
         """`acquire` of an unreferenced object that keeps its place in the order of eviction. Ends with `let_go`."""
@@ -57,23 +61,26 @@ class References:
             self.marks[entry.slot] = 1
         entry.references += 1
 
-    def let_go(self, entry: ObjectEntry, *, was_used: bool = True) -> None:
-        """End `acquire`. The last reference frees an object that was withdrawn meanwhile. Without `was_used` the object
-        keeps its place in the order of eviction."""
-        if not entry.references:
-            raise ValueError(f"nothing refers to {entry.key!r}")
-        entry.references -= 1
-        if entry.references:
-            return
-        self.referenced_bytes -= entry.extent_bytes
-        if self.marks is not None:
-            self.marks[entry.slot] = 0
-        if entry.state is SlotState.DOOMED:
-            self.on_unused(entry)
-        elif was_used:
-            self._order.update(entry)
-        else:
-            self._order.put_back(entry)
+    def let_go(self, *entries: ObjectEntry, was_used: bool = True) -> None:
+        """End `acquire`. The last reference frees an object that was withdrawn meanwhile. Without `was_used` objects
+        keep their places in the order of eviction."""
+        used: list[ObjectEntry] = []
+        for entry in entries:
+            if not entry.references:
+                raise ValueError(f"nothing refers to {entry.key!r}")
+            entry.references -= 1
+            if entry.references:
+                continue
+            self.referenced_bytes -= entry.extent_bytes
+            if self.marks is not None:
+                self.marks[entry.slot] = 0
+            if entry.state is SlotState.DOOMED:
+                self.on_unused(entry)
+            elif was_used:
+                used.append(entry)
+            else:
+                self._order.put_back(entry)
+        self._order.update(*used)
 
     def settle(self) -> None:
         """Count a reference for each loan and hazard that began, and one less for each that ended."""

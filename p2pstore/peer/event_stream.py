@@ -131,8 +131,6 @@ class EventStream:
         if self._fleet:
             self._node.process()  # holders are asked for keys
 
-    # --- consumers ---------------------------------------------------------------------------
-
     async def _serve_follower(self, connection: ZeroMQConnection) -> None:
         follower = Follower(connection)
         async with trio.open_nursery() as nursery:
@@ -278,7 +276,6 @@ class ZeroMQConnection:
 
 
 def frame(flags: int, body: bytes) -> bytes:
-    """One frame."""
     if len(body) < 256:
         return bytes([flags, len(body)]) + body
     return bytes([flags | LONG]) + struct.pack(">Q", len(body)) + body

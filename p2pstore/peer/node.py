@@ -25,7 +25,6 @@ from p2pstore.core.operation import (
     Operation,
     OperationFinished,
     PullObject,
-    PullTogether,
     SaveClusterRecord,
     WriteObject,
 )
@@ -65,6 +64,8 @@ logger = logging.getLogger("p2pstore.peer")
 DRAIN_CHECKPOINTS: Final = 3
 """Scheduler turns between a timer and its verdict: after a stall of the process, messages that have arrived are
 handled before a peer is declared silent."""
+LOOK_SECONDS: Final = 0.005
+"""Upper bound of the time between a client's request and what it makes due at once, such as the eager relay."""
 FORGET_SECONDS: Final = 2.0
 LOOP_LAG_SECONDS: Final = 0.2
 """Interval of measurements of the event loop's lag. They take less than a thousandth of a core."""
@@ -136,8 +137,6 @@ class Node:
     def uptime_seconds(self) -> float:
         return trio.current_time() - self.started_at
 
-    # --- driving the core --------------------------------------------------------------------
-
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Drive the core until cancelled."""
         async with trio.open_nursery() as nursery:
@@ -201,26 +200,39 @@ class Node:
             run_through(steps)
 
     def process(self) -> None:
-        """Carry out the core's effects. Call it after each access that may change the core."""
+        """Act on what gossip brought, and carry out the core's effects. Call it after each access that may change the
+        core, but for requests of clients (`process_request`)."""
         if not self.running:
             return
         self.core.gossip_arrived(self.now)
         for change in self.core.gossip.take_changes():
             self._member_changed(change)
         for member, count in self.core.gossip.location_shares.take_news().items():
-            self._locations_refused(member, count)
+            log_refused_locations(self.core, member, count)
         for sender, owner in self.core.gossip.wrong_runs.take_news().items():
-            self._wrong_operations(sender, owner)
-        self.core.flush_pushes(self.now)
+            _log_wrong_operations(self.core, sender, owner)
         self._follow_checkpoints()
+        self._carry_out_effects()
+        tick_due = self.core.next_tick(self.now)
+        if tick_due < self._tick_due:
+            self._tick_at(tick_due)
+
+    def process_request(self) -> None:
+        """Carry out the effects of a client's request. When the next tick is due is found out a moment later, once for
+        all requests until then: that question goes to every part of the core."""
+        if self.running:
+            self._carry_out_effects()
+            look_at = self.now + LOOK_SECONDS
+            if look_at < self._tick_due:
+                self._tick_at(look_at)
+
+    def _carry_out_effects(self) -> None:
+        self.core.flush_pushes(self.now)
         for effect in self.core.take_effects():
             self._execute(effect)
         for note in self.core.notes.take():
             level = logging.ERROR if note.is_error else logging.WARNING
             logger.log(level, "%s", note.text, extra={"event": note.event})
-        tick_due = self.core.next_tick(self.now)
-        if tick_due < self._tick_due:
-            self._tick_at(tick_due)
 
     def _tick_at(self, due: float) -> None:
         """Move the next tick. Moving a deadline wakes no task."""
@@ -265,33 +277,11 @@ class Node:
         elif change.new is Status.ALIVE and self.saver is not None:
             self.saver.save_soon()
 
-    def _locations_refused(self, member: Member, count: int) -> None:
-        state = self.core.gossip.membership.resolve(member)
-        name = self.core.name_of(state.peer_id) if state is not None else f"{member:016x}"
-        logger.error(
-            "peer %s says that it holds %s objects, more than a peer can: its objects are ignored. Restart it "
-            "with the version that the others run; if that does not help, take it out of the cluster",
-            name,
-            f"{count:,}",
-            extra={"event": "locations_refused"},
-        )
-
-    def _wrong_operations(self, sender: PeerId, owner: PeerId) -> None:
-        logger.error(
-            "peer %s passed on changes to what %s holds that %s did not make: no changes are taken from it before it "
-            "starts again. If its version is that of the others, take it out of the cluster",
-            self.core.name_of(sender),
-            self.core.name_of(owner),
-            self.core.name_of(owner),
-            extra={"event": "wrong_operations", "peer_id": format_peer_id(sender)},
-        )
-
     def _by_task(self) -> dict[type, Callable[[Any], Awaitable[None]]]:
         """The effects that a task carries out each."""
         return {
             AskPeer: self.requests.ask,
             PullObject: self.requests.pull,
-            PullTogether: self.requests.copies.take,
             FetchSnapshot: self.requests.fetch_snapshot,
             Ask: self.control.ask,
             Contact: self.control.contact,
@@ -381,6 +371,29 @@ class Node:
 async def _to_the_end(steps: Steps[None]) -> None:
     with trio.CancelScope(shield=True):
         await take_turns(steps)
+
+
+def log_refused_locations(core: PeerCore, member: Member, count: int) -> None:
+    state = core.gossip.membership.resolve(member)
+    name = core.name_of(state.peer_id) if state is not None else f"{member:016x}"
+    logger.error(
+        "peer %s says that it holds %s objects, more than a peer can: its objects are ignored. Restart it "
+        "with the version that the others run; if that does not help, take it out of the cluster",
+        name,
+        f"{count:,}",
+        extra={"event": "locations_refused"},
+    )
+
+
+def _log_wrong_operations(core: PeerCore, sender: PeerId, owner: PeerId) -> None:
+    logger.error(
+        "peer %s passed on changes to what %s holds that %s did not make: no changes are taken from it before it "
+        "starts again. If its version is that of the others, take it out of the cluster",
+        core.name_of(sender),
+        core.name_of(owner),
+        core.name_of(owner),
+        extra={"event": "wrong_operations", "peer_id": format_peer_id(sender)},
+    )
 
 
 def _said(change: MemberChange) -> str:

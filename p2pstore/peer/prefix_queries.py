@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
 from itertools import product
 from typing import Any, Final
@@ -68,26 +68,18 @@ class PrefixQueries:
         self._hasher = lru_cache(MAX_NAMESPACES)(batch_key_hasher)
 
     def by_path(self) -> Queries:
-        """The queries, by their paths."""
-        return {"/v1/prefix": self.prefix, "/v1/estimate": self.estimate, "/query": self.query}
-
-    def prefix(self, body: bytes) -> Answer | Awaitable[Answer]:
-        """`PrefixRequest` to `{matched, complete, holders: [{peer_id, peer, blocks, memory_blocks, local}], as_of}`."""
-        return self._answer(body, PrefixRequest, self._prefix_document)
-
-    def estimate(self, body: bytes) -> Answer | Awaitable[Answer]:
-        """`PrefixRequest` to the expected time to bring these objects here: see `FetchEstimate`."""
-        return self._answer(body, PrefixRequest, self._estimate_document)
-
-    def query(self, body: bytes) -> Answer | Awaitable[Answer]:
-        """`TokenRequest` to `{namespace: {peer: {longest_matched, GPU, DP, CPU, DISK}}}` in tokens."""
-        return self._answer(body, TokenRequest, self._token_document)
+        """The queries, by their paths; each path's answer is what its document says."""
+        return {
+            "/v1/prefix": partial(self._answer, PrefixRequest, self._prefix_document),
+            "/v1/estimate": partial(self._answer, PrefixRequest, self._estimate_document),
+            "/query": partial(self._answer, TokenRequest, self._token_document),
+        }
 
     def _answer(
         self,
-        body: bytes,
         kind: type[PrefixRequest],
         document: Callable[[Any, Sequence[bytes], Holdings], Any],
+        body: bytes,
     ) -> Answer | Awaitable[Answer]:
         try:
             request = msgspec.json.decode(body, type=kind)
@@ -113,12 +105,14 @@ class PrefixQueries:
     def _estimate_document(
         self, request: PrefixRequest, digests: Sequence[bytes], found: Holdings
     ) -> dict[str, Any]:
+        """The expected time to bring these objects here: see `FetchEstimate`."""
         estimate = fetch_estimate([estimated(self._node, digests, found)])
         return {**asdict(estimate), "p90_seconds": estimate.p90_seconds}
 
     def _prefix_document(
         self, request: PrefixRequest, digests: Sequence[bytes], found: Holdings
     ) -> dict[str, Any]:
+        """`{matched, complete, holders: [{peer_id, peer, blocks, memory_blocks, local}], as_of}`."""
         core = self._core
         matched = match(found, len(digests), 1 if request.keys else len(request.suffixes))
         holders = []
@@ -145,6 +139,7 @@ class PrefixQueries:
     def _token_document(
         self, request: TokenRequest, digests: Sequence[bytes], found: Holdings
     ) -> dict[str, Any]:
+        """`{namespace: {peer: {longest_matched, GPU, DP, CPU, DISK}}}` in tokens."""
         tokens = request.block_size
         document = self._prefix_document(request, digests, found)
         return {

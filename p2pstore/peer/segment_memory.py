@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -148,21 +148,16 @@ def begin_with_kept(node: Node, memory: KeptMemory) -> None:
 
 async def tell_what_returned(node: Node) -> None:
     """Log what became of what an earlier life left, when all of it was looked at."""
-    while True:
-        if not len(node.core.segment.returned):
-            _log_what_returned(node.core.counters)
-            return
+    while len(node.core.segment.returned):  # noqa: ASYNC110  # no event: the core is pure
         await trio.sleep(LOOK_SECONDS)
-
-
-def _log_what_returned(counted: Mapping[str, int]) -> None:
-    objects = {fate: counted.get(f"kept_objects_{fate}", 0) for fate in FATES}
+    counted = node.core.counters
+    objects = {fate: counted[f"kept_objects_{fate}"] for fate in FATES}
     if any(objects.values()):
         logger.log(
             logging.WARNING if objects["damaged"] else logging.INFO,
             "memory: of what was kept, %s objects (%s) are back, %s were damaged, %s may have been removed meanwhile",
             f"{objects['returned']:,}",
-            format_bytes(counted.get("kept_bytes_returned", 0)),
+            format_bytes(counted["kept_bytes_returned"]),
             f"{objects['damaged']:,}",
             f"{objects['discarded']:,}",
             extra={"event": "memory_returned", **objects},
@@ -171,11 +166,9 @@ def _log_what_returned(counted: Mapping[str, int]) -> None:
 
 async def watch_earlier_clients(segment: Segment, memory: KeptMemory) -> None:
     """Keep extents of earlier clients until these have unmapped the memory."""
-    while segment.returned.has_earlier_clients:
-        if not memory.is_used_by_earlier():
-            segment.returned.end_earlier_clients()
-            return
+    while segment.returned.has_earlier_clients and memory.is_used_by_earlier():  # noqa: ASYNC110
         await trio.sleep(LOOK_SECONDS)
+    segment.returned.end_earlier_clients()
 
 
 RESTORE_SECONDS: Final = 1.0
@@ -232,7 +225,8 @@ class CopyChecks:
                 sums.append(await trio.to_thread.run_sync(chunk_sums, piece))
                 del piece
             return [b"".join(sums)]
-        return await trio.to_thread.run_sync(_sums_of, [payload_of(entry) for entry in entries])
+        payloads = [payload_of(entry) for entry in entries]
+        return await trio.to_thread.run_sync(lambda: list(map(chunk_sums, payloads)))
 
 
 def _take(queue: deque[ObjectEntry]) -> list[ObjectEntry]:
@@ -243,10 +237,6 @@ def _take(queue: deque[ObjectEntry]) -> list[ObjectEntry]:
         taken.append(queue.popleft())
         total += taken[-1].length
     return taken
-
-
-def _sums_of(payloads: list[memoryview]) -> list[bytes]:
-    return [chunk_sums(payload) for payload in payloads]
 
 
 class MemoryGuard:

@@ -120,9 +120,7 @@ async def _leave_alone_what_hangs(ssd: PeerSsd, disk: FileDisk) -> None:
     """Abandon a hanging disk: its I/O cannot be ended, and its waiters would keep this peer alive."""
     await ssd.ending.wait()
     await trio.sleep(ENDING_SECONDS)
-    while True:
-        if disk.waits.longest_seconds >= ENDING_SECONDS:
-            break
+    while disk.waits.longest_seconds < ENDING_SECONDS:  # noqa: ASYNC110  # a disk sends no event
         await trio.sleep(LOOK_SECONDS)
     logger.warning(
         "the SSD has not answered for %.0f s: this peer ends without what is under way there",
@@ -139,7 +137,8 @@ async def _open_in_thread(config: PeerConfig) -> FileDisk:
     opened: list[FileDisk] = []
 
     def open_it() -> None:
-        disk = _open_disk(config)
+        assert config.ssd is not None
+        disk = open_disk(config.ssd, config.ssd_capacity_bytes or default_capacity(config.ssd))
         opened.append(disk)
         try:
             wanted.pop()
@@ -155,12 +154,6 @@ async def _open_in_thread(config: PeerConfig) -> FileDisk:
             opened[0].close()
         raise
     return opened[0]
-
-
-def _open_disk(config: PeerConfig) -> FileDisk:
-    path = config.ssd
-    assert path is not None
-    return open_disk(path, config.ssd_capacity_bytes or default_capacity(path))
 
 
 def segment_bytes_for(capacity_bytes: int) -> int:

@@ -206,7 +206,7 @@ class Statistics:
     def _clock(self) -> dict[str, Any]:
         """`clock_ahead_seconds`: this machine's clock against the median of the other members'."""
         clocks, now = self.core.timekeeping, self._node.now
-        ahead = clocks.view(now).middle
+        ahead = self.core.gossip.time.view(now).middle
         return {
             "clock_ahead_seconds": None if ahead is None else round(ahead, 6),
             "stamps_ahead_seconds": round(clocks.stamps_ahead_seconds(now), 3),

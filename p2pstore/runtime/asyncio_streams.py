@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
-from p2pstore.errors import DeadlineExceeded
 from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.streams import (
     DEFAULT_PROGRESS_SECONDS,
@@ -28,6 +27,7 @@ from p2pstore.runtime.streams import (
     connect_first,
     connect_nonblocking,
     flatten_parts,
+    silent,
     stalled,
     tune_tcp,
 )
@@ -147,10 +147,6 @@ class _AsyncioHelper:
     def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
         self.task = asyncio.get_running_loop().create_task(work(self))
 
-    @property
-    def ended_well(self) -> bool:
-        return self.task.done() and (self.task.cancelled() or self.task.exception() is None)
-
     def cancel(self) -> None:
         self.task.cancel()
 
@@ -168,12 +164,15 @@ async def _end(tasks: list[asyncio.Task[None]]) -> None:
             await asyncio.wait(tasks)
         except asyncio.CancelledError as error:
             cancelled = error
-    failures = [task.exception() for task in tasks if not task.cancelled()]
+    failures = list(filter(None, map(_failure, tasks)))
     if cancelled is not None:
         raise cancelled
-    for failure in failures:
-        if failure is not None:
-            raise failure
+    if failures:
+        raise failures[0]
+
+
+def _failure(ended: asyncio.Task[None]) -> BaseException | None:
+    return None if ended.cancelled() else ended.exception()
 
 
 class AsyncioDriver:
@@ -186,9 +185,7 @@ class AsyncioDriver:
         except TimeoutError:
             if not limit.expired():  # the kernel gave up first
                 raise
-            raise DeadlineExceeded(
-                f"{host}:{port} did not answer within {timeout_seconds:g} s"
-            ) from None
+            raise silent(f"{host}:{port}", timeout_seconds) from None
         tune_tcp(sock)
         return AsyncioStream(sock)
 
@@ -200,7 +197,7 @@ class AsyncioDriver:
         except BaseException as error:
             sock.close()
             if isinstance(error, TimeoutError) and limit.expired():
-                raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s") from None
+                raise silent(path, timeout_seconds) from None
             raise
         return AsyncioStream(sock)
 
@@ -219,16 +216,16 @@ class AsyncioDriver:
 
     @asynccontextmanager
     async def helpers(self) -> AsyncIterator[StartHelper]:
-        helpers: list[_AsyncioHelper] = []
+        tasks: list[asyncio.Task[None]] = []
 
         def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
-            helpers[:] = [each for each in helpers if not each.ended_well]
-            helpers.append(_AsyncioHelper(work))
+            tasks[:] = [each for each in tasks if not each.done() or _failure(each)]
+            tasks.append(_AsyncioHelper(work).task)
 
         try:
             yield start
         finally:
-            await _end([helper.task for helper in helpers])
+            await _end(tasks)
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -22,7 +22,6 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec
 
-from p2pstore.errors import DeadlineExceeded
 from p2pstore.runtime.polling import LOCAL_SHORT_SECONDS, Polling
 from p2pstore.runtime.streams import (
     ANCILLARY_BYTES,
@@ -39,6 +38,7 @@ from p2pstore.runtime.streams import (
     flatten_parts,
     send_views,
     shut_down,
+    silent,
     stalled,
     tune_tcp,
 )
@@ -298,9 +298,7 @@ class BlockingDriver:
         except OSError as error:
             raised = as_raised(error)
             if isinstance(raised, TimeoutError):
-                raise DeadlineExceeded(
-                    f"{host}:{port} did not answer within {timeout_seconds:g} s"
-                ) from None
+                raise silent(f"{host}:{port}", timeout_seconds) from None
             raise raised from None
         tune_tcp(sock)
         return BlockingStream(sock)
@@ -315,7 +313,7 @@ class BlockingDriver:
             sock.close()
             raised = as_raised(error)
             if isinstance(raised, BlockingIOError):
-                raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s") from None
+                raise silent(path, timeout_seconds) from None
             raise raised from None
         except BaseException:
             sock.close()

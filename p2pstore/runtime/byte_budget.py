@@ -67,7 +67,6 @@ class ByteBudget:
         )
 
     def has_plenty(self, owner: Owner) -> bool:
-        """See `Account.has_plenty`."""
         own_bytes = self._of_owner.get(owner, 0)
         return 2 * own_bytes < self.share_bytes and 2 * self.held_bytes < self.limit_bytes
 
@@ -158,7 +157,6 @@ class Account:
                 self._budget._change(self, change)
 
     def release(self, count: int) -> None:
-        """`count` bytes less are held."""
         self.hold(-count)
 
     def when_room(self, wake: Callable[[], None]) -> None:

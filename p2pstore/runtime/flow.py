@@ -147,7 +147,6 @@ class HolderRates:
         put_newest(self._rates, peer_id, (rate, now), MAX_HOLDERS)
 
     def expected(self, peer_id: bytes, now: float) -> float:
-        """The expected rate of this holder."""
         rate, at = self._rates.get(peer_id, (ASSUMED_RATE, now))
         return rate if now - at < REMEMBERED_SECONDS else ASSUMED_RATE
 

@@ -46,7 +46,6 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
         return sum(self.counts)
 
     def quantile(self, share: float) -> int:
@@ -73,7 +72,6 @@ class Histogram:
         return [*sums, below + sum(self.counts[start:])]
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
         return {"counts": self.trimmed(), "total": self.total}
 
 

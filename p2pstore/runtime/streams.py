@@ -296,7 +296,6 @@ async def together(driver: Driver, works: Sequence[Work], most: int) -> None:
 
 
 def total_bytes(parts: Sequence[BytesLike]) -> int:
-    """The bytes of all parts together."""
     return sum([part.nbytes if type(part) is memoryview else len(part) for part in parts])
 
 
@@ -392,15 +391,6 @@ def advance(views: list[memoryview], first: int, sent: int) -> int:
     return first
 
 
-def received_descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    """File descriptors out of the ancillary data of a `recvmsg`."""
-    descriptors = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return list(descriptors)
-
-
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_PASSED_DESCRIPTORS * array.array("i").itemsize)
 _TCP_NOTSENT_LOWAT: Final = 25
 """Linux' number of the option; Python has no name for it before 3.13."""
@@ -466,14 +456,23 @@ async def connect_nonblocking(
         raise OSError(code, os.strerror(code))
 
 
+def silent(where: str, seconds: float) -> DeadlineExceeded:
+    """The error of a connection that was not made within `seconds`."""
+    return DeadlineExceeded(f"{where} did not answer within {seconds:g} s")
+
+
 def stalled(seconds: float) -> DeadlineExceeded:
     """The error of a connection on which nothing moved for `seconds`."""
     return DeadlineExceeded(f"the connection made no progress for {seconds:g} s")
 
 
 def check_descriptors(ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> list[int]:
-    """The descriptors of one message; closes them and raises `ProtocolError` when some were lost."""
-    descriptors = received_descriptors(ancillary)
+    """The descriptors of one message, from the ancillary data of its `recvmsg`; closes them and raises `ProtocolError`
+    when some were lost."""
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
     if flags & socket.MSG_CTRUNC:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -481,7 +480,7 @@ def check_descriptors(ancillary: Sequence[tuple[int, int, bytes]], flags: int) -
             f"file descriptors were lost: over {MAX_PASSED_DESCRIPTORS} were sent, or this process "
             "has none left (raise `ulimit -n`)"
         )
-    return descriptors
+    return list(descriptors)
 
 
 def shut_down(sock: socket.socket) -> None:

@@ -30,6 +30,7 @@ from p2pstore.runtime.streams import (
     connect_first,
     connect_nonblocking,
     shut_down,
+    silent,
     stalled,
     tune_tcp,
 )
@@ -83,7 +84,6 @@ class TrioStream(NonblockingStream):
         return True
 
     async def lend(self, work: Callable[[socket.socket], T]) -> T:
-        """Have a thread run `work` on the socket. A cancellation ends the connection."""
         error: OSError | DeadlineExceeded | None = None
         await trio.lowlevel.checkpoint_if_cancelled()
         with self._sock.dup() as sock:  # its number is not given to others while the thread has it
@@ -182,7 +182,7 @@ class TrioDriver:
             sock = await connect_first(addresses, connect_socket)
             tune_tcp(sock)
             return TrioStream(sock)
-        raise DeadlineExceeded(f"{host}:{port} did not answer within {timeout_seconds:g} s")
+        raise silent(f"{host}:{port}", timeout_seconds)
 
     async def connect_unix(self, path: str, timeout_seconds: float) -> TrioStream:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -190,7 +190,7 @@ class TrioDriver:
             with trio.move_on_after(timeout_seconds):
                 await connect_socket(sock, path)
                 return TrioStream(sock)
-            raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s")
+            raise silent(path, timeout_seconds)
         except BaseException:
             sock.close()
             raise

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Generator
 from contextlib import asynccontextmanager
 from typing import Final
 
 import trio
 
 from p2pstore.runtime.byte_budget import Account
-from p2pstore.runtime.stepping import Result, Steps
+from p2pstore.runtime.stepping import Result
 
 FIRST_TURN_SECONDS: Final = 0.001
 """Time in which steps follow each other where the work was asked for, after the time that this took itself."""
@@ -19,13 +19,13 @@ TURN_SECONDS: Final = 0.002
 _turns: Final[trio.lowlevel.RunVar[trio.StrictFIFOLock]] = trio.lowlevel.RunVar("turns")
 
 
-def in_turns(steps: Steps[Result]) -> Result | Awaitable[Result]:
+def in_turns(steps: Generator[object, None, Result]) -> Result | Awaitable[Result]:
     """The result, if it takes no longer than a turn, else the rest to await. Errors close the steps."""
     ended, result = _turn(steps, FIRST_TURN_SECONDS)
     return result if ended else _go_on(steps)  # type: ignore[return-value]  # None until it ended
 
 
-async def take_turns(steps: Steps[Result]) -> Result:
+async def take_turns(steps: Generator[object, None, Result]) -> Result:
     """`in_turns`, awaited where there is something to await."""
     result = in_turns(steps)
     return await result if isinstance(result, Awaitable) else result
@@ -42,7 +42,7 @@ async def wait_room(account: Account) -> None:
             account.give_up(woken.set)
 
 
-async def _go_on(steps: Steps[Result]) -> Result:
+async def _go_on(steps: Generator[object, None, Result]) -> Result:
     """The rest, turn by turn: of all that is worked on, one piece has a turn between two looks at what has come."""
     try:
         while True:
@@ -67,7 +67,7 @@ def _one_at_a_time() -> trio.StrictFIFOLock:
         return lock
 
 
-def _turn(steps: Steps[Result], seconds: float) -> tuple[bool, Result | None]:
+def _turn(steps: Generator[object, None, Result], seconds: float) -> tuple[bool, Result | None]:
     """Steps for `seconds`: whether that was all, and the result."""
     end = time.monotonic() + seconds
     try:

@@ -104,16 +104,13 @@ def open_disk(
     a thread. Raises `ConfigError`, which says what to do, when the disk cannot be used, another peer has it, or there
     is too little space.
     """
-    place = open_place(path, capacity_bytes, direct=direct, overwrite=overwrite)
-    return FileDisk(place)
+    return FileDisk(open_place(path, capacity_bytes, direct=direct, overwrite=overwrite))
 
 
 class FileDisk:
     """`Disk` on what `open_place` opened. A cancelled request waits until no thread uses its memory any more."""
 
-    def __init__(
-        self, place: OpenPlace, *, read_threads: int = READ_THREADS, write_threads: int = WRITE_THREADS
-    ) -> None:
+    def __init__(self, place: OpenPlace) -> None:
         self.path = place.path
         self.size_bytes = place.size_bytes
         self._descriptor = place.descriptor
@@ -125,14 +122,14 @@ class FileDisk:
         self._write_gate = WriteGate()
         self.misplaced = ""
         self._inspecting = trio.CapacityLimiter(1)
-        self._threads = IoThreads("p2pstore-ssd", read_threads, write_threads, place.close)
+        self._threads = IoThreads("p2pstore-ssd", READ_THREADS, WRITE_THREADS, place.close)
         self._small_reads = _kernel_aio(place)
 
     async def read_into(
         self, position: int, buffers: Sequence[memoryview], check: Check | None = None
     ) -> None:
         refuse_closed(self._closed)
-        length = self._checked_bytes(position, buffers, reading=True)
+        length = checked_bytes(position, buffers, self.size_bytes, fast_address, reading=True)
         if not length:
             await trio.lowlevel.checkpoint()
             if check is not None:
@@ -153,7 +150,7 @@ class FileDisk:
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         refuse_closed(self._closed)
-        if not self._checked_bytes(position, buffers, reading=False):
+        if not checked_bytes(position, buffers, self.size_bytes, fast_address, reading=False):
             await trio.lowlevel.checkpoint()
             return
         piece_bytes = (
@@ -212,11 +209,6 @@ class FileDisk:
     def _inspect_now(self) -> None:
         with suppress(OSError):  # closed meanwhile
             self.misplaced = why_misplaced(self.path, self._descriptor, self.size_bytes)
-
-    def _checked_bytes(
-        self, position: int, buffers: Sequence[memoryview | bytes], *, reading: bool
-    ) -> int:
-        return checked_bytes(position, buffers, self.size_bytes, reading=reading, address=fast_address)
 
     def close(self) -> None:
         """Waits at most a second for work under way: until that has ended the file stays open,

@@ -88,9 +88,9 @@ def checked_bytes(
     position: int,
     buffers: Sequence[memoryview | bytes],
     size_bytes: int,
+    address: Callable[[memoryview], int] = memory_address,
     *,
     reading: bool,
-    address: Callable[[memoryview], int] = memory_address,
 ) -> int:
     """The length of a request to a disk of that size. Raises `ValueError`, as `Disk` says."""
     length = 0

@@ -23,7 +23,9 @@ import xxhash
 from p2pstore.objects import PART_BYTES
 from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
+    ColdFacts,
     DamagedRecord,
+    RecordPlace,
     page_is_sealed,
     place_seed,
     round_up_to_page,
@@ -90,6 +92,37 @@ def flags_of(pin: int, soft: bool, *, described: bool) -> int:
     return min(pin, 2) | (FLAG_SOFT if soft else 0) | (FLAG_DESCRIBED if described else 0)
 
 
+def pack_row(
+    facts: ColdFacts,
+    place: RecordPlace,
+    part: int,
+    stored_bytes: int,
+    *,
+    key_offset: int,
+    key_bytes: int,
+    namespace: int,
+) -> bytes:
+    """The row of a record."""
+    return ROW_STRUCT.pack(
+        facts.digest,
+        facts.version.clock,
+        facts.version.root,
+        facts.length,
+        place.sequence,
+        facts.expires_unix_ms,
+        place.page,
+        stored_bytes,
+        key_offset,
+        facts.version.writer,
+        place.number,
+        key_bytes,
+        min(facts.replicas, MAX_REPLICAS),
+        namespace,
+        part,
+        flags_of(facts.pin, facts.soft, described=bool(facts.dtype)),
+    )
+
+
 def disk_bytes(rows: Rows) -> npt.NDArray[np.int64]:
     """The bytes of each record on the disk, with its header page."""
     stored = rows["stored_bytes"].astype(np.int64)
@@ -150,23 +183,14 @@ def footer_from_headers(headers: Sequence[RecordHeader]) -> Footer:
     rows, namespaces, keys = bytearray(), dict[str, int](), bytearray()
     for header in headers:
         facts, key = header.facts, header.facts.key.encode()
-        rows += ROW_STRUCT.pack(
-            facts.digest,
-            facts.version.clock,
-            facts.version.root,
-            facts.length,
-            header.place.sequence,
-            facts.expires_unix_ms,
-            header.place.page,
-            header.stored_bytes,
-            len(keys),
-            facts.version.writer,
-            header.place.number,
-            len(key),
-            min(facts.replicas, MAX_REPLICAS),
-            namespaces.setdefault(facts.namespace, len(namespaces)),
+        rows += pack_row(
+            facts,
+            header.place,
             header.part,
-            flags_of(facts.pin, facts.soft, described=bool(facts.dtype)),
+            header.stored_bytes,
+            key_offset=len(keys),
+            key_bytes=len(key),
+            namespace=namespaces.setdefault(facts.namespace, len(namespaces)),
         )
         keys += key
     return Footer(np.frombuffer(rows, ROW), list(namespaces), bytes(keys))

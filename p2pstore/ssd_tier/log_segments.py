@@ -254,26 +254,13 @@ class SegmentTable:
     # After a start.
 
     def restore(
-        self,
-        number: int,
-        generation: int,
-        *,
-        state: SegmentState,
-        write_page: int = FIRST_RECORD_PAGE,
-        records: int = 0,
-        text_bytes: int = 0,
-        first_sequence: int = 0,
+        self, number: int, generation: int, state: SegmentState, first_sequence: int = 0
     ) -> None:
-        """Enter a segment that recovery found: EMPTY, FREE, to be sealed (SEALING) or SEALED."""
+        """Enter a segment that recovery found: EMPTY, to be sealed (SEALING) or SEALED."""
         segment = self.segments[number]
         self._expect(segment, SegmentState.EMPTY)
-        if state in (SegmentState.OPEN, SegmentState.DRAINING):
-            raise ValueError(f"recovery leaves no segment {state.value}")
         segment.generation, segment.state = generation, state
-        segment.write_page, segment.records = write_page, records
-        segment.text_bytes, segment.first_sequence = text_bytes, first_sequence
-        if state is SegmentState.FREE:
-            self._free.append(segment)
+        segment.first_sequence = first_sequence
 
     def _fits(self, segment: Segment, pages: int, text_bytes: int) -> bool:
         footer = self.footer_pages(segment.records + 1, segment.text_bytes + text_bytes)

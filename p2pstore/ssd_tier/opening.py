@@ -445,10 +445,8 @@ def restore(
     for each in found:
         if each.state is FoundState.UNSEALED and len(each.footer.rows):
             _mark_unknown(each)
-    refilled = refill(index, found)
-    table = SegmentTable(
-        superblock.segments, superblock.segment_bytes, footer_pages, refilled.next_sequence
-    )
+    next_sequence = refill(index, found)
+    table = SegmentTable(superblock.segments, superblock.segment_bytes, footer_pages, next_sequence)
     for each in found:
         _restore_segment(table, each)
     return table, index
@@ -483,9 +481,5 @@ def _restore_segment(table: SegmentTable, found: FoundSegment) -> None:
         state = SegmentState.SEALED
     elif len(rows):
         state = SegmentState.SEALING
-    table.restore(
-        found.segment,
-        generation,
-        state=state,
-        first_sequence=int(rows["sequence"].min()) if len(rows) else 0,
-    )
+    first_sequence = int(rows["sequence"].min()) if len(rows) else 0
+    table.restore(found.segment, generation, state, first_sequence)

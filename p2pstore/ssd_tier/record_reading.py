@@ -29,66 +29,6 @@ from p2pstore.ssd_tier.record_format import (
     unpack_part,
 )
 
-
-class RecordReader:
-    """Header and payload come with one request."""
-
-    def __init__(self, log: ColdLog) -> None:
-        self._log = log
-
-    async def read_part(self, entry: ColdEntry, part: int, view: memoryview) -> RecordHeader:
-        """The record's value is at the beginning of `view` then, every byte checked. One that is not compressed comes
-        straight there, and is checked by the reading thread.
-
-        `view` has room for whole pages. Raises `DamagedRecord`, and `OSError` when the disk failed twice.
-        """
-        place, length, stored = entry.places[part], part_bytes(entry.length, part), entry.stored[part]
-        with self._log.scratch.page() as page:
-            if stored < length:
-                async with self._log.scratch.buffer(stored) as memory:
-                    await self._read(place, [page, memory])
-                    header = self._header(page, entry, part)
-                    await self._unpack(header, memory, view[:length])
-                    return header
-            headers: list[RecordHeader] = []
-
-            def check() -> None:
-                headers[:] = [self._header(page, entry, part)]
-                check_part(headers[0], view[:length])
-
-            target = [view[: round_up_to_page(length)]] if length else []
-            await self._read(place, [page, *target], check)
-            return headers[0]
-
-    async def _unpack(self, header: RecordHeader, memory: memoryview, into: memoryview) -> None:
-        stored = memory[: header.stored_bytes]
-        await self._log.workers.run(len(into), unpack_part, header, stored, into)
-
-    def _header(self, page: memoryview, entry: ColdEntry, part: int) -> RecordHeader:
-        place = entry.places[part]
-        header = decode_record_header(
-            page, self._log.store_id, place.segment, place.generation, place.page
-        )
-        facts = header.facts
-        found = facts.digest, facts.version, header.part, header.stored_bytes
-        if found != (entry.digest, entry.version, part, entry.stored[part]):
-            raise DamagedRecord("another record lies where this one should")
-        return header
-
-    async def _read(
-        self, place: RecordPlace, buffers: Sequence[memoryview], check: Check | None = None
-    ) -> None:
-        """From the beginning of a record on. A read that fails is tried again once."""
-        log = self._log
-        position = log.position(place)
-        try:
-            await log.disk.read_into(position, buffers, check)
-        except OSError:
-            await log.disk.read_into(position, buffers, check)
-        log.health.read_worked()
-        log.measures.read.add(sum(map(len, buffers)), log.unix())
-
-
 PARTS_AT_ONCE: Final = 4
 
 Prepare = Callable[[ColdFacts], memoryview]
@@ -99,7 +39,6 @@ class Reader:
 
     def __init__(self, log: ColdLog) -> None:
         self._log = log
-        self._records = RecordReader(log)
 
     def find(self, digest: bytes) -> ColdEntry:
         """The entry. Raises `ColdMiss`."""
@@ -188,7 +127,7 @@ class Reader:
     ) -> Sequence[RecordHeader]:
         parts = part_count(entry.length)
         if parts == 1:
-            return [await self._records.read_part(entry, 0, view)]
+            return [await self._read_part(entry, 0, view)]
         headers: list[RecordHeader | None] = [None] * parts
         failures: list[Exception] = []
         limit = trio.CapacityLimiter(PARTS_AT_ONCE)
@@ -196,7 +135,7 @@ class Reader:
         async def read(part: int, scope: trio.CancelScope) -> None:
             try:
                 async with limit:
-                    headers[part] = await self._records.read_part(entry, part, view[part * PART_BYTES :])
+                    headers[part] = await self._read_part(entry, part, view[part * PART_BYTES :])
                 waiting.moved = trio.current_time()
             except (DamagedRecord, OSError) as error:
                 failures.append(error)
@@ -208,6 +147,56 @@ class Reader:
         if failures:
             raise failures[0]
         return [header for header in headers if header is not None]
+
+    async def _read_part(self, entry: ColdEntry, part: int, view: memoryview) -> RecordHeader:
+        """Read a record's header and payload with one request. The value is at the beginning of `view` then, every byte
+        checked. One that is not compressed comes straight there, and is checked by the reading thread.
+
+        `view` has room for whole pages. Raises `DamagedRecord`, and `OSError` when the disk failed twice.
+        """
+        place, length, stored = entry.places[part], part_bytes(entry.length, part), entry.stored[part]
+        log = self._log
+        with log.scratch.page() as page:
+            if stored < length:
+                async with log.scratch.buffer(stored) as memory:
+                    await self._read(place, [page, memory])
+                    header = self._header(page, entry, part)
+                    packed, value = memory[: header.stored_bytes], view[:length]
+                    await log.workers.run(length, unpack_part, header, packed, value)
+                    return header
+            headers: list[RecordHeader] = []
+
+            def check() -> None:
+                headers[:] = [self._header(page, entry, part)]
+                check_part(headers[0], view[:length])
+
+            target = [view[: round_up_to_page(length)]] if length else []
+            await self._read(place, [page, *target], check)
+            return headers[0]
+
+    def _header(self, page: memoryview, entry: ColdEntry, part: int) -> RecordHeader:
+        place = entry.places[part]
+        header = decode_record_header(
+            page, self._log.store_id, place.segment, place.generation, place.page
+        )
+        facts = header.facts
+        found = facts.digest, facts.version, header.part, header.stored_bytes
+        if found != (entry.digest, entry.version, part, entry.stored[part]):
+            raise DamagedRecord("another record lies where this one should")
+        return header
+
+    async def _read(
+        self, place: RecordPlace, buffers: Sequence[memoryview], check: Check | None = None
+    ) -> None:
+        """From the beginning of a record on. A read that fails is tried again once."""
+        log = self._log
+        position = log.position(place)
+        try:
+            await log.disk.read_into(position, buffers, check)
+        except OSError:
+            await log.disk.read_into(position, buffers, check)
+        log.health.read_worked()
+        log.measures.read.add(sum(map(len, buffers)), log.unix())
 
 
 def facts_known(entry: ColdEntry) -> ColdFacts:

@@ -33,7 +33,7 @@ from p2pstore.ssd_tier.footer import (
     Footer,
     Rows,
     disk_bytes,
-    flags_of,
+    pack_row,
 )
 from p2pstore.ssd_tier.index_walks import DigestWalk
 from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, record_bytes
@@ -198,32 +198,21 @@ class RecordRows:
         else:
             row, self.end = self.end, self.end + 1
         self._about_to_change(row)
-        segment, key, version = place.segment, facts.key.encode(), facts.version
-        ROW_STRUCT.pack_into(
-            self.memory,
-            row * ROW_BYTES,
-            facts.digest,
-            version.clock,
-            version.root,
-            facts.length,
-            place.sequence,
-            facts.expires_unix_ms,
-            place.page,
-            stored_bytes,
-            self._texts.add(segment, key),
-            version.writer,
-            place.number,
-            len(key),
-            min(facts.replicas, MAX_REPLICAS),
-            0,
+        segment, key = place.segment, facts.key.encode()
+        self.memory[row * ROW_BYTES : (row + 1) * ROW_BYTES] = pack_row(
+            facts,
+            place,
             part,
-            flags_of(facts.pin, facts.soft, described=bool(facts.dtype)),
+            stored_bytes,
+            key_offset=self._texts.add(segment, key),
+            key_bytes=len(key),
+            namespace=0,
         )
         self._segments[row] = segment + 1
         self._namespaces[row] = self.names.use(facts.namespace)
         self._nexts[row] = 0
         self._generations[segment] = place.generation
-        self.newest_clock = max(self.newest_clock, version.clock)
+        self.newest_clock = max(self.newest_clock, facts.version.clock)
         self._count(segment, facts.namespace, record_bytes(stored_bytes), 1)
         return row
 
@@ -274,7 +263,7 @@ class RecordRows:
 
     def version(self, row: int) -> Version:
         """The version of the record's object."""
-        fields = ROW_STRUCT.unpack_from(self.memory, row * ROW_BYTES)
+        fields = self.fields(row)
         return Version(fields[CLOCK], fields[WRITER], fields[ROOT])
 
     def is_at(self, row: int, sequence: int) -> bool:
@@ -283,7 +272,7 @@ class RecordRows:
 
     def place(self, row: int) -> RecordPlace:
         """Where the record is."""
-        return self.place_of(row, ROW_STRUCT.unpack_from(self.memory, row * ROW_BYTES))
+        return self.place_of(row, self.fields(row))
 
     def place_of(self, row: int, fields: tuple[Any, ...]) -> RecordPlace:
         """The same, when the fields of the row are at hand."""

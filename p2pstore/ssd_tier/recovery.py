@@ -296,21 +296,10 @@ def _nothing() -> Footer:
 Which = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class Refilled:
-    """`next_sequence` is above that of any record. The rest are counts of records that are not in the index: dead
-    before, of a lower version or there twice, of an incomplete object, too many for it."""
-
-    next_sequence: int
-    dead: int
-    superseded: int
-    incomplete: int
-    too_many: int
-
-
-def refill(index: ColdIndex, found: Sequence[FoundSegment]) -> Refilled:
+def refill(index: ColdIndex, found: Sequence[FoundSegment]) -> int:
     """Fill an empty index with the records that count, and mark the others dead: these marks are to be written like any
-    others. When there are too many records for the index, those written first are left out.
+    others. When there are too many records for the index, those written first are left out. Returns the next sequence,
+    which is above that of any record.
 
     Dead marks are obeyed. The highest complete version of an object wins: a version that was being written must not
     take the one before with it. Of equal versions the record written first counts, because a copy made by reclaim need
@@ -329,8 +318,7 @@ def refill(index: ColdIndex, found: Sequence[FoundSegment]) -> Refilled:
     order = _best_first(rows)
     rows, owners, namespaces = rows[order], owners[order], namespaces[order]
 
-    whole, won = _winners(rows)
-    kept = _newest(rows, won, index.rows.max_records)
+    kept = _newest(rows, _winners(rows), index.rows.max_records)
     for owner, number in zip(owners[~kept].tolist(), rows["number"][~kept].tolist(), strict=True):
         found[owner].marks.mark(number)
     if not kept.all():
@@ -345,13 +333,7 @@ def refill(index: ColdIndex, found: Sequence[FoundSegment]) -> Refilled:
         {each.segment: each.generation for each in found},
     )
     sequences = [int(each.footer.rows["sequence"].max(initial=0)) for each in found]
-    return Refilled(
-        next_sequence=max(sequences, default=0) + 1,
-        dead=sum(int((~which).sum()) for which in alive),
-        superseded=int((whole & ~won).sum()),
-        incomplete=int((~whole).sum()),
-        too_many=int((won & ~kept).sum()),
-    )
+    return max(sequences, default=0) + 1
 
 
 def _joined(pieces: list[npt.NDArray[np.generic]], dtype: np.dtype[np.generic]) -> Rows:
@@ -379,9 +361,8 @@ def _best_first(rows: Rows) -> npt.NDArray[np.intp]:
     )
 
 
-def _winners(rows: Rows) -> tuple[Which, Which]:
-    """For rows in that order: which belong to a version that has all its parts; and which are the first record of a
-    part of the highest such version."""
+def _winners(rows: Rows) -> Which:
+    """For rows in that order: which are the first record of a part of the highest version that has all its parts."""
     new_object = _differ(rows["digest"][:, 0]) | _differ(rows["digest"][:, 1])
     new_version = new_object.copy()
     for name in ("clock", "writer", "root"):
@@ -395,7 +376,8 @@ def _winners(rows: Rows) -> tuple[Which, Which]:
     chosen = np.zeros(len(first), bool)
     _, highest = np.unique(objects[whole], return_index=True)
     chosen[np.flatnonzero(whole)[highest]] = True
-    return whole[version], chosen[version] & new_part
+    found: Which = chosen[version] & new_part
+    return found
 
 
 def _differ(column: npt.NDArray[np.generic]) -> Which:

@@ -218,15 +218,15 @@ class SsdTier:
             "state": health.state.value,
             "why": health.why,
             "cure": health.cure,
-            "capacity_bytes": log.table.count * log.segment_bytes,
-            "live_bytes": log.index.rows.live_bytes,
-            "objects": log.index.objects,
+            "capacity_bytes": self.capacity_bytes,
+            "live_bytes": self.live_bytes,
+            "objects": len(self),
             "records": log.index.rows.records,
             "segments": {each.value: segments.count(each) for each in SegmentState},
             "retired_segments": segments.count(SegmentState.RETIRED),
             "queued_bytes": self._writer.queued_bytes,
             "admitted": admission.admitted,
-            "refused": {each.value: count for each, count in sorted_refusals(admission)},
+            "refused": dict(sorted((each.value, count) for each, count in admission.refused.items())),
             "syncs": log.commit.syncs,
             "read_errors": health.read_errors,
             "write_errors": health.write_errors,
@@ -234,11 +234,6 @@ class SsdTier:
             "discard_errors": health.discard_errors,
             **log.measures.document(log.unix()),
         }
-
-
-def sorted_refusals(admission: Admission) -> list[tuple[WriteRefusal, int]]:
-    """In the order of their names."""
-    return sorted(admission.refused.items(), key=lambda each: each[0].value)
 
 
 def default_max_records(superblock: Superblock) -> int:

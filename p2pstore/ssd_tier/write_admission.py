@@ -111,48 +111,33 @@ class Admission:
         fits_share: bool = True,
     ) -> WriteRefusal | None:
         """None when the object should be written: its bytes are then taken from the budget."""
-        refusal = self._refusal(length_bytes, hits, last_copy, queued_bytes, read_only, now)
-        if refusal is None and not fits_share:
+        policy, budget = self.policy, self.budget
+        if read_only:
+            refusal = WriteRefusal.READ_ONLY
+        elif length_bytes < policy.min_bytes:
+            refusal = WriteRefusal.TOO_SMALL
+        elif length_bytes > policy.max_bytes:
+            refusal = WriteRefusal.TOO_LARGE
+        elif hits < policy.min_hits and not last_copy:
+            refusal = WriteRefusal.SEEN_ONCE
+        # An object that is longer than the whole queue goes when the queue is empty.
+        elif queued_bytes and queued_bytes + length_bytes > policy.max_queued_bytes:
+            refusal = WriteRefusal.QUEUE_FULL
+        elif budget is not None and budget.balance(now) < min(length_bytes, budget.burst_bytes):
+            refusal = WriteRefusal.WRITE_BUDGET_SPENT
+        elif not fits_share:
             refusal = WriteRefusal.OVER_CAP
-        if refusal is not None:
-            self.refused[refusal] += 1
-            return refusal
-        self.admitted += 1
-        self.spend(length_bytes, now)
-        return None
+        else:
+            self.admitted += 1
+            self.spend(length_bytes, now)
+            return None
+        self.refused[refusal] += 1
+        return refusal
 
     def spend(self, count: int, now: float) -> None:
         """Charge bytes that are written without a decision: durable puts, records that reclaim keeps."""
         if self.budget is not None:
             self.budget.spend(count, now)
-
-    def _refusal(
-        self,
-        length_bytes: int,
-        hits: int,
-        last_copy: bool,
-        queued_bytes: int,
-        read_only: bool,
-        now: float,
-    ) -> WriteRefusal | None:
-        policy = self.policy
-        if read_only:
-            return WriteRefusal.READ_ONLY
-        if length_bytes < policy.min_bytes:
-            return WriteRefusal.TOO_SMALL
-        if length_bytes > policy.max_bytes:
-            return WriteRefusal.TOO_LARGE
-        if hits < policy.min_hits and not last_copy:
-            return WriteRefusal.SEEN_ONCE
-        if queued_bytes and queued_bytes + length_bytes > policy.max_queued_bytes:
-            return (
-                WriteRefusal.QUEUE_FULL
-            )  # one that is longer than the whole queue goes when it is empty
-        if self.budget is not None and self.budget.balance(now) < min(
-            length_bytes, self.budget.burst_bytes
-        ):
-            return WriteRefusal.WRITE_BUDGET_SPENT
-        return None
 
 
 @dataclass(frozen=True, slots=True)

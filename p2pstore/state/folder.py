@@ -149,29 +149,29 @@ class Folder:
             os.rename(name, aside, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
 
-def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Make `data` the content of a file, new or not, durably; or leave the file as it was. A link is replaced, not
     followed. Raises `OSError`, and `ConfigError` for what is not a regular file."""
     with Folder(path.parent) as folder:
-        folder.replace(path.name, data, mode)
+        folder.replace(path.name, data, 0o666)
 
 
-def refuse_folder_of_another(folder: Folder, setting: str) -> None:
+def refuse_folder_of_another(folder: Folder) -> None:
     """Raise `ConfigError` when a user other than this process's and root owns it, and could change it."""
-    _refuse_owner(folder.status().st_uid, folder.path, "could exchange what is in it", setting)
+    _refuse_owner(folder.status().st_uid, folder.path, "could exchange what is in it")
 
 
-def refuse_files_of_others(folder: Folder, setting: str) -> None:
+def refuse_files_of_others(folder: Folder) -> None:
     """Raise `ConfigError` when something in the directory belongs to such a user, who may have planted it."""
     for name in folder.names():
-        _refuse_owner(folder.owner(name), folder.path / name, "may have planted it", setting)
+        _refuse_owner(folder.owner(name), folder.path / name, "may have planted it")
 
 
-def _refuse_owner(owner: int, path: Path, what: str, setting: str) -> None:
+def _refuse_owner(owner: int, path: Path, what: str) -> None:
     own = os.geteuid()
     if owner not in (own, 0):
         raise ConfigError(
-            f"{setting}: {path} belongs to {user_name(owner)}, who {what}, while this process runs as "
+            f"state_dir: {path} belongs to {user_name(owner)}, who {what}, while this process runs as "
             f"{user_name(own)}: run it as that user, or `chown {own} {path}`, or choose another directory"
         )
 
@@ -382,12 +382,6 @@ def readers_key_file(path: str | os.PathLike[str], namespaces: Sequence[str] = (
 
     ring = load_cluster_key_file(path)
     return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id), namespaces)
-
-
-def parse_private_keys(folder: Folder, name: str, what: str) -> KeyRing:
-    """The keys of a file in `folder`, which is `what`. Raises as `load_cluster_key_file`, and `OSError`."""
-    path = folder.path / name
-    return parse_cluster_keys(read_private(path, what, folder), str(path))
 
 
 def read_private(path: Path, what: str, folder: Folder | None = None) -> str:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from p2pstore.access.invite import Invite, parse_kept_invite
-from p2pstore.access.keyring import KEYLESS, KeyRing, new_cluster_key
+from p2pstore.access.keyring import KEYLESS, KeyRing, new_cluster_key, parse_cluster_keys
 from p2pstore.config import USER_KEY_NAME, name_or_host
 from p2pstore.errors import AuthenticationFailed, ConfigError, ProtocolMismatch
 from p2pstore.local.socket_paths import distrust, live_sockets, own_directory
 from p2pstore.settings import Settings
-from p2pstore.state.folder import Folder, parse_private_keys, refuse_folder_of_another
+from p2pstore.state.folder import Folder, read_private, refuse_folder_of_another
 from p2pstore.state.state_directory import StateDirectory, is_in_use, kept_cluster_key, kept_invite
 
 STATE_DIRECTORY_NAME: Final = "mooncake-p2p"
@@ -197,7 +197,7 @@ def _places() -> Iterator[Path]:
 def _opened(place: Path) -> Iterator[Folder]:
     """The directory, which no other user can write to in this user's name. Raises `OSError` where there is none."""
     with Folder(place) as folder:
-        refuse_folder_of_another(folder, "state_dir")
+        refuse_folder_of_another(folder)
         if place == own_directory() and (reason := distrust(place)):
             raise OSError(0, reason)
         yield folder
@@ -209,5 +209,5 @@ def _read(folder: Folder) -> KeyRing:
         raise ConfigError(
             f"{path} belongs to another user, who knows this key: remove it, and the next peer makes a new one"
         )
-    ring = parse_private_keys(folder, USER_KEY_NAME, "is the key of this user's peers")
-    return KeyRing(ring.keys, of_user=True)
+    text = read_private(path, "is the key of this user's peers", folder)
+    return KeyRing(parse_cluster_keys(text, str(path)).keys, of_user=True)

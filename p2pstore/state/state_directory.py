@@ -27,7 +27,6 @@ and objects that they may forbid are discarded (`gossip.floors.floor_sync`).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 from collections.abc import Sequence
@@ -107,7 +106,7 @@ class StateDirectory:
             try:
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 folder = undo.enter_context(Folder(directory))
-                refuse_folder_of_another(folder, "state_dir")
+                refuse_folder_of_another(folder)
                 lock = folder.open("lock", os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise ConfigError(
@@ -116,7 +115,7 @@ class StateDirectory:
                 ) from None
             undo.callback(os.close, lock)
             _take_lock(directory, lock)
-            refuse_files_of_others(folder, "state_dir")
+            refuse_files_of_others(folder)
             opened = cls(folder, lock)
             undo.pop_all()
         return opened
@@ -134,8 +133,6 @@ class StateDirectory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- identity ----------------------------------------------------------------------------
-
     def identity(self) -> Identity:
         """The identity kept here; a new one is made the first time."""
         path = self.path / "identity.key"
@@ -146,8 +143,6 @@ class StateDirectory:
             self._files.replace(path.name, f"{IDENTITY_HEADER}{FORMAT}\n{seed.hex()}\n".encode())
             return Identity(seed)
         return Identity(parse_identity(path, text))
-
-    # --- invite ------------------------------------------------------------------------------
 
     def save_invite(self, invite: Invite) -> list[bytes | None]:
         """Save the invite that the peer joins by; keys go to a file of their own, which may change later. Returns the
@@ -176,8 +171,6 @@ class StateDirectory:
         """
         self.record.save_clock(clock, floors_seen, floors_horizon, self.floors.bytes_on_disk)
 
-    # --- addresses ---------------------------------------------------------------------------
-
     def load_addresses(self) -> list[str]:
         """`HOST:PORT` of peers seen earlier, best first. A file that cannot be read is written anew later on."""
         try:
@@ -198,8 +191,6 @@ class StateDirectory:
         """Keep the first 1,024."""
         book = _Addresses(FORMAT, list(addresses[:MAX_ADDRESSES]))
         self._files.replace("addresses.json", msgspec.json.encode(book) + b"\n")
-
-    # --- checkpoints -------------------------------------------------------------------------
 
     def load_publishers(
         self,
@@ -300,13 +291,12 @@ def kept_cluster_key(path: str | os.PathLike[str]) -> Path:
 
 def _take_lock(directory: Path, lock: int) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        raise StateDirectoryInUse(
-            f"the state directory {directory} is in use by process {owner}: stop that peer, or give "
-            "this one another directory with --state-dir"
-        ) from None
+        if not take_lock(lock):
+            owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise StateDirectoryInUse(
+                f"the state directory {directory} is in use by process {owner}: stop that peer, or give "
+                "this one another directory with --state-dir"
+            )
     except OSError as error:
         raise ConfigError(
             f"the state directory {directory} cannot be locked: {error.strerror}; choose one on a "

@@ -55,7 +55,6 @@ class StateRecord:
 
     @property
     def clock(self) -> int:
-        """The hybrid clock's last saved reading."""
         return self.state.clock
 
     def next_incarnation(self, now_unix_ms: int, segment_id: bytes = b"") -> int:
@@ -225,7 +224,6 @@ class NewerFormat(Exception):
 
 
 def floors_file(records: Iterable[SignedRecord]) -> bytes:
-    """A whole file."""
     return _HEADER.pack(_MAGIC, FLOORS_FORMAT) + floor_frames(records)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local.local_messages import PullCount
-from p2pstore.runtime.histograms import Histogram
+from p2pstore.runtime.histograms import Histogram, milliseconds
 
 MAX_NAMESPACES: Final = 32
 """Namespaces with labels of their own: those that were used first. All others count as `OTHERS`."""
@@ -65,7 +65,6 @@ class Measures:
         self._namespaces: dict[str, NamespaceUse] = {}
 
     def namespace(self, name: str) -> NamespaceUse:
-        """The counts of a namespace."""
         use = self._namespaces.get(name)
         if use is None:
             if len(self._namespaces) >= MAX_NAMESPACES and name != OTHERS:
@@ -78,7 +77,6 @@ class Measures:
         return dict(sorted(self._namespaces.items()))
 
     def requested(self, kind: str, seconds: float) -> None:
-        """A client's request was answered."""
         _of(self.requests, kind).add_seconds(seconds)
 
     def put(self, namespace: str, length: int, count: int = 1) -> None:
@@ -148,11 +146,7 @@ def _of(histograms: dict[str, Histogram], label: str) -> Histogram:
 
 def _quantiles(histograms: dict[str, Histogram]) -> dict[str, dict[str, float]]:
     return {
-        label: {
-            "count": histogram.count,
-            "p50_ms": histogram.quantile(0.5) / 1000,
-            "p99_ms": histogram.quantile(0.99) / 1000,
-        }
+        label: {"count": histogram.count, **milliseconds(histogram)}
         for label, histogram in sorted(histograms.items())
     }
 
@@ -180,7 +174,6 @@ class Use:
             self.durations.merge(came.durations, came.microseconds)
 
     def document(self) -> dict[str, int]:
-        """For JSON."""
         return {"objects": self.objects, "bytes": self.bytes, "failures": self.failures}
 
 
@@ -217,7 +210,6 @@ class Traffic:
                 uses[transport].durations.add_seconds(seconds)
 
     def used(self, member: Member) -> dict[str, Use]:
-        """Use of transports with a member."""
         return self._by_member.get(member, {})
 
     def pinged(self, peer_id: PeerId, seconds: float) -> None:

@@ -85,8 +85,6 @@ class PeerWatch:
             LocalKind.LEASE: self._count_leases,
         }
 
-    # --- requests of clients -----------------------------------------------------------------
-
     def began(self, kind: LocalKind, message: Message) -> Watched:
         """A request was not answered at once."""
         wait_ms = getattr(message, "wait_ms", 0)
@@ -149,8 +147,6 @@ class PeerWatch:
             logger.info(
                 "%s%s", describe(operation), more, extra={"seconds": round(operation.seconds, 3)}
             )
-
-    # --- counting ----------------------------------------------------------------------------
 
     def _count_puts(self, client: LocalClient, message: local.Commit, answer: local.Committed) -> None:
         begin = 0
@@ -229,8 +225,6 @@ class PeerWatch:
         request = Request("get", key, 1, reader, time.time(), outcome)
         stage = Stage("pull", read.seconds, name, transport, outcome)
         self._note(self.slow.add(SlowOperation(request, read.seconds, 0.0, (stage,))))
-
-    # --- what other peers did ----------------------------------------------------------------
 
     def asked(self, effect: AskPeer, reply: Reply, seconds: float) -> None:
         """A request to another peer ended: answered, refused, or (None) not answered in time."""
@@ -322,7 +316,6 @@ class PeerWatch:
             )
 
     def pinged(self, peer_id: PeerId, seconds: float) -> None:
-        """A peer answered a ping over an open connection."""
         self.traffic.pinged(peer_id, seconds)
         self.measures.pings.add_seconds(seconds)
 

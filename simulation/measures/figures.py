@@ -14,7 +14,7 @@ from p2pstore.trace.one_cache import Request
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
 from simulation.gossip_run import key_of
-from simulation.kernel import Faults
+from simulation.network import Faults
 
 Curve = list[tuple[float, float]]
 

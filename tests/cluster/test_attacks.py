@@ -30,7 +30,6 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
-from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.state.state_files import FloorsFile
@@ -90,9 +89,9 @@ async def reserve(client: Client, length: int, count: int = 1) -> list[older.Res
     return reply.items
 
 
-def commit_item(reservation: int, key: str, value: bytes, **fields: Any) -> PutFacts:
+def commit_item(reservation: int, key: str, value: bytes, **fields: Any) -> older.CommitRow:
     sums = chunk_sums(value)
-    return PutFacts(reservation, key, len(value), sums, root_checksum(len(value), sums), **fields)
+    return older.CommitRow(reservation, key, len(value), sums, root_checksum(len(value), sums), **fields)
 
 
 # --- broken clients --------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake_p2p import local_cluster
 from mooncake_p2p.output import ExitCode
+from p2pstore.local import peer_processes
 from tests.command_line import Cli
 from tests.forked import COMMAND, Forked
 from tests.unit.trace_requests import conversations
@@ -22,7 +22,7 @@ def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         return Forked([*COMMAND, *command[command.index("join") :]], **options)
 
     parts = SimpleNamespace(**{**vars(subprocess), "Popen": start})
-    monkeypatch.setattr(local_cluster, "subprocess", parts)
+    monkeypatch.setattr(peer_processes, "subprocess", parts)
 
 
 @pytest.fixture

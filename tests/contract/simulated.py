@@ -16,7 +16,8 @@ from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
 from p2pstore.transfer.data_messages import ObjectReply, ObjectStatus
 from p2pstore.transfer.reading.arriving import Destination
 from p2pstore.transfer.transport import Pulled, RemoteCopy
-from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults, FaultyNetwork
 from simulation.tasks import Task
 from simulation.transport import SimulatedTransport
 

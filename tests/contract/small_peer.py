@@ -24,7 +24,7 @@ from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.listener import serve_local
 from p2pstore.local.local_protocol import LocalClient, LocalKind
-from p2pstore.local.put_columns import columns_of, sizes_of
+from p2pstore.local.put_columns import sizes_of, values_of
 from p2pstore.memory.entries import Written
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, create_page
@@ -139,31 +139,30 @@ class SmallBackend:
         return local.Span(1, made.number, made.length, made.offset.to_bytes(8, "little"))
 
     def _commit(self, client: LocalClient, message: local.Commit) -> Message:
-        columns = columns_of(message, batch_key_hasher(message.namespace))
-        items = [columns.facts(row) for row in range(len(columns.keys))]
+        items = values_of(message, batch_key_hasher(message.namespace))
         outcomes = [(1, self._commit_one(client, message.namespace, item)) for item in items]
         again = [self._reserve_one(client, *size) for size in sizes_of(message.again)]
         return local.Committed(outcomes, again)
 
     def _commit_one(self, client: LocalClient, namespace: str, item: PutFacts) -> local.PutOutcome:
-        digest = key_digest(item.key, namespace)
+        digest, options = item.digest, item.options
         existing = self.segment.find(digest, time.time())
-        if existing is not None and not item.overwrite:
+        if existing is not None and not options.overwrite:
             self.segment.abort(item.reservation, session=client.session)
             same = existing.version.root == item.root and existing.length == item.length
             status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
             version = existing.version
-            return local.PutOutcome(status, 1, item.replicas, version.clock, version.writer)
+            return local.PutOutcome(status, 1, options.replicas, version.clock, version.writer)
         self._clock += 1
         trailer = TrailerBody(
             namespace,
             item.key,
             item.sums,
-            int(time.time() * 1000) + item.ttl_ms if item.ttl_ms else 0,
-            item.replicas,
-            item.pin,
-            item.dtype,
-            item.shape,
+            int(time.time() * 1000) + options.ttl_ms if options.ttl_ms else 0,
+            options.replicas,
+            options.pin,
+            options.dtype,
+            options.shape,
         )
         self.segment.commit(
             Written(item.reservation, digest, Version(self._clock, 7, item.root), trailer, item.length),
@@ -171,7 +170,7 @@ class SmallBackend:
             soft=False,
             now=time.time(),
         )
-        return local.PutOutcome(PutStatus.CREATED, 1, item.replicas, self._clock, 7)
+        return local.PutOutcome(PutStatus.CREATED, 1, options.replicas, self._clock, 7)
 
     def _place(self, client: LocalClient, message: local.Place) -> Message:
         return local.Placed([], error=_item_error(CapacityExceeded("there is no other peer")))

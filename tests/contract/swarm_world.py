@@ -21,8 +21,8 @@ from p2pstore.checkpoint.content.manifest import SignedManifest, read_manifest, 
 from p2pstore.checkpoint.content.sources import SourceDirectory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.checkpoint.peer.running import RunningSwarms, SwarmPart
-from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces
+from p2pstore.checkpoint.peer.piece_stores import PieceStore, PublishedPieces
+from p2pstore.checkpoint.peer.running_swarms import RunningSwarms, SwarmPart
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity

@@ -16,7 +16,7 @@ from p2pstore import errors
 from p2pstore.checkpoint.content.hashing import PieceHashes
 from p2pstore.checkpoint.peer import fetching, version_fetch
 from p2pstore.checkpoint.peer import fetching as manifest_search
-from p2pstore.checkpoint.peer.stores import MemoryTarget
+from p2pstore.checkpoint.peer.piece_stores import MemoryTarget
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
 from p2pstore.objects import MIB

@@ -21,7 +21,8 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.checkpoint_records import Head, HeadBody, short_version
 from p2pstore.gossip.records import Participation, TakesPart
 from simulation.cluster import SimulatedCluster, SimulatedPeer
-from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults, FaultyNetwork
 
 LOSSY = Faults(loss=0.05, duplication=0.02, slow=0.05, slow_latency=0.4)
 STEP_SECONDS = 0.1
@@ -127,7 +128,7 @@ class Following:
                 elif isinstance(effect, SwitchTo):
                     assert switch is not None
                     assert self.follower.handle(Switched(effect.version), now) == []
-        said = self.follower.said
+        said = self.follower.state
         state = TOLD.get(said.stage, TakesPart.FOLLOWING)
         self.peer.core.participations.follow(head.digest, said.version, state, said.current, now)
         self.peer.settle()

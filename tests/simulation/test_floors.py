@@ -10,7 +10,8 @@ from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.objects import key_digest
 from simulation.absences import AbsenceScenario, run_absences
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
-from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults, FaultyNetwork
 from simulation.removals import RemovalScenario, run_removals
 from tests.present import present
 

@@ -9,8 +9,8 @@ from simulation.gossip_invariants import Watch
 from simulation.gossip_peer import GossipPeer
 from simulation.gossip_run import key_of
 from simulation.gossip_truth import LogTruth
-from simulation.kernel import Faults
 from simulation.measures.figures import record_of
+from simulation.network import Faults
 
 
 def small_cluster(peers: int = 3, seed: int = 1) -> GossipCluster:

@@ -14,7 +14,8 @@ from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.partition_homes import DirectorySetting
 from p2pstore.objects import MIB, key_digest
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
-from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults, FaultyNetwork
 from simulation.peer import MEMORY_BYTES
 from tests.present import present
 

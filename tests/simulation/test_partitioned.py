@@ -13,7 +13,8 @@ from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.partition_homes import DirectorySetting, ModeLimits
 from p2pstore.objects import key_digest
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
-from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults, FaultyNetwork
 
 
 class World:

@@ -11,7 +11,8 @@ from p2pstore.gossip.homes.partition_homes import DirectorySetting
 from p2pstore.objects import MIB, key_digest
 from p2pstore.transfer.data_messages import DataKind
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
-from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults, FaultyNetwork
 from tests.present import present
 
 TIMING = RepairTiming()

@@ -15,7 +15,7 @@ from p2pstore.objects import CHUNK_BYTES, MIB
 from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.transport import BufferDestination, Pulled, PullReport, pull_with_failover
 from p2pstore.wire import Code
-from simulation.kernel import Faults
+from simulation.network import Faults
 from simulation.tasks import Task
 from simulation.transport import SimulatedTransport
 from tests.contract.simulated import READ_SECONDS, SimulatedHarness

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import pytest
 
-from simulation.kernel import Faults
 from simulation.liar_run import LiarOutcome, LiarScenario, run_liar
 from simulation.lies import BEHAVIOURS
+from simulation.network import Faults
 from simulation.workload import Scenario, run_seed
 from tests.commands import ran
 

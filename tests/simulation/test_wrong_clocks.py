@@ -11,7 +11,8 @@ from p2pstore.gossip.checkpoint_records import HeadBody
 from p2pstore.objects import clock_from_unix_seconds, key_digest
 from p2pstore.put_facts import PutStatus
 from simulation.cluster import NAMESPACE, SimulatedCluster
-from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.kernel import Kernel
+from simulation.network import Faults, FaultyNetwork
 from simulation.peer import UNIX_START, SimulatedPeer
 
 HOUR = 3600.0

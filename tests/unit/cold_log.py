@@ -22,7 +22,7 @@ from p2pstore.ssd_tier.log_layout import (
     segment_position,
 )
 from p2pstore.ssd_tier.record_format import decode_record_header, encode_record_header
-from p2pstore.ssd_tier.recovery import FoundSegment, Read, Refilled, SegmentReading, read_segment, refill
+from p2pstore.ssd_tier.recovery import FoundSegment, Read, SegmentReading, read_segment, refill
 from tests.unit.cold_objects import STORE_ID
 
 
@@ -141,8 +141,8 @@ class Log:
             for segment in range(self.segments)
         ]
 
-    def recover(self, max_records: int = 1000) -> tuple[ColdIndex, list[FoundSegment], Refilled]:
-        """An index of what is on the disk."""
+    def recover(self, max_records: int = 1000) -> tuple[ColdIndex, list[FoundSegment], int]:
+        """An index of what is on the disk, the segments, and the next sequence."""
         index = ColdIndex(self.segments, max_records, salt=5)
         found = self.find()
         return index, found, refill(index, found)

@@ -56,13 +56,13 @@ from p2pstore.objects import (
     key_digest,
     root_checksum,
 )
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutFacts, PutOptions
 from p2pstore.transfer.data_messages import REQUESTS, DataKind, ObjectReply, Objects, ObjectStatus
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs
 from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.segment_checks import check_segment
-from simulation.signer import SimulatedSigner, SimulatedVerifier
+from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
 from tests.unit.gossip_network import inform_of_death
 from tests.unit.location_set import iterate_locations
 
@@ -147,7 +147,7 @@ class Harness:
         kept: Kept | None = None,
     ) -> None:
         self.now = 100.0
-        self.signer = SimulatedSigner(0)
+        self.signer = SimulatedSigner(peer_id_of(0))
         geometry = plan_geometry(memory_bytes)
         self.memory = new_memory(geometry.total_bytes)
         self.segment = Segment(
@@ -199,7 +199,7 @@ class Harness:
 
     def join(self, number: int) -> Other:
         """Make a member known, alive."""
-        other = Other(SimulatedSigner(number))
+        other = Other(SimulatedSigner(peer_id_of(number)))
         self.gossip.serve(
             other.peer_id, ControlKind.DELTA, Delta([peer_record(other.signer)], [], [], []), self.now
         )
@@ -291,13 +291,16 @@ class Harness:
         self.segment.reservation_view(reservation.number, session=HOLDER)[:] = value
         return reservation.number
 
-    def facts(self, key: str, value: bytes, **options: Any) -> PutFacts:
+    def facts(
+        self, key: str, value: bytes, namespace: str = NAMESPACE, follows: bytes = b"", **options: Any
+    ) -> PutFacts:
         """Of a value that was written into a reservation."""
         sums = chunk_sums(value)
         root = root_checksum(len(value), sums)
         options["ttl_ms"] = round(1000 * options.pop("ttl_seconds", 0.0))
-        facts = PutFacts(self.reserve(key, value), key, len(value), sums, root)
-        return msgspec.structs.replace(facts, **options)
+        reservation, digest = self.reserve(key, value), key_digest(key, namespace)
+        wanted = PutOptions(**options)
+        return PutFacts(reservation, key, digest, len(value), sums, root, wanted, follows)
 
     def operation(self, facts: PutFacts, namespace: str = NAMESPACE) -> PutOperation:
         """A put that has not begun."""
@@ -305,7 +308,7 @@ class Harness:
 
     def put(self, key: str, value: bytes, namespace: str = NAMESPACE, **options: Any) -> PutOperation:
         """Start a put."""
-        operation = self.operation(self.facts(key, value, **options), namespace)
+        operation = self.operation(self.facts(key, value, namespace, **options), namespace)
         self.start(operation)
         return operation
 

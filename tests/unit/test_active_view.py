@@ -8,14 +8,17 @@ from random import Random
 import pytest
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.gossip_messages import Ask, Claim, ControlKind, Status
+from p2pstore.gossip.gossip_messages import Claim, Delta, Exchange, Status
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.members.member_table import MembershipConfig, MemberState
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import PeerId, SignedRecord, member_of
+from p2pstore.wire import Message
+from simulation.gossip_peer import GossipPeer
+from simulation.signer import peer_id_of
 from tests.present import present
-from tests.unit.gossip_network import Network, bury, peer_id_of, peer_record
+from tests.unit.gossip_network import Network, bury, peer_record
 
 SIGNED = SignedRecord(b"", b"")
 
@@ -307,15 +310,13 @@ def test_a_machine_exchanges_and_relays_with_neighbours_only() -> None:
     network.run(20.0, network.converged)
     network.run(2.0)
     asked: dict[int, set[PeerId]] = {}
-    do = network.do
 
-    def record(node: object, effects: list[object]) -> None:
-        for effect in effects:
-            if isinstance(effect, Ask) and effect.kind is not ControlKind.PING:
-                asked.setdefault(node.number, set()).add(effect.peer_id)  # type: ignore[attr-defined]
-        do(node, effects)  # type: ignore[arg-type]
+    def record(source: GossipPeer, target: GossipPeer, message: Message) -> Message:
+        if isinstance(message, Exchange | Delta):
+            asked.setdefault(source.number, set()).add(target.peer_id)
+        return message
 
-    network.do = record  # type: ignore[method-assign,assignment]
+    network.tamper = record
     neighbours = {node.number: set(node.gossip.view.neighbours()) for node in nodes}
     network.run(5.0)
     gossips: list[Gossip] = [node.gossip for node in nodes]

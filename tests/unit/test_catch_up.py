@@ -19,7 +19,8 @@ from p2pstore.gossip.locations.views import STEP_RECORDS, DirectoryConfig
 from p2pstore.gossip.members.member_table import MembershipConfig, MemberState
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, Member, SignedRecord, member_of
-from tests.unit.gossip_network import bury, location, operations_after, peer_id_of, peer_record, run_at
+from simulation.signer import peer_id_of
+from tests.unit.gossip_network import bury, location, operations_after, peer_record, run_at
 
 
 def setting() -> tuple[OwnLog, Directory, MemberState, CatchUp]:

@@ -22,7 +22,6 @@ from p2pstore.checkpoint.swarm.group import (
     NotSwitched,
     Prepare,
     Prepared,
-    Said,
     Stage,
     Switched,
     SwitchTo,
@@ -38,25 +37,25 @@ V1, V2, V3 = b"version1", b"version2", b"version3"
 
 def test_a_follower_prepares_says_so_waits_and_switches() -> None:
     follower = Follower(b"", ())
-    assert follower.said == Said(b"", Stage.WAITING, b"")
+    assert follower.state == FollowerState(b"", Stage.WAITING, b"")
     assert follower.handle(Heard(V1, b""), 0.0) == [Prepare(V1)]
-    assert follower.said == Said(V1, Stage.FETCHING, b"")
+    assert follower.state == FollowerState(V1, Stage.FETCHING, b"")
     assert follower.handle(Prepared(V1), 1.0) == []
-    assert follower.said == Said(V1, Stage.VERIFIED, b"")
+    assert follower.state == FollowerState(V1, Stage.VERIFIED, b"")
     assert follower.handle(Heard(V1, V1), 2.0) == [SwitchTo(V1)]
     assert follower.handle(Heard(V1, V1), 2.0) == [], "one switch at a time"
     assert follower.handle(Switched(V1), 3.0) == []
-    assert follower.said == Said(V1, Stage.CURRENT, V1)
+    assert follower.state == FollowerState(V1, Stage.CURRENT, V1)
     assert follower.wake_at == math.inf
 
 
 def test_who_is_late_fetches_first_what_the_others_use() -> None:
     follower = Follower(b"", ())
     assert follower.handle(Heard(V2, V1), 0.0) == [Prepare(V1)]
-    assert follower.said == Said(V1, Stage.FETCHING, b"")
+    assert follower.state == FollowerState(V1, Stage.FETCHING, b"")
     assert follower.handle(Prepared(V1), 1.0) == [SwitchTo(V1), Prepare(V2)]
     follower.handle(Switched(V1), 1.0)
-    assert follower.said == Said(V2, Stage.FETCHING, V1)
+    assert follower.state == FollowerState(V2, Stage.FETCHING, V1)
 
 
 def test_an_old_switch_after_a_new_head() -> None:
@@ -85,14 +84,14 @@ def test_what_was_abandoned_too_late_is_there_all_the_same() -> None:
 
 def test_a_follower_that_starts_again_knows_what_it_had() -> None:
     follower = Follower(V1, (V1, V2))
-    assert follower.said == Said(V1, Stage.CURRENT, V1)
+    assert follower.state == FollowerState(V1, Stage.CURRENT, V1)
     assert follower.handle(Heard(V2, V2), 0.0) == [SwitchTo(V2)]
 
 
 def test_going_back_to_an_older_version() -> None:
     follower = Follower(V2, (V1, V2))
     assert follower.handle(Heard(V1, V2), 0.0) == []
-    assert follower.said == Said(V1, Stage.VERIFIED, V2)
+    assert follower.state == FollowerState(V1, Stage.VERIFIED, V2)
     assert follower.handle(Heard(V1, V1), 0.0) == [SwitchTo(V1)]
 
 
@@ -101,7 +100,7 @@ def test_a_name_that_is_gone_stops_what_was_begun() -> None:
     follower.handle(Heard(V2, V1), 0.0)
     assert follower.handle(Heard(b"", V1), 0.0) == [Abandon(V2)]
     assert follower.handle(NotPrepared(V2), 0.0) == []
-    assert follower.said == Said(V1, Stage.CURRENT, V1)
+    assert follower.state == FollowerState(V1, Stage.CURRENT, V1)
 
 
 def test_what_fails_is_tried_again_ever_less_often_and_says_why() -> None:
@@ -109,7 +108,7 @@ def test_what_fails_is_tried_again_ever_less_often_and_says_why() -> None:
     assert follower.handle(Heard(V1, b""), now) == [Prepare(V1)]
     for _ in range(9):
         assert follower.handle(NotPrepared(V1, "disk full"), now) == []
-        assert follower.said == Said(V1, Stage.FAILED, b"", "disk full")
+        assert follower.state == FollowerState(V1, Stage.FAILED, b"", why="disk full")
         assert follower.handle(Tick(), follower.wake_at - 0.1) == []
         waits.append(follower.wake_at - now)
         now = follower.wake_at
@@ -117,7 +116,7 @@ def test_what_fails_is_tried_again_ever_less_often_and_says_why() -> None:
     assert waits[:3] == [FIRST_RETRY_SECONDS, 2 * FIRST_RETRY_SECONDS, 4 * FIRST_RETRY_SECONDS]
     assert waits[-1] == LAST_RETRY_SECONDS
     follower.handle(Prepared(V1), now)
-    assert follower.said == Said(V1, Stage.VERIFIED, b"")
+    assert follower.state == FollowerState(V1, Stage.VERIFIED, b"")
     assert follower.wake_at == math.inf
 
 
@@ -125,9 +124,9 @@ def test_a_failure_does_not_hold_up_another_version() -> None:
     follower = Follower(b"", ())
     follower.handle(Heard(V2, V1), 0.0)
     assert follower.handle(NotPrepared(V1, "no peer has it"), 0.0) == [Prepare(V2)]
-    assert follower.said == Said(V2, Stage.FETCHING, b""), "an update to it is not held up"
+    assert follower.state == FollowerState(V2, Stage.FETCHING, b""), "an update to it is not held up"
     assert follower.handle(NotPrepared(V2, "disk full"), 0.0) == []
-    assert follower.said == Said(V1, Stage.FAILED, b"", "no peer has it")
+    assert follower.state == FollowerState(V1, Stage.FAILED, b"", why="no peer has it")
     assert follower.handle(Tick(), follower.wake_at) == [Prepare(V1)]
     assert follower.handle(NotPrepared(V1, "no peer has it"), 6.0) == [Prepare(V2)]
     assert follower.handle(Heard(V3, V3), 1.0) == [Abandon(V2)]
@@ -139,7 +138,7 @@ def test_a_switch_that_fails_is_tried_again_and_what_is_missing_is_fetched_again
     follower = Follower(b"", (V1,))
     assert follower.handle(Heard(V1, V1), 0.0) == [SwitchTo(V1)]
     assert follower.handle(NotSwitched(V1, "read-only"), 0.0) == []
-    assert follower.said == Said(V1, Stage.FAILED, b"", "read-only")
+    assert follower.state == FollowerState(V1, Stage.FAILED, b"", why="read-only")
     assert follower.handle(Tick(), follower.wake_at) == [SwitchTo(V1)]
     follower.handle(NotSwitched(V1, "it is not there", missing=True), 10.0)
     assert follower.handle(Tick(), follower.wake_at) == [Prepare(V1)]
@@ -340,7 +339,7 @@ class Peer:
         elif what == 2 and group.now >= self.follower.wake_at:
             self.feed(Tick())
         else:
-            said = self.follower.said
+            said = self.follower.state
             self.shown = FollowerState(said.version, said.stage, said.current)
 
     def feed(self, event: Event) -> None:
@@ -349,9 +348,9 @@ class Peer:
         switching = [each for each in self.pending if isinstance(each, SwitchTo)]
         assert len(preparing) <= 1
         assert len(switching) <= 1
-        if self.follower.said.stage is Stage.VERIFIED:
-            assert self.follower.said.version in self.on_disk
-            self.ever_verified.add(self.follower.said.version)
+        if self.follower.state.stage is Stage.VERIFIED:
+            assert self.follower.state.version in self.on_disk
+            self.ever_verified.add(self.follower.state.version)
 
     def carry_out(self, effect: Effect) -> None:
         rng = self.group.rng

@@ -78,7 +78,7 @@ def test_every_byte_is_in_one_piece(sizes: list[int]) -> None:
     layout = PieceLayout(sizes, PIECE)
     reached = [0] * len(sizes)
     for piece in range(layout.count):
-        assert 1 <= layout.size(piece) <= PIECE
+        assert 1 <= layout.sizes[piece] <= PIECE
         for extent in layout.extents(piece):
             assert extent.offset == reached[extent.file]
             reached[extent.file] += extent.length
@@ -370,6 +370,6 @@ def test_a_spoilt_manifest_is_refused_or_still_safe(data: st.DataObject) -> None
         check_path(file.path)
         assert file.mode in range(0o1000)
     assert len(manifest.piece_hashes) == HASH_BYTES * manifest.layout.count
-    assert sum(manifest.layout.size(piece) for piece in range(manifest.layout.count)) == sum(
+    assert sum(manifest.layout.sizes[piece] for piece in range(manifest.layout.count)) == sum(
         file.size for file in manifest.files
     )

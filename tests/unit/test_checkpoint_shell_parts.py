@@ -16,7 +16,7 @@ from p2pstore.checkpoint.peer.piece_flow import (
     PieceBuffers,
     TokenBucket,
 )
-from p2pstore.checkpoint.peer.stores import Memories, MemoryTarget
+from p2pstore.checkpoint.peer.piece_stores import Memories, MemoryTarget
 from p2pstore.checkpoint.peer.swarm_links import SwarmLinks, _Link
 from p2pstore.checkpoint.swarm.swarm_messages import MAX_INTRODUCED, Grant, Members, NewPieces, kind_of
 from p2pstore.errors import CapacityExceeded, StoreClosed

@@ -17,7 +17,8 @@ from p2pstore.gossip.floors.cluster_records import (
 )
 from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, SignedRecord, read_cluster_record
 from p2pstore.wire import encode_body
-from tests.unit.gossip_network import digest_of, peer_id_of
+from simulation.signer import peer_id_of
+from tests.unit.gossip_network import digest_of
 
 MANY = 6000
 

@@ -31,13 +31,19 @@ from p2pstore.gossip.records import (
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.objects import clock_from_unix_seconds as clock_at
 from p2pstore.wire import encode_body
-from tests.unit.gossip_network import FakeSigner, digest_of, peer_id_of
+from simulation.signer import SimulatedSigner, peer_id_of
+from tests.unit.gossip_network import digest_of
 
-SIGNER = FakeSigner(peer_id_of(1))
+SIGNER = SimulatedSigner(peer_id_of(1))
 
 
 def floor(
-    key: int, clock: int, writer: int = 1, scope: int = 0, body: bytes = b"", signer: FakeSigner = SIGNER
+    key: int,
+    clock: int,
+    writer: int = 1,
+    scope: int = 0,
+    body: bytes = b"",
+    signer: SimulatedSigner = SIGNER,
 ) -> tuple[ClusterRecord, SignedRecord]:
     record = ClusterRecord(
         1, int(ClusterRecordKind.FLOOR), digest_of(key), clock, writer, signer.peer_id, scope, body
@@ -129,7 +135,7 @@ def test_one_record_forbids_many_keys() -> None:
     assert records.floors.crowding < 1e-4
 
 
-FLOOR_KEYS = 32_000
+FLOOR_KEYS = 16_000
 
 
 @pytest.mark.parametrize(("size", "most_bytes"), [(1, 720), (8, 180), (64, 80)])
@@ -250,7 +256,7 @@ def test_young_floors_stay_until_there_are_many() -> None:
 
 def test_many_floors_of_a_writer_that_is_gone_do_not_keep_those_of_others() -> None:
     """For a while no peer can confirm the last floors of a dead writer: they are older than all that can go."""
-    dead = FakeSigner(peer_id_of(2))
+    dead = SimulatedSigner(peer_id_of(2))
     records = ClusterRecords(limit=6_000)
     for key in range(2_500):
         records.offer(*floor(key, at(2000.0) + key, signer=dead))
@@ -287,7 +293,7 @@ def test_far_above_the_limit_floors_of_others_wait() -> None:
 
 
 def test_the_floors_of_a_writer_that_was_cut_off_stay() -> None:
-    other = FakeSigner(peer_id_of(2))
+    other = SimulatedSigner(peer_id_of(2))
     records = ClusterRecords(limit=20)
     late = floor(100, at(5000.0), signer=other)
     records.offer(*late)
@@ -362,7 +368,7 @@ def test_heads_of_a_name_are_found_as_long_as_they_are_kept() -> None:
     records = ClusterRecords()
 
     def publish(number: int, clock: int) -> None:
-        signer = FakeSigner(peer_id_of(number))
+        signer = SimulatedSigner(peer_id_of(number))
         body = encode_body(HeadBody("n", "model", bytes(16), clock, 2, 3, 4))
         name = checkpoint_digest("n", "model", signer.peer_id)
         kind = int(ClusterRecordKind.CHECKPOINT_HEAD)
@@ -453,7 +459,7 @@ def test_floors_flushes_and_horizons_commute(
 ) -> None:
     """Whatever order peers hear of things in, and however often: they keep the same in the end, as long as
     what one has dropped by a writer's horizon is dropped by all."""
-    signers = [SIGNER, FakeSigner(peer_id_of(2))]
+    signers = [SIGNER, SimulatedSigner(peer_id_of(2))]
 
     def happen(records: ClusterRecords, event: tuple[str, int, int, int]) -> None:
         kind, subject, clock, space = event

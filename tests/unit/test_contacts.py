@@ -4,7 +4,9 @@ import math
 from random import Random
 
 from p2pstore.gossip.members.contacts import MAX_IN_FLIGHT, Contacts
-from tests.unit.gossip_network import Network, address_of, peer_id_of
+from simulation.gossip_peer import address_of
+from simulation.signer import peer_id_of
+from tests.unit.gossip_network import Network
 
 
 def test_an_address_of_the_book_that_is_named_as_bootstrap_is_tried_by_those_not_alone() -> None:
@@ -87,7 +89,7 @@ def test_the_living_come_before_those_that_are_gone() -> None:
     network = Network(seed=1)
     first, gone = network.start_all(2)
     assert network.run(20, network.converged)
-    network.do(gone, gone.gossip.leave(network.now))
+    gone.carry_out(gone.gossip.leave(network.now))
     network.run(1)
     network.stop(1)
     network.start(2)

@@ -12,17 +12,18 @@ from p2pstore.core.gets.key_pages import ListOperation, is_known, known_keys
 from p2pstore.core.operation import (
     ColdObject,
     ColdSorted,
+    InSteps,
     LoadObject,
     PullObject,
     PullOutcome,
     WriteObject,
 )
-from p2pstore.core.serving import ListHereOperation, reply_of
+from p2pstore.core.serving import listed_here, reply_of
 from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import KIB, Version, namespace_digest
-from p2pstore.put_facts import PutStatus
+from p2pstore.put_facts import PutOptions, PutStatus
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.peer_messages import (
@@ -459,9 +460,9 @@ def test_without_its_bytes_the_same_value_takes_over_no_pin() -> None:
     world = ColdWorld()
     world.cool("k", VALUE)
     same = world.put("k", VALUE).facts
-    for options in ({"pin": 1}, {"ttl_ms": 5000}, {"replicas": 2}):
+    for options in (PutOptions(pin=1), PutOptions(ttl_ms=5000), PutOptions(replicas=2)):
         world.cool_again("k")
-        put = world.operation(replace(same, reservation=0, **options))
+        put = world.operation(replace(same, reservation=0, options=options))
         world.start(put)
         assert put.done
         assert put.result is None
@@ -543,8 +544,8 @@ def test_overwriting_ends_the_copy_on_the_ssd() -> None:
 # --- listing ---------------------------------------------------------------------------------
 
 
-def listed_here(world: ColdWorld, request: ListKeys) -> Keys:
-    operation = world.start(ListHereOperation(world.core, request))
+def page_here(world: ColdWorld, request: ListKeys) -> Keys:
+    operation = world.start(InSteps(world.core, listed_here(world.core, request, world.now)))
     while not operation.done:
         world.pass_time(0.0001)
     assert isinstance(operation.result, Keys)
@@ -562,7 +563,7 @@ def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> Non
     for limit in (1, 2, 5, 100):
         listed, after = [], ""
         while True:
-            page = listed_here(world, ListKeys(NAMESPACE, "a", after, limit, False))
+            page = page_here(world, ListKeys(NAMESPACE, "a", after, limit, False))
             listed += page.items
             if not page.more:
                 break
@@ -571,7 +572,7 @@ def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> Non
         assert [item.key for item in listed] == names
         assert all(earlier.key < later.key for earlier, later in pairwise(listed))
         assert [item.tier for item in listed[::2]] == [int(Tier.SSD)] * 6
-    page = listed_here(world, ListKeys(NAMESPACE, "", "", 100, True))
+    page = page_here(world, ListKeys(NAMESPACE, "", "", 100, True))
     assert [item.key for item in page.items] == ["pinned"]
 
 
@@ -603,7 +604,7 @@ def test_a_page_goes_past_keys_that_may_not_be_shown() -> None:
     for number in range(6):
         world.learn_floor(world.others[0], digest_of(f"a{number}"), world.soon)
     world.store.objects.update(kept)  # as if the sweep had not come by
-    page = listed_here(world, ListKeys(NAMESPACE, "", "", 2, False))
+    page = page_here(world, ListKeys(NAMESPACE, "", "", 2, False))
     assert "b" in [item.key for item in page.items] or page.more
     assert not any(item.key.startswith("a") for item in page.items)
 

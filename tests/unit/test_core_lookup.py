@@ -14,6 +14,7 @@ from p2pstore.home_messages import Holding
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import CopyChecked, Locations
 from p2pstore.wire import Code, Failure
+from simulation.signer import SimulatedSigner, peer_id_of
 from tests.unit.core_harness import (
     OTHER_INCARNATION,
     Harness,
@@ -353,7 +354,7 @@ def test_cancelling_ends_it() -> None:
 def test_a_location_of_a_stranger_is_not_a_copy() -> None:
     world = Harness(others=1)
     stranger = Other(world.signer)
-    stranger.signer = type(world.signer)(77)
+    stranger.signer = SimulatedSigner(peer_id_of(77))
     world.hold(stranger, "k", b"1")
     assert world.core.copies.known(digest_of("k"), world.now) == []
     world.others.append(world.join(77))

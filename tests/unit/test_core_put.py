@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from p2pstore.core import floors as sweeping
 from p2pstore.core.operation import AskPeer, CheckObject, PullOutcome, PutEnd
-from p2pstore.core.puts.comparing import SLOT_ONLY
+from p2pstore.core.puts.deciding import SLOT_ONLY
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -91,7 +91,8 @@ def test_a_time_to_live_counts_from_the_put_in_wall_clock_time() -> None:
 @pytest.mark.parametrize("change", [{"root": 1}, {"sums": b"12345678"}, {"length": 4}])
 def test_sums_that_do_not_give_the_root_are_refused(change: dict[str, Any]) -> None:
     world = Harness()
-    operation = world.put("k", b"value", **change)
+    operation = world.operation(replace(world.facts("k", b"value"), **change))
+    world.start(operation)
     assert isinstance(operation.result, ProtocolError)
     assert world.find("k") is None
     world.check_idle()

@@ -264,7 +264,7 @@ def test_whom_to_give_objects_to_is_looked_for_some_at_a_time(monkeypatch: pytes
         chosen.append(digest)
         return []
 
-    monkeypatch.setattr(hand_over_module._Rooms, "choose", choose)
+    monkeypatch.setattr(hand_over_module.MemberRooms, "choose", choose)
     operation = HandOverOperation(world.core)
     world.core.operations.start(operation, world.now)
     while not operation.done:

@@ -21,7 +21,6 @@ from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Replicate, Replicated, ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
-from simulation.put_columns import columns_of_facts
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, digest_of
 
@@ -42,8 +41,7 @@ def put(
 ) -> list[PutAmongMany]:
     """Publish new values together."""
     items = [world.facts(key, bytes(size), replicas=replicas, **options) for key in keys]
-    columns = columns_of_facts(items, NAMESPACE)
-    ends = publish_new(world.core, columns, session=HOLDER, namespace=NAMESPACE, now=world.now)
+    ends = publish_new(world.core, items, session=HOLDER, namespace=NAMESPACE, now=world.now)
     assert all(isinstance(end, PutAmongMany) for end in ends)
     return [end for end in ends if isinstance(end, PutAmongMany)]
 
@@ -77,8 +75,7 @@ def test_values_with_and_without_replicas_are_published_together() -> None:
     items = [
         world.facts(f"k{row}", b"v", replicas=replicas) for row, replicas in enumerate([1, 2, 1, 2, 2])
     ]
-    columns = columns_of_facts(items, NAMESPACE)
-    ends = publish_new(world.core, columns, session=HOLDER, namespace=NAMESPACE, now=world.now)
+    ends = publish_new(world.core, items, session=HOLDER, namespace=NAMESPACE, now=world.now)
     (ask,) = asks_of(world)
     world.answer(ask, held(ask, 0, FULL, 0))
     results = [end.result if isinstance(end, PutAmongMany) else end for end in ends]

@@ -24,7 +24,7 @@ from p2pstore.transfer.peer_messages import (
     Statistics,
 )
 from p2pstore.wire import Code, Empty, Failure
-from simulation.signer import SimulatedSigner
+from simulation.signer import SimulatedSigner, peer_id_of
 from tests.present import present
 from tests.unit.core_harness import (
     NAMESPACE,
@@ -85,7 +85,7 @@ def test_a_lookup_names_a_few_holders() -> None:
     world = Harness(others=1)
     thing = remote_object("k", b"1")
     for number in range(100, 200):
-        world.push(Other(SimulatedSigner(number)), thing)
+        world.push(Other(SimulatedSigner(peer_id_of(number))), thing)
     assert len(look_up(world, "k")[0]) == MAX_HOLDINGS
 
 
@@ -251,7 +251,7 @@ def test_a_replica_that_failed_is_a_failure() -> None:
 
 def test_a_stranger_that_asks_for_a_replica_introduces_itself() -> None:
     world = Harness(others=1)
-    stranger = Other(SimulatedSigner(55))
+    stranger = Other(SimulatedSigner(peer_id_of(55)))
     signed = peer_record(stranger.signer)
     world.others.insert(0, stranger)
     asked(world, remote_object("k", b"1"), record_body=signed.body, record_signature=signed.signature)
@@ -260,7 +260,7 @@ def test_a_stranger_that_asks_for_a_replica_introduces_itself() -> None:
 
 def test_a_forged_introduction_is_a_protocol_error() -> None:
     world = Harness(others=1)
-    signed = peer_record(SimulatedSigner(55))
+    signed = peer_record(SimulatedSigner(peer_id_of(55)))
     with pytest.raises(ProtocolError):
         asked(world, remote_object("k", b"1"), record_body=signed.body, record_signature=bytes(64))
     assert not world.core.operations_under_way

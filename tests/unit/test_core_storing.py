@@ -5,14 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.core.operation import Operation
-from p2pstore.core.puts.placing import (
-    MAX_INCOMING,
-    IncomingStore,
-    IncomingStores,
-    digest_of,
-    stored_reply,
-)
+from p2pstore.core.puts.placing import MAX_INCOMING, IncomingStore, IncomingStores, stored_reply
+from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -41,7 +35,7 @@ def request(key: str, value: bytes, **facts: Any) -> Store:
 
 def arrive(
     world: Harness, stores: IncomingStores, wanted: Store, value: bytes
-) -> tuple[IncomingStore, Operation]:
+) -> tuple[IncomingStore, PutOperation]:
     """The whole way of a value whose bytes are needed."""
     assert stores.examine(wanted, world.now).result is None
     incoming = run_through(stores.open(wanted, MEMBER, world.now))
@@ -49,9 +43,9 @@ def arrive(
     return incoming, stores.put(incoming, world.now)
 
 
-def reply_to(world: Harness, wanted: Store, operation: Operation) -> Stored:
+def reply_to(world: Harness, wanted: Store, operation: PutOperation) -> Stored:
     assert operation.done
-    return stored_reply(world.core, digest_of(wanted), operation, world.now)
+    return stored_reply(world.core, operation, world.now)
 
 
 def test_a_new_value_is_created_and_its_location_told() -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.core.copies.copy_destination import CopiesDestination, RoomDestination
+from p2pstore.core.copies.copy_destination import CopiesDestination, RoomDestination, TakeCopiesOperation
 from p2pstore.core.copies.proofs import sign_trees
-from p2pstore.core.operation import PullOutcome, PullTogether
+from p2pstore.core.operation import PullOutcome
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import Tier, writer_of
@@ -20,7 +20,7 @@ from p2pstore.runtime.stepping import run_through
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
-from simulation.signer import SimulatedSigner
+from simulation.signer import SimulatedSigner, peer_id_of
 from tests.present import present
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import (
@@ -59,37 +59,38 @@ def ask(world: Harness, things: Sequence[RemoteObject], other: Other | None = No
     return world.serve(other, DataKind.REPLICATE_MANY, message(other, things))
 
 
-def rooms_for(world: Harness) -> tuple[PullTogether, CopiesDestination]:
-    (pull,) = world.effects(PullTogether)
-    run_through(pull.copies.reserve(world.now))
-    return pull, pull.copies
+def rooms_for(world: Harness, operation: TakeCopiesOperation) -> CopiesDestination:
+    run_through(operation.copies.reserve(world.now))
+    return operation.copies
 
 
 def bring(
-    world: Harness, things: Sequence[RemoteObject], lost: Collection[int] = ()
-) -> tuple[PullTogether, set[int]]:
+    world: Harness,
+    operation: TakeCopiesOperation,
+    things: Sequence[RemoteObject],
+    lost: Collection[int] = (),
+) -> set[int]:
     """Fill all rooms but those."""
-    pull, copies = rooms_for(world)
     brought = set()
-    for room in copies.rooms:
+    for room in rooms_for(world, operation).rooms:
         thing = things[room.place]
         assert (room.slot, len(room.view)) == (thing.slot, len(thing.value))
         if room.place not in lost:
             room.view[:] = thing.value
             brought.add(room.place)
-    return pull, brought
+    return brought
 
 
-def end(world: Harness, pull: PullTogether, brought: Collection[int]) -> None:
-    pull.copies.publish(brought, world.now)
-    pull.copies.abort()
-    world.core.operations.pulled(pull.operation, PullOutcome(delivered=True), world.now)
+def end(world: Harness, operation: TakeCopiesOperation, brought: Collection[int]) -> None:
+    operation.copies.publish(brought, world.now)
+    operation.copies.abort()
+    world.core.operations.pulled(operation.number, PullOutcome(delivered=True), world.now)
 
 
 def take(world: Harness, things: Sequence[RemoteObject], lost: Collection[int] = ()) -> list[int]:
     """The codes that are answered when all comes but for what is lost."""
     operation = ask(world, things)
-    end(world, *bring(world, things, lost))
+    end(world, operation, bring(world, operation, things, lost))
     reply = reply_of(operation)
     assert isinstance(reply, ReplicatedMany)
     return list(reply.codes)
@@ -156,9 +157,9 @@ def test_what_is_decided_here_is_not_pulled(what: str) -> None:
     things = [written(other, "a", b"1", late), odd, written(other, "c", b"3", late)]
     before = world.value("odd")
     operation = ask(world, things)
-    pull, brought = bring(world, things)
+    brought = bring(world, operation, things)
     assert brought == {0, 2}
-    end(world, pull, brought)
+    end(world, operation, brought)
     assert list(reply_of(operation).codes) == [HELD, code, HELD]  # type: ignore[attr-defined]
     assert world.value("odd") == before
     world.check_idle()
@@ -212,13 +213,13 @@ def test_what_happens_while_they_come_counts(what: str) -> None:
     world = Harness(others=2)
     things = [written(world.others[0], key, b"value") for key in "abc"]
     operation = ask(world, things)
-    pull, brought = bring(world, things)
+    brought = bring(world, operation, things)
     if what == "newer":
         world.stored("b", b"newer")
     else:
         floor = Version(things[1].version.clock + 1, 1)
         world.learn_floor(world.others[1], digest_of("b"), floor)
-    end(world, pull, brought)
+    end(world, operation, brought)
     code = HELD if what == "newer" else int(AWAY)
     assert list(reply_of(operation).codes) == [HELD, code, HELD]  # type: ignore[attr-defined]
     assert world.value("b") == (b"newer" if what == "newer" else None)
@@ -228,10 +229,10 @@ def test_what_happens_while_they_come_counts(what: str) -> None:
 def test_a_newer_version_that_was_heard_of_meanwhile_is_seen() -> None:
     world = Harness(others=2)
     thing = written(world.others[0], "k", b"value")
-    ask(world, [thing])
-    pull, brought = bring(world, [thing])
+    operation = ask(world, [thing])
+    brought = bring(world, operation, [thing])
     world.hold(world.others[1], "k", b"newer", clock_at(5.0), writer_of(world.others[1].peer_id))
-    end(world, pull, brought)
+    end(world, operation, brought)
     world.core.gossip_arrived(world.now)
     assert world.value("k") is None, "it is given up for what another one has"
     world.check_idle()
@@ -277,30 +278,18 @@ def test_a_peer_that_leaves_takes_none() -> None:
     assert reply.code == AWAY
 
 
-def test_nobody_waiting_any_more_the_copies_are_kept() -> None:
-    world = Harness(others=1)
-    things = [written(world.others[0], "k", b"1")]
-    operation = ask(world, things)
-    pull, brought = bring(world, things)
-    world.core.operations.cancel(operation, world.now)
-    end(world, pull, brought)
-    assert world.value("k") == b"1"
-    world.check_idle()
-
-
 def test_a_pull_that_ends_early_leaves_nothing() -> None:
     world = Harness(others=1)
-    ask(world, [written(world.others[0], "k", b"1")])
-    pull, copies = rooms_for(world)
-    copies.abort()
-    world.core.operations.pulled(pull.operation, PullOutcome(delivered=False), world.now)
+    operation = ask(world, [written(world.others[0], "k", b"1")])
+    rooms_for(world, operation).abort()
+    world.core.operations.cancel(operation, world.now)
     assert world.value("k") is None
     world.check_idle()
 
 
 def test_a_stranger_introduces_itself() -> None:
     world = Harness(others=1)
-    stranger = Other(SimulatedSigner(55))
+    stranger = Other(SimulatedSigner(peer_id_of(55)))
     signed = peer_record(stranger.signer)
     request = msgspec.structs.replace(
         message(stranger, [written(stranger, "k", b"1")]),
@@ -365,8 +354,7 @@ def test_a_room_takes_the_one_version_only() -> None:
     world = Harness(others=1)
     other = world.others[0]
     thing = written(other, "k", b"value")
-    ask(world, [thing])
-    _, copies = rooms_for(world)
+    copies = rooms_for(world, ask(world, [thing]))
     destination = RoomDestination(copies.rooms[0])
     assert len(destination.prepare(thing.slot, thing.trailer)) == 5
     newer = written(other, "k", b"newer", clock_at(1.0))

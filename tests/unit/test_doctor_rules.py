@@ -149,7 +149,6 @@ WAY: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Failure
     (data_failure, (Failure.BROKEN,), {"loopback_elsewhere": False}, Failure.BROKEN),
     (data_failure, (Failure.UNREACHABLE,), {"loopback_elsewhere": True}, Failure.BROKEN),
     (way.stalled, ("tcp", 5.0), {}, Failure.DEADLINE),
-    (way.too_old, ("tcp",), {}, SKIPPED),
     (way.judge_round_trip, ("control", [0.1, 0.2, 3.0]), {}, OK),
 ]
 

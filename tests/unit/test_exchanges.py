@@ -1,8 +1,6 @@
 """The cost of exchanges in bytes and messages, with real encoding; and what a member cannot do to others by them."""
 
-import heapq
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -22,17 +20,16 @@ from p2pstore.gossip.records import (
     sign_peer_record,
 )
 from p2pstore.wire import HEADER_BYTES, Failure, Message, encode_body
+from simulation.gossip_peer import GossipPeer
+from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
 from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import (
-    FakeSigner,
-    FakeVerifier,
     Network,
     Node,
     bury,
     digest_of,
     location,
     operations_after,
-    peer_id_of,
     peer_record,
 )
 
@@ -50,9 +47,8 @@ class CountingNetwork(Network):
         self.operations_received = 0
         self.sent: list[Message] = []
         self.tamper = self._count
-        self.due: list[tuple[float, int]] = []
 
-    def _count(self, source: Node, target: Node, message: Message) -> Message:
+    def _count(self, source: GossipPeer, target: GossipPeer, message: Message) -> Message:
         self.received_bytes[target.number] += HEADER_BYTES + len(encode_body(message))
         self.messages_of.update((source.number, target.number))
         self.sent.append(message)
@@ -61,39 +57,6 @@ class CountingNetwork(Network):
             packed = len(delta.operations) + sum(len(chunk.operations) for chunk in delta.logs)
             self.operations_received += packed // LOCATION_BYTES
         return message
-
-    def rest(self, node: Node) -> None:
-        super().rest(node)
-        heapq.heappush(self.due, (node.wake_at, node.number))
-
-    def start(self, number: int, bootstrap: int | None = 0) -> Node:
-        heapq.heappush(self.due, (0.0, number))
-        return super().start(number, bootstrap)
-
-    def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
-        """As in `Network`, but looks at those only that are due: loaded clusters make many events."""
-        end = self.now + seconds
-        while not (until is not None and until()):
-            while self.due and not self._is_due(*self.due[0]):
-                heapq.heappop(self.due)
-            step = min(self._events[0][0] if self._events else end, self.due[0][0])
-            if step >= end:
-                self.now = end
-                return until is not None and until()
-            self.now = max(self.now, step)
-            while self._events and self._events[0][0] <= self.now:
-                heapq.heappop(self._events)[2]()
-            while self.due and self.due[0][0] <= self.now:
-                wake_at, number = heapq.heappop(self.due)
-                if self._is_due(wake_at, number):
-                    node = self.nodes[number]
-                    self.do(node, node.gossip.tick(self.now))
-                    self._push(node)
-                    self.rest(node)
-        return True
-
-    def _is_due(self, wake_at: float, number: int) -> bool:
-        return number in self.nodes and self.nodes[number].wake_at == wake_at
 
     def begin(self) -> None:
         self.received_bytes.clear()
@@ -114,12 +77,11 @@ def load(net: CountingNetwork, per_second: float) -> None:
     keys = iter(range(10_000_000))
 
     def change(node: Node) -> None:
-        node.hold(location(key := next(keys), key + 1), net.now)
-        net.rest(node)
-        net.later(net.rng.uniform(0.5, 1.5) / per_second, lambda: change(node))
+        node.hold(location(key := next(keys), key + 1))
+        net.kernel.after(net.kernel.rng.uniform(0.5, 1.5) / per_second, lambda: change(node))
 
     for node in net.nodes.values():
-        net.later(net.rng.random() / per_second, partial(change, node))
+        net.kernel.after(net.kernel.rng.random() / per_second, partial(change, node))
 
 
 @pytest.mark.slow
@@ -177,14 +139,14 @@ def test_one_that_floods_a_peer_does_not_keep_it_from_beginning_exchanges() -> N
         reply, _ = victim.gossip.serve(sender.peer_id, ControlKind.EXCHANGE, question, net.now)
         return type(reply)
 
-    def count(source: Node, _target: Node, message: Message) -> Message:
+    def count(source: GossipPeer, _target: GossipPeer, message: Message) -> Message:
         nonlocal begun
         begun += source is victim and isinstance(message, Exchange)
         return message
 
     def change() -> None:
-        victim.hold(location(next(keys)), net.now)
-        net.later(0.05, change)
+        victim.hold(location(next(keys)))
+        net.kernel.after(0.05, change)
 
     net.tamper = count
     change()
@@ -213,12 +175,11 @@ def reached(net: Network, writer: Node, sequence: int) -> bool:
 def test_one_put_is_everywhere_soon(loss: float) -> None:
     net = formed(PEERS, seed=3)
     writer, needed = net.nodes[5], []
-    net.loss = loss
+    net.network.faults.loss = loss
     for key in range(7):
         net.run(2)
         begin = net.now
-        writer.hold(location(key), net.now)
-        net.rest(writer)
+        writer.hold(location(key))
         assert net.run(2, partial(reached, net, writer, writer.gossip.log.sequence))
         needed.append(net.now - begin)
     assert sorted(needed)[3] < 0.15
@@ -301,8 +262,7 @@ def test_one_delta_brings_no_more_than_its_receiver_can_carry_out_at_once() -> N
     net = formed(3)
     node, other = net.nodes[0], net.nodes[1]
     for key in range(6000):
-        node.hold(location(key, key + 1), net.now)
-    net.rest(node)
+        node.hold(location(key, key + 1))
     member, incarnation = node.gossip.member, node.gossip.incarnation
     whole = operations_after(node.gossip.log, 0)
     delta = node.gossip.knowledge.delta_for(digest_from([]), 1 << 22)
@@ -328,11 +288,11 @@ def test_of_one_delta_a_bounded_number_of_signatures_is_checked() -> None:
     node, sender = net.nodes[0], net.nodes[1]
     records = []
     for number in range(10, 300):
-        signer = FakeSigner(peer_id_of(number))
+        signer = SimulatedSigner(peer_id_of(number))
         records.append(sign_peer_record(peer_record(number), signer))
     verified: list[bytes] = []
 
-    class Counting(FakeVerifier):
+    class Counting(SimulatedVerifier):
         def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool:
             verified.append(peer_id)
             return super().verify(peer_id, message, signature)
@@ -367,7 +327,7 @@ def test_who_never_sends_what_it_promises_does_not_keep_a_loaded_peer_from_askin
     net = formed(4)
     node, hostile = net.nodes[0], net.nodes[1]
     for number in range(10):
-        hostile.hold(location(number), net.now)
+        hostile.hold(location(number))
     (ask,) = (
         effect
         for effect in hostile.gossip.tick(net.now + 5)
@@ -426,7 +386,7 @@ def test_claims_wait_for_a_message_that_goes() -> None:
     now = net.now + 1
     record = peer_record(9)
     node.gossip.membership.observe_record(
-        record, sign_peer_record(record, FakeSigner(record.peer_id)), now
+        record, sign_peer_record(record, SimulatedSigner(record.peer_id)), now
     )
     bury(node.gossip.membership, [9], now)
     of = node.gossip.knowledge.table.current().of

@@ -34,8 +34,9 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.objects import HybridClock, Version, clock_from_unix_seconds
+from simulation.signer import SimulatedSigner, peer_id_of
 from tests.unit.core_harness import Harness
-from tests.unit.gossip_network import FakeSigner, digest_of, peer_id_of, peer_record
+from tests.unit.gossip_network import digest_of, peer_record
 
 START = 1_800_000_000.0
 WRITER = member_of(peer_id_of(9))
@@ -79,7 +80,7 @@ class Side:
         return Shown(self.member, self.records.floors.horizon_hash, end, floors_hash, seen)
 
     def hear(self, key: int, at: float, writer: int = 9) -> None:
-        signer = FakeSigner(peer_id_of(writer))
+        signer = SimulatedSigner(peer_id_of(writer))
         record = ClusterRecord(
             1, int(ClusterRecordKind.FLOOR), digest_of(key), clock(at), 1, signer.peer_id
         )

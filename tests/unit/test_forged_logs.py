@@ -13,15 +13,9 @@ from p2pstore.gossip.locations.snapshots import UNSIGNED_RECORDS, check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, PeerId, sign_peer_record
 from p2pstore.home_messages import Push
 from simulation.gossip_data import take_push
+from simulation.signer import SimulatedVerifier
 from tests.present import present
-from tests.unit.gossip_network import (
-    FakeVerifier,
-    Network,
-    digest_of,
-    location,
-    operations_after,
-    peer_record,
-)
+from tests.unit.gossip_network import Network, digest_of, location, operations_after, peer_record
 
 
 class World:
@@ -32,10 +26,9 @@ class World:
         self.owner, self.reader, self.liar = self.net.start_all(3)
         assert self.net.run(20, self.net.converged)
         for key in range(3):
-            self.owner.hold(location(key), self.net.now)
-        self.net.rest(self.owner)
+            self.owner.hold(location(key))
         assert self.net.run(5, self.net.converged)
-        self.net.refused.clear()
+        self.net.problems.clear()
 
     @property
     def next_sequence(self) -> int:
@@ -104,8 +97,7 @@ def test_what_the_owner_did_not_sign_counts_for_nothing(operations: bytes) -> No
 def test_a_forged_tail_does_not_keep_the_true_one_out() -> None:
     world = World()
     world.forge(world.chunk(removal(1) + location(8).encode()))
-    world.owner.hold(location(4), world.net.now)
-    world.net.rest(world.owner)
+    world.owner.hold(location(4))
     assert world.net.run(1, lambda: world.reader.knows(world.owner))
     world.check()
     assert world.holders(4) == [world.owner.peer_id]
@@ -118,10 +110,10 @@ def test_true_runs_count_only_at_their_place_of_their_log() -> None:
     first = log.since(0, 1 << 20)[0]
     world.forge(world.chunk(first.operations, first.signature, first=1))  # known
     world.check()
-    assert world.net.refused == []
+    assert world.net.problems == []
     world.forge(world.chunk(first.operations, first.signature))
     world.check()
-    assert len(world.net.refused) == 1
+    assert len(world.net.problems) == 1
     for incarnation in (log.incarnation - 1, log.incarnation + 1):
         world.forge(world.chunk(first.operations, first.signature, first=1, incarnation=incarnation))
         world.check()
@@ -130,9 +122,9 @@ def test_true_runs_count_only_at_their_place_of_their_log() -> None:
 def test_a_run_of_an_earlier_life_is_none_of_the_next() -> None:
     world = World()
     earlier = world.owner.gossip.log.since(0, 1 << 20)[0]
-    world.owner.release(digest_of(0), world.net.now)
+    world.owner.release(digest_of(0))
     world.owner.gossip.log.restart(world.owner.gossip.incarnation + 5)
-    world.net.rest(world.owner)
+    world.owner.rest()
     state = present(world.reader.gossip.membership.get(world.owner.peer_id))
     assert world.net.run(5, lambda: state.record_incarnation == world.owner.gossip.incarnation)
     world.forge(world.chunk(earlier.operations, earlier.signature, first=1))
@@ -144,7 +136,7 @@ def test_who_forged_once_costs_nothing_any_more_and_is_named_once() -> None:
     world = World()
     checked: list[PeerId] = []
 
-    class Counting(FakeVerifier):
+    class Counting(SimulatedVerifier):
         def verify(self, peer_id: PeerId, message: bytes, signature: bytes) -> bool:
             checked.append(peer_id)
             return super().verify(peer_id, message, signature)
@@ -159,10 +151,10 @@ def test_who_forged_once_costs_nothing_any_more_and_is_named_once() -> None:
     assert wrong.take_news() == {world.liar.peer_id: world.owner.peer_id}
     assert wrong.take_news() == {}
     # Neither the owner nor any other peer is blamed; and operations that the liar signs itself are taken.
-    world.owner.hold(location(4), world.net.now)
-    world.liar.hold(location(5), world.net.now)
-    world.net.rest(world.owner)
-    world.net.rest(world.liar)
+    world.owner.hold(location(4))
+    world.liar.hold(location(5))
+    world.owner.rest()
+    world.liar.rest()
     assert world.net.run(3, world.net.converged)
     assert wrong.take_news() == {}
 
@@ -173,7 +165,7 @@ def test_a_sender_that_starts_again_is_believed_again() -> None:
     world.net.stop(2)
     world.liar = world.net.start(2)
     assert world.net.run(20, world.net.converged)
-    world.owner.hold(location(4), world.net.now)
+    world.owner.hold(location(4))
     run_at = world.next_sequence
     operations = operations_after(world.owner.gossip.log, run_at - 2)
     signature = sign_run(world.owner.signer, world.owner.gossip.incarnation, run_at - 1, operations)
@@ -214,7 +206,6 @@ def fetching(world: World, count: int) -> FetchSnapshot:
     )
     signed = sign_peer_record(record, world.owner.signer)
     world.net.serve(world.owner, world.reader, ControlKind.DELTA, Delta([signed], [], [], []))
-    world.net.nodes.pop(0)
     for _ in range(20):
         world.net.now += 0.25
         for effect in gossip.tick(world.net.now):

@@ -7,14 +7,14 @@ from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local import older_put_messages as older
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.put_facts import PutFacts, PutOptions
+from p2pstore.put_facts import PutOptions
 from p2pstore.wire import ONE_WAY, PREFACE_LOCAL, REPLY, Message, decode_body, encode_frame
 from tests.unit.golden_bytes import golden
 
 GOLDEN = golden("local")
 DIGEST = bytes(range(16))
 HOLDER = local.Holder(*(1, b"\x01\x02", "n", ["h:1"], "/s", True, 2, 3, 4, 5, 0, b"c", b"s", b"k", 0, 6))
-ITEM = PutFacts(7, "k", 3, b"\x01" * 8, 9, 2, 1, 60_000, True, False, "float32", (3,), DIGEST)
+ITEM = older.CommitRow(7, "k", 3, b"\x01" * 8, 9, 2, 1, 60_000, True, False, "float32", (3,), DIGEST)
 OPTIONS = PutOptions(2, 1, 60_000, True, False, "float32", (3,))
 
 MESSAGES: dict[str, tuple[int, int, Message]] = {

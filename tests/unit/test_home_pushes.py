@@ -29,8 +29,9 @@ from p2pstore.gossip.records import (
     partition_of,
 )
 from p2pstore.home_messages import PartitionSet, Push
+from simulation.signer import peer_id_of
 from tests.present import present
-from tests.unit.gossip_network import digest_of, location, peer_id_of
+from tests.unit.gossip_network import digest_of, location
 from tests.unit.location_set import check_update
 
 CONFIG = PartitionConfig(audit_seconds=10.0)

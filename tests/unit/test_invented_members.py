@@ -22,15 +22,10 @@ from p2pstore.gossip.members.contacts import (
 from p2pstore.gossip.members.member_table import UNMET_FOR_EACH_MET, MembershipConfig
 from p2pstore.gossip.members.membership import REFUTATIONS_AT_ONCE, Membership
 from p2pstore.gossip.records import PeerId, SignedRecord, sign_peer_record
-from tests.unit.gossip_network import (
-    FakeSigner,
-    Network,
-    Node,
-    digest_of,
-    location,
-    peer_id_of,
-    peer_record,
-)
+from p2pstore.wire import Message
+from simulation.gossip_peer import GossipPeer
+from simulation.signer import SimulatedSigner, peer_id_of
+from tests.unit.gossip_network import Network, Node, digest_of, location, peer_record
 
 LIAR = 5
 NEWCOMER = 6
@@ -40,7 +35,7 @@ DELTAS_A_SECOND = 17
 
 def signed(number: int) -> SignedRecord:
     record = peer_record(number, incarnation=5000 + number)
-    return sign_peer_record(record, FakeSigner(record.peer_id))
+    return sign_peer_record(record, SimulatedSigner(record.peer_id))
 
 
 def invent(net: Network, *, same_for_all: bool, dead_before: bool = False) -> None:
@@ -59,7 +54,7 @@ def invent(net: Network, *, same_for_all: bool, dead_before: bool = False) -> No
             net.serve(liar, node, ControlKind.DELTA, Delta(records, [], [], []))
             if not same_for_all:
                 told = list(itertools.islice(numbers, 40))
-        net.later(1 / DELTAS_A_SECOND, turn)
+        net.kernel.after(1 / DELTAS_A_SECOND, turn)
 
     turn()
 
@@ -67,7 +62,7 @@ def invent(net: Network, *, same_for_all: bool, dead_before: bool = False) -> No
 def formed() -> Network:
     net = Network(1, GossipConfig(membership=MembershipConfig(max_members=PLACES)))
     for node in net.start_all(LIAR + 1):
-        node.hold(location(node.number), net.now)
+        node.hold(location(node.number))
     assert net.run(20, net.converged)
     return net
 
@@ -97,7 +92,7 @@ def test_a_newcomers_objects_are_found_while_a_member_invents_others() -> None:
         invent(net, same_for_all=same_for_all, dead_before=dead_before)
         net.run(5.0)
         newcomer = net.start(NEWCOMER)
-        newcomer.hold(location(NEWCOMER), net.now)
+        newcomer.hold(location(NEWCOMER))
         assert net.run(5.0, partial(is_found_by_all, net))
         assert net.run(5.0, partial(finds_all, newcomer, net))
         net.run(5.0)
@@ -113,7 +108,7 @@ def test_who_is_told_of_by_a_member_that_invents_others_counts_once_it_answers()
     invent(net, same_for_all=False)
     net.run(2.0)
     newcomer = net.start(NEWCOMER, bootstrap=LIAR)
-    newcomer.hold(location(NEWCOMER), net.now)
+    newcomer.hold(location(NEWCOMER))
     assert net.run(10.0, partial(is_found_by_all, net))
 
 
@@ -222,7 +217,7 @@ def acquainted(count: int = 5) -> Network:
     """Peers that know each other; each holds one key, that of its number."""
     net = Network(1)
     for node in net.start_all(count):
-        node.hold(location(node.number), net.now)
+        node.hold(location(node.number))
     assert net.run(20, net.converged)
     return net
 
@@ -257,7 +252,7 @@ def slander(
                 Claim(peer_id_of(v), incarnation_of(net, v), int(status), by(turns[0])) for v in victims
             ]
             net.serve(liar, node, ControlKind.PING, Ping(0, claims))
-        net.later(1 / SLANDERS_PER_SECOND, turn)
+        net.kernel.after(1 / SLANDERS_PER_SECOND, turn)
 
     turn()
 
@@ -313,11 +308,11 @@ def test_slander_calls_for_few_probes() -> None:
     net = acquainted()
     pings = [0]
 
-    def count(source: Node, target: Node, message: object) -> object:
+    def count(source: GossipPeer, target: GossipPeer, message: Message) -> Message:
         pings[0] += isinstance(message, Ping) and source.number != SLANDERER and target.number == 1
         return message
 
-    net.tamper = count  # type: ignore[assignment]  # it changes nothing
+    net.tamper = count
     net.run(20.0)
     undisturbed, pings[0] = pings[0], 0
     slander(net, [1], Status.DEAD)
@@ -347,7 +342,7 @@ def test_the_death_of_one_that_was_slandered_is_known_in_time() -> None:
 def test_who_leaves_is_gone_everywhere_by_its_own_word() -> None:
     net = acquainted(8)
     leaver = net.nodes[1]
-    net.do(leaver, leaver.gossip.leave(net.now))
+    leaver.carry_out(leaver.gossip.leave(net.now))
     net.run(0.05)
     net.stop(1)
     assert net.run(3.0, lambda: statuses(net, 1) == {Status.LEFT})
@@ -355,9 +350,9 @@ def test_who_leaves_is_gone_everywhere_by_its_own_word() -> None:
 
 def test_who_missed_a_farewell_is_shown_it() -> None:
     net = acquainted(5)
-    net.partition({0}, {1, 2, 3, 4})
+    net.network.partition({0}, {1, 2, 3, 4})
     leaver = net.nodes[1]
-    net.do(leaver, leaver.gossip.leave(net.now))
+    leaver.carry_out(leaver.gossip.leave(net.now))
     net.run(0.2)
     net.stop(1)
     net.heal()

@@ -20,7 +20,8 @@ from p2pstore.gossip.members.contacts import Contacts
 from p2pstore.gossip.records import PeerId
 from p2pstore.peer.lifetime import joining
 from p2pstore.peer.lifetime.joining import NAME_SECONDS, Joining, is_name
-from tests.unit.gossip_network import FakeSigner, FakeVerifier, peer_id_of, peer_record
+from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
+from tests.unit.gossip_network import peer_record
 
 
 @dataclass
@@ -218,8 +219,8 @@ OTHER = peer_id_of(2)
 
 def life(incarnation: int) -> Gossip:
     gossip = Gossip(
-        FakeSigner(peer_id_of(1)),
-        FakeVerifier(),
+        SimulatedSigner(peer_id_of(1)),
+        SimulatedVerifier(),
         incarnation,
         lambda: peer_record(1),
         GossipConfig(),

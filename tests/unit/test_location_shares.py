@@ -1,7 +1,5 @@
 """No member's locations crowd out those of the others."""
 
-from types import SimpleNamespace
-
 import msgspec
 import pytest
 
@@ -17,7 +15,7 @@ from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, PARTITION_COUNT, LogHead, partition_of
 from p2pstore.home_messages import PartitionSet, Push
-from p2pstore.peer.node import Node
+from p2pstore.peer.node import log_refused_locations
 from tests.unit.core_harness import OTHER_INCARNATION, Harness
 from tests.unit.gossip_network import digest_of, location
 from tests.unit.location_set import check_update
@@ -167,7 +165,7 @@ def test_a_refusal_is_said_loudly_and_with_a_way_out(caplog: pytest.LogCaptureFi
     liar = world.others[0]
     world.offer(liar, head=TOO_MANY)
     ((member, count),) = world.gossip.directory.shares.take_news().items()
-    Node._locations_refused(SimpleNamespace(core=world.core), member, count)  # type: ignore[arg-type]
+    log_refused_locations(world.core, member, count)
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert world.core.name_of(liar.peer_id) in record.message

@@ -42,16 +42,8 @@ from p2pstore.gossip.records import (
     sign_peer_record,
 )
 from p2pstore.wire import decode_body, encode_body
-from tests.unit.gossip_network import (
-    FakeSigner,
-    Network,
-    bury,
-    digest_of,
-    inform_of_death,
-    location,
-    peer_id_of,
-    peer_record,
-)
+from simulation.signer import SimulatedSigner, peer_id_of
+from tests.unit.gossip_network import Network, bury, digest_of, inform_of_death, location, peer_record
 
 MEMBERS = 1000
 LIVING_BYTES = 2000
@@ -102,7 +94,7 @@ class Observer:
     def hear_of(self, first: int, last: int) -> None:
         for start in range(first, last, 40):
             records = [full_record(number) for number in range(start, min(start + 40, last))]
-            signed = [sign_peer_record(each, FakeSigner(each.peer_id)) for each in records]
+            signed = [sign_peer_record(each, SimulatedSigner(each.peer_id)) for each in records]
             body = encode_body(Delta(signed, [], [], []))
             delta = decode_body(REQUESTS[ControlKind.DELTA], body)
             self.gossip.serve(peer_id_of(1), ControlKind.DELTA, delta, self.now)
@@ -229,7 +221,7 @@ def test_the_log_of_one_that_was_forgotten_counts_again_when_it_is_back() -> Non
     observer.hear_of(1, 3)
     gossip, (back, _) = observer.gossip, observer.gossip.membership.others()
     record = msgspec.structs.replace(full_record(1), sequence=6, head=LogHead(70, 7, 20))
-    signed = sign_peer_record(record, FakeSigner(record.peer_id))
+    signed = sign_peer_record(record, SimulatedSigner(record.peer_id))
     gossip.serve(peer_id_of(1), ControlKind.DELTA, Delta([signed], [], [], []), observer.now)
     assert gossip.directory.head(back.member) == record.head
     inform_of_death(gossip.membership, back.peer_id, observer.now)
@@ -352,12 +344,12 @@ def test_operations_leave_nothing_behind(network: Network) -> None:
     first, second = network.start_all(2)
     assert network.run(20, network.converged)
     for number in range(KEYS):
-        first.hold(location(number, clock=number + 1), network.now)
+        first.hold(location(number, clock=number + 1))
 
     def hold_and_release(numbers: range) -> None:
         for number in numbers:
-            first.hold(location(number, clock=number + 1), network.now)
-            first.release(digest_of(number - KEYS), network.now)
+            first.hold(location(number, clock=number + 1))
+            first.release(digest_of(number - KEYS))
             if number % KEYS == 0:
                 network.run(0.3)
 
@@ -378,9 +370,9 @@ def test_members_that_joined_and_left_are_forgotten(network: Network) -> None:
         for number in numbers:
             guest = network.start(number)
             assert network.run(20, network.converged)
-            guest.hold(location(number), network.now)
+            guest.hold(location(number))
             assert network.run(20, network.converged)
-            network.do(guest, guest.gossip.leave(network.now))
+            guest.carry_out(guest.gossip.leave(network.now))
             network.run(0.1)
             network.stop(number)
 

@@ -32,8 +32,9 @@ from p2pstore.gossip.members.suspicion import (
     Accusers,
 )
 from p2pstore.gossip.records import PeerId, SignedRecord, member_of, sign_peer_record
+from simulation.signer import SimulatedSigner, peer_id_of
 from tests.present import present
-from tests.unit.gossip_network import FakeSigner, Network, bury, peer_id_of, peer_record
+from tests.unit.gossip_network import Network, bury, peer_record
 
 SIGNED = SignedRecord(b"", b"")
 
@@ -43,7 +44,7 @@ def membership(count: int = 4, **config: float) -> Membership:
     made = Membership(peer_id_of(0), 1, MembershipConfig(**config))  # type: ignore[arg-type]
     for number in range(count):
         record = peer_record(number)
-        made.observe_record(record, sign_peer_record(record, FakeSigner(record.peer_id)), 0.0)
+        made.observe_record(record, sign_peer_record(record, SimulatedSigner(record.peer_id)), 0.0)
     made.take_changes()
     return made
 
@@ -444,7 +445,8 @@ def test_a_delta_with_one_member_too_many_is_taken_in_but_for_that() -> None:
     gossip.membership._met = 100
     gossip.tick(0.0)
     signed = [
-        sign_peer_record(record, FakeSigner(record.peer_id)) for record in map(peer_record, (1, 2, 3))
+        sign_peer_record(record, SimulatedSigner(record.peer_id))
+        for record in map(peer_record, (1, 2, 3))
     ]
     delta = Delta([*signed[:1], signed[2], signed[1]], [], [], [claim(1, Status.SUSPECT)])
     gossip.serve(peer_id_of(1), ControlKind.DELTA, delta, 1.0)

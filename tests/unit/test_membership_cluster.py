@@ -8,7 +8,7 @@ from p2pstore.gossip.gossip_messages import Claim, Status
 from p2pstore.gossip.members.member_table import MemberChange
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
-from simulation.kernel import Faults
+from simulation.network import Faults
 from tests.present import present
 from tests.unit.gossip_network import inform_of_death
 

@@ -29,8 +29,9 @@ from p2pstore.gossip.members.suspicion import (
 )
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.wire import Code, Failure, Message
+from simulation.signer import peer_id_of
 from tests.present import present
-from tests.unit.gossip_network import bury, peer_id_of, peer_record
+from tests.unit.gossip_network import bury, peer_record
 
 NACK = Failure(int(Code.UNAVAILABLE), "not reached")
 ACK = Ack(1, [])

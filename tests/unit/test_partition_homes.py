@@ -27,7 +27,8 @@ from p2pstore.gossip.homes.partition_homes import (
 )
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import PARTITION_COUNT, LogHead, SignedRecord, member_of, partition_of
-from tests.unit.gossip_network import digest_of, peer_id_of, peer_record
+from simulation.signer import peer_id_of
+from tests.unit.gossip_network import digest_of, peer_record
 
 WORD = (1 << 64) - 1
 

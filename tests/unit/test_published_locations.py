@@ -44,7 +44,8 @@ from p2pstore.memory.mapped.mapped_memory import (
     map_table,
 )
 from p2pstore.objects import Version
-from tests.unit.gossip_network import digest_of, location, operations_after, peer_id_of, run_at
+from simulation.signer import peer_id_of
+from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 from tests.unit.test_cluster_records import floor
 
 KEYS = [digest_of(number) for number in range(60)]

@@ -12,16 +12,14 @@ from p2pstore.core.operation import PutEnd
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.gossip.records import writer_of
 from p2pstore.memory.segment_layout import Pin, decode_trailer
-from p2pstore.put_facts import PutFacts, PutStatus
-from simulation.put_columns import columns_of_facts
+from p2pstore.put_facts import PutFacts, PutOptions, PutStatus
 from simulation.segment_checks import check_segment
 from tests.present import present
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, clock_at, digest_of
 
 
 def publish(world: Harness, items: list[PutFacts]) -> list[PutEnd | PutAmongMany | None]:
-    columns = columns_of_facts(items, NAMESPACE)
-    return publish_new(world.core, columns, session=HOLDER, namespace=NAMESPACE, now=world.now)
+    return publish_new(world.core, items, session=HOLDER, namespace=NAMESPACE, now=world.now)
 
 
 def test_values_of_new_keys_are_published_under_one_stamp() -> None:
@@ -74,11 +72,11 @@ def unusual(world: Harness, what: str) -> PutFacts:
     elif what == "removed elsewhere":
         world.push(world.others[0], world.hold(world.others[0], "odd", b"other"), removed=True)
     changes: dict[str, dict[str, Any]] = {
-        "overwrite": {"overwrite": True},
-        "too many replicas": {"replicas": 65},
-        "durable": {"durable": True},
-        "bad pin": {"pin": 9},
-        "bad end": {"ttl_ms": -1},
+        "overwrite": {"options": PutOptions(overwrite=True)},
+        "too many replicas": {"options": PutOptions(65)},
+        "durable": {"options": PutOptions(durable=True)},
+        "bad pin": {"options": PutOptions(pin=9)},
+        "bad end": {"options": PutOptions(ttl_ms=-1)},
         "negative": {"length": -1},
         "longer than its room": {"length": 1 << 33},
         "no reservation": {"reservation": 0},

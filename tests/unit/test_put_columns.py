@@ -16,10 +16,10 @@ from p2pstore.local import local_messages as local
 from p2pstore.local import older_put_messages as older
 from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import Access, LocalClient
-from p2pstore.local.put_columns import columns_of, numbers_in, one_if_alike, rooms_in, runs_of, sizes_of
+from p2pstore.local.put_columns import numbers_in, one_if_alike, rooms_in, runs_of, sizes_of, values_of
 from p2pstore.objects import MIB, batch_key_hasher, chunk_count, root_checksum
 from p2pstore.peer.for_clients.local_puts import LocalPuts
-from p2pstore.put_facts import PutFacts, PutOptions
+from p2pstore.put_facts import PutOptions
 from p2pstore.wire import decode_body, encode_body
 from simulation.segment_checks import check_segment
 from tests.unit.core_harness import NAMESPACE, Harness
@@ -75,15 +75,15 @@ def test_runs_are_the_numbers(some: list[int]) -> None:
 @given(commits())
 def test_columns_are_their_rows(commit: local.Commit) -> None:
     commit = decode_body(local.Commit, encode_body(commit))
-    columns = columns_of(commit, digests_of)
-    rows = [columns.facts(row) for row in range(len(commit.keys))]
+    rows = values_of(commit, digests_of)
     assert [facts.key for facts in rows] == commit.keys
     assert b"".join(facts.sums for facts in rows) == commit.sums
     assert all(facts.root == root_checksum(facts.length, facts.sums) for facts in rows)
     before = [commit.follows, *digests_of(commit.keys)][: len(rows)]
     assert [facts.follows for facts in rows] == (before if commit.follows else [b""] * len(rows))
-    halves = [columns.part(slice(0, 4)), columns.part(slice(4, None))]
-    assert [half.facts(row) for half in halves for row in range(len(half.keys))] == rows
+    assert [facts.digest for facts in rows] == digests_of(commit.keys)
+    options = commit.options * len(rows) if len(commit.options) == 1 else commit.options
+    assert [facts.options for facts in rows] == options
 
 
 @given(commits())
@@ -195,7 +195,7 @@ async def test_a_refused_commit_changes_nothing(change: dict[str, Any]) -> None:
 
 
 def test_rows_whose_sums_do_not_give_the_root_are_refused() -> None:
-    row = PutFacts(1, "k", 5, bytes(8), root_checksum(5, bytes(8)))
+    row = older.CommitRow(1, "k", 5, bytes(8), root_checksum(5, bytes(8)))
     assert isinstance(older.newer(older.CommitRows("n", [row])), local.Commit)
     for change in ({"root": 1}, {"sums": bytes(16)}, {"length": 2 * MIB}, {"length": -1, "sums": b""}):
         with pytest.raises(ValueError, match="sums"):

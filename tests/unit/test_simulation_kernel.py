@@ -13,7 +13,10 @@ from trio.testing import wait_all_tasks_blocked
 from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import SECTOR_BYTES
 from simulation.faulty_disk import DiskFaults, FaultyDisk, at_once
-from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.kernel import Kernel
+
+# --- time ------------------------------------------------------------------------------------
+from simulation.network import Faults, FaultyNetwork
 
 # --- time ------------------------------------------------------------------------------------
 

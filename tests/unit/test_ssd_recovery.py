@@ -73,10 +73,10 @@ def test_records_are_found_with_and_without_a_footer(sealed: bool) -> None:
     written = three_records(log)
     if sealed:
         log.seal(0)
-    index, found, refilled = log.recover()
+    index, found, next_sequence = log.recover()
     expected = FoundState.SEALED if sealed else FoundState.UNSEALED
     assert [each.state for each in found] == [expected, FoundState.FREE, FoundState.FREE]
-    assert (refilled.next_sequence, refilled.dead, refilled.superseded) == (4, 0, 0)
+    assert next_sequence == 4
     for facts, place, value in written.values():
         entry = present(index.find(facts.digest))
         assert (entry.key, entry.version, entry.places) == (facts.key, facts.version, (place,))
@@ -111,9 +111,9 @@ def test_a_header_within_a_payload_is_part_of_that() -> None:
     value = bytes(PAGE_BYTES) + encode_record_header(STORE_ID, inner, facts_of("inner", 0), 0, 0)
     outer = facts_of("outer", len(value), value=value)
     log.append(0, outer, payload=value)
-    index, _, refilled = log.recover()
+    index, _, next_sequence = log.recover()
     assert keys(index) == {"outer"}
-    assert refilled.next_sequence == 2
+    assert next_sequence == 2
 
 
 def test_a_segment_cut_at_every_sector_gives_the_records_that_are_whole() -> None:
@@ -191,9 +191,9 @@ def test_nothing_of_an_earlier_generation_counts() -> None:
     three_records(log)
     log.seal(0)
     log.start(0, 2, opened=False)
-    index, found, refilled = log.recover()
+    index, found, next_sequence = log.recover()
     assert (found[0].state, found[0].generation, index.rows.records) == (FoundState.FREE, 2, 0)
-    assert refilled.next_sequence == 1
+    assert next_sequence == 1
     log.start(0, 2, opened=True)
     index, found, _ = log.recover()
     assert (found[0].state, index.rows.records) == (FoundState.UNSEALED, 0)
@@ -232,9 +232,8 @@ def test_dead_marks_are_obeyed() -> None:
     written = three_records(log)
     log.mark(written["key 1"][1])
     for _ in ("unsealed", "sealed"):
-        index, _, refilled = log.recover()
+        index, _, _ = log.recover()
         assert keys(index) == {"key 0", "key 2"}
-        assert refilled.dead == 1
         log.seal(0)
 
 
@@ -260,10 +259,10 @@ def test_the_highest_version_wins_and_the_other_is_dead_for_good(
     places = {facts.version: log.append(at, facts) for at, facts in enumerate(order)}
     if sealed:
         log.seal(0)
-    index, found, refilled = log.recover()
+    index, found, _ = log.recover()
     entry = present(index.find(new.digest))
     assert (entry.version, entry.places) == (new.version, (places[new.version],))
-    assert (index.objects, index.rows.records, refilled.superseded) == (1, 1, 1)
+    assert (index.objects, index.rows.records) == (1, 1)
     dead = places[old.version]
     assert found[dead.segment].marks.is_dead(dead.number)
     assert [each.marks.dirty for each in found].count(True) == 1
@@ -275,10 +274,9 @@ def test_of_equal_versions_the_record_written_first_wins() -> None:
     log = Log()
     facts = facts_of("k", 100)
     first, second = log.append(1, facts), log.append(0, facts)
-    index, found, refilled = log.recover()
+    index, found, _ = log.recover()
     entry = present(index.find(facts.digest))
     assert entry.places == (first,)
-    assert refilled.superseded == 1
     assert found[second.segment].marks.is_dead(second.number)
 
 
@@ -287,11 +285,11 @@ def test_an_object_without_one_of_its_parts_is_dead_for_good() -> None:
     facts, other = facts_of("k", 2 * PART_BYTES + 1), facts_of("other", 2 * PART_BYTES)
     places = [log.append(segment, facts, part) for part, segment in ((2, 0), (0, 1), (1, 1))]
     missing = log.append(2, other, 1)
-    index, found, refilled = log.recover()
+    index, found, _ = log.recover()
     entry = present(index.find(facts.digest))
     assert entry.places == (places[1], places[2], places[0])
     assert index.find(other.digest) is None
-    assert (index.objects, index.rows.records, refilled.incomplete) == (1, 3, 1)
+    assert (index.objects, index.rows.records) == (1, 3)
     assert found[2].marks.is_dead(missing.number)
 
 
@@ -299,10 +297,9 @@ def test_a_version_that_was_being_written_does_not_take_the_one_before_with_it()
     log = Log(segments=3, segment_bytes=70 * MIB)
     old, new = facts_of("k", 100, clock=1), facts_of("k", PART_BYTES + 1, clock=2)
     first, part = log.append(0, old), log.append(1, new, 0)
-    index, found, refilled = log.recover()
+    index, found, _ = log.recover()
     entry = present(index.find(old.digest))
     assert (entry.version, entry.places) == (old.version, (first,))
-    assert (refilled.incomplete, refilled.superseded) == (1, 0)
     assert found[1].marks.is_dead(part.number)
     assert not found[0].marks.dirty
 
@@ -349,9 +346,8 @@ def test_too_many_records_for_the_index_leave_out_the_oldest_objects() -> None:
     log = Log()
     facts = [facts_of(f"{number}", 10) for number in range(20)]
     places = [log.append(number % 2, each) for number, each in enumerate(facts)]
-    index, found, refilled = log.recover(max_records=12)
+    index, found, _ = log.recover(max_records=12)
     assert keys(index) == {str(number) for number in range(8, 20)}
-    assert refilled.too_many == 8
     for place in places[:8]:
         assert found[place.segment].marks.is_dead(place.number)
 
@@ -376,8 +372,8 @@ def test_an_index_that_was_filled_goes_on_like_any_other() -> None:
     for each in facts[:20]:
         log.append(0, each)
     log.append(1, facts_of("key 7", 10, clock=2, namespace="namespace 1"))
-    index, _, refilled = log.recover()
-    for number, each in enumerate(facts[20:], refilled.next_sequence):
+    index, _, next_sequence = log.recover()
+    for number, each in enumerate(facts[20:], next_sequence):
         place = RecordPlace(0, 1, 2 + 2 * number, number, number)
         assert index.add(place, each, 0, 10) == ()
     assert index.drop(facts[3].digest) != ()
@@ -397,10 +393,9 @@ def test_an_index_that_was_filled_goes_on_like_any_other() -> None:
 
 
 def test_a_log_without_segments_worth_anything_gives_an_empty_index() -> None:
-    index, found, refilled = Log().recover()
+    index, found, next_sequence = Log().recover()
     assert (index.objects, index.rows.records, index.rows.live_bytes, len(found)) == (0, 0, 0, 3)
-    assert (refilled.next_sequence, refilled.superseded) == (1, 0)
-    assert refilled == type(refilled)(1, 0, 0, 0, 0)
+    assert next_sequence == 1
 
 
 @given(seed=st.integers(0, 2**32))

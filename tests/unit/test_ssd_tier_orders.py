@@ -202,7 +202,7 @@ async def test_marks_made_while_others_are_written_wait_for_the_next_sync(
 
 
 SEGMENT = 66 * MIB
-CAPACITY = LOG_START_BYTES + 6 * SEGMENT
+CAPACITY = LOG_START_BYTES + 4 * SEGMENT  # as few as a log may have
 
 
 @pytest.fixture

@@ -34,7 +34,8 @@ from p2pstore.status.doctor.finding import MAX_NAME_LETTERS, shown
 from p2pstore.status.measures import Request, SlowOperation, SlowOperations, Stage
 from p2pstore.status.metrics import histograms
 from p2pstore.status.status_page import StatusSource, page_bytes, page_headers, slow_document
-from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
+from simulation.signer import SimulatedSigner, peer_id_of
+from tests.unit.gossip_network import peer_record
 
 HOSTILE = "<script>alert(1)</script>\u202e\n\x1b[2J"
 
@@ -43,7 +44,7 @@ def member(number: int, status: Status = Status.ALIVE, since: float = 0.0, **sai
     fields = {"name": f"p{number:04}", "memory_capacity": GIB, "memory_used": GIB // 4, **said}
     record = peer_record(number, **fields)
     state = MemberState(record.peer_id, member_of(record.peer_id), status, 1, since)
-    state.note(record, sign_peer_record(record, FakeSigner(record.peer_id)))
+    state.note(record, sign_peer_record(record, SimulatedSigner(record.peer_id)))
     return state
 
 

@@ -46,7 +46,7 @@ from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import ClusterRecords, Lookup
 from p2pstore.wire import decode_body, encode_body
 from simulation.segment_checks import check_segment
-from simulation.signer import SimulatedSigner
+from simulation.signer import SimulatedSigner, peer_id_of
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of, peer_record
 from tests.unit.eviction_entries import allocate
@@ -435,7 +435,7 @@ def test_lists_of_requests_are_bounded_before_they_are_decoded() -> None:
 def test_what_is_told_of_members_is_read_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Harness()
     for number in range(1, 301):
-        record = peer_record(SimulatedSigner(number))
+        record = peer_record(SimulatedSigner(peer_id_of(number)))
         world.core.gossip.membership.observe_record(read_peer_record(record), record, world.now)
     with counted(monkeypatch, statistics, "_member_document") as calls:
         most, document = most_in_a_step(statistics.cluster_document(world.core, world.now), calls)
@@ -448,7 +448,7 @@ def test_what_is_told_of_members_is_read_some_at_a_time(monkeypatch: pytest.Monk
 
 def floors_of_a_second(count: int) -> tuple[KeptRecords, list[SignedRecord]]:
     """Floors of one key each, all of the same second."""
-    records, signer = KeptRecords(), SimulatedSigner(1)
+    records, signer = KeptRecords(), SimulatedSigner(peer_id_of(1))
     kept = []
     for number in range(count):
         record = floor_of_keys(

@@ -24,7 +24,7 @@ from p2pstore.checkpoint.swarm.swarm import (
     MAX_NEIGHBOURS,
     MIN_NEIGHBOURS,
     SETTLE_SECONDS,
-    Neighbours,
+    Links,
 )
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
@@ -301,7 +301,7 @@ def worth_nothing(member: int) -> int:
 
 
 def test_few_are_dialled_first_then_as_many_as_are_missing() -> None:
-    links = Neighbours(0, Random(1), now=0.0)
+    links = Links(0, Random(1), now=0.0)
     links.participants(range(100), ())
     first, ended = links.tick(0.0, worth_nothing)
     assert len(set(first)) == FIRST_DIALS
@@ -318,18 +318,18 @@ def test_few_are_dialled_first_then_as_many_as_are_missing() -> None:
 
 
 def test_a_small_swarm_is_connected_completely_and_siblings_always_are() -> None:
-    links = Neighbours(0, Random(1), now=0.0)
+    links = Links(0, Random(1), now=0.0)
     links.participants(range(MAX_NEIGHBOURS + 1), ())
     assert sorted(links.tick(0.0, worth_nothing)[0]) == list(range(1, MAX_NEIGHBOURS + 1))
-    links = Neighbours(0, Random(1), now=0.0)
+    links = Links(0, Random(1), now=0.0)
     links.participants(range(1000), range(500, 540))
     dialled, _ = links.tick(0.0, worth_nothing)
     assert set(range(500, 540)) <= set(dialled)
     assert len(dialled) == 40 + FIRST_DIALS
 
 
-def full_house(now: float) -> Neighbours:
-    links = Neighbours(0, Random(1), now=now)
+def full_house(now: float) -> Links:
+    links = Links(0, Random(1), now=now)
     links.participants(range(1000), ())
     for member in range(1, MAX_NEIGHBOURS + 1):
         assert links.linked(member, False, now + member, worth_nothing) is None

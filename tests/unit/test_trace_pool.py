@@ -1,5 +1,6 @@
 """Replaying a trace on a pool of simulated peers."""
 
+import functools
 from collections.abc import Sequence
 from random import Random
 from typing import Any, get_args
@@ -30,13 +31,22 @@ def replay(requests: Sequence[Request], **settings: Any) -> PoolOutcome:
     return Pool(PoolSettings(**settings)).replay(requests)
 
 
+synthetic = functools.cache(conversations)
+
+
+@functools.cache
+def of_eight(**settings: Any) -> PoolOutcome:
+    """Replays that several tests look at."""
+    return replay(synthetic(1500), peers=8, memory_blocks=500, **settings)
+
+
 # --- the pool against one cache, and against caches that know nothing of each other ---------------
 
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_a_pool_of_one_is_one_cache(policy: PolicyName, shared: bool) -> None:
-    requests = conversations(1500)
+    requests = synthetic(1500)
     outcome = replay(requests, peers=1, memory_blocks=500, policy=policy, shared=shared)
     cache = BlockCache(make_policy(policy), 500)
     assert outcome.counts == replay_one_cache(requests, cache)
@@ -44,7 +54,7 @@ def test_a_pool_of_one_is_one_cache(policy: PolicyName, shared: bool) -> None:
 
 
 def test_private_caches_are_caches_of_every_nth_request() -> None:
-    requests = conversations(1500)
+    requests = synthetic(1500)
     outcome = replay(requests, peers=3, memory_blocks=400, policy="lru", shared=False)
     parts = [requests[number::3] for number in range(3)]
     hits = sum(oracle(part, 400) * sum(len(each.hash_ids) for each in part) for part in parts)
@@ -52,23 +62,19 @@ def test_private_caches_are_caches_of_every_nth_request() -> None:
 
 
 def test_a_pool_hits_nearly_what_one_large_cache_does_and_far_more_than_private_caches() -> None:
-    requests = conversations(3000)
-    pool = replay(requests, peers=8, memory_blocks=1000)
-    alone = replay(requests, peers=8, memory_blocks=1000, shared=False)
-    assert pool.counts.ratio == pytest.approx(oracle(requests, 8000), abs=0.03)
+    pool, alone = of_eight(), of_eight(shared=False)
+    assert pool.counts.ratio == pytest.approx(oracle(synthetic(1500), 4000), abs=0.03)
     assert pool.counts.ratio > 2 * alone.counts.ratio
     assert pool.counts.compute_saved > 2 * alone.counts.compute_saved
     assert sum(pool.tokens_from.values()) == pool.counts.reused_tokens
 
 
 def test_an_affine_router_reads_at_home() -> None:
-    requests = conversations(3000)
-    blind = replay(requests, peers=8, memory_blocks=1000)
-    affine = replay(requests, peers=8, memory_blocks=1000, routing="affine")
+    blind, affine = of_eight(), of_eight(routing="affine")
     for outcome, least, most in ((blind, 0.0, 0.3), (affine, 0.7, 1.0)):
         at_home = outcome.tokens_from[Source.LOCAL_MEMORY] / outcome.counts.reused_tokens
         assert least < at_home < most
-    alone = replay(requests, peers=8, memory_blocks=1000, routing="affine", shared=False)
+    alone = of_eight(routing="affine", shared=False)
     assert alone.counts.ratio > 0.8 * affine.counts.ratio
 
 
@@ -113,9 +119,7 @@ def test_what_is_known_of_blocks_is_true(routing: RoutingName, shared: bool, ssd
 
 
 def test_soft_copies_bring_hot_blocks_near_and_cost_no_hits() -> None:
-    requests = conversations(3000)
-    none = replay(requests, peers=8, memory_blocks=1000, keep_after=0)
-    some = replay(requests, peers=8, memory_blocks=1000, keep_after=3)
+    none, some = of_eight(keep_after=0), of_eight(keep_after=3)
     assert none.copies_made == 0 < some.copies_made
     assert some.tokens_from[Source.LOCAL_MEMORY] > none.tokens_from[Source.LOCAL_MEMORY]
     assert some.counts.ratio == pytest.approx(none.counts.ratio, abs=0.003)
@@ -125,7 +129,7 @@ def test_soft_copies_bring_hot_blocks_near_and_cost_no_hits() -> None:
 
 
 def test_an_ssd_adds_what_memory_has_no_room_for() -> None:
-    requests = conversations(3000)
+    requests = synthetic(1500)
     without = replay(requests, peers=4, memory_blocks=100)
     small = replay(requests, peers=4, memory_blocks=100, ssd_blocks=400)
     large = replay(requests, peers=4, memory_blocks=100, ssd_blocks=100_000)
@@ -230,7 +234,7 @@ def test_what_is_known_of_blocks_is_true_while_peers_die_and_return(ssd_blocks: 
 
 
 def test_the_dead_lose_their_memory_and_keep_their_ssd() -> None:
-    requests = conversations(1500)
+    requests = synthetic(1500)
     changes = kills(1500, 8)
     rates = {}
     for ssd_blocks in (0, 4000):

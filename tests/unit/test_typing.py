@@ -4,8 +4,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.commands import ran
 
 PROGRAM = """
@@ -66,16 +64,15 @@ def in_threads() -> None:
         store.put(b"k", b"v")
         store.get_tensor("t", framework="jax")
 """
+CACHE = Path(__file__).parents[2] / ".mypy_cache" / "of-a-user"
 REFUSED = ['"pin"', "1", '"framework"']
 """The arguments that are wrong in the last three lines; nothing else may be."""
 
 
-def test_a_program_that_uses_every_world(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_program_that_uses_every_world(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    kept = getattr(request.config, "cache", None)  # none under `-p no:cacheprovider`
-    cache = tmp_path / "cache" if kept is None else kept.mkdir("mypy-of-a-user")
     done = ran(
-        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache), "program.py"],
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(CACHE), "program.py"],
         300,
         cwd=tmp_path,
     )

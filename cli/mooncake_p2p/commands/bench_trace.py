@@ -203,8 +203,8 @@ def _replay_for_real(
     plot: str | None,
 ) -> None:
     from mooncake_p2p import trace_replay
-    from mooncake_p2p.local_cluster import LocalCluster
     from mooncake_p2p.output import Interrupts
+    from p2pstore.local.peer_processes import LocalCluster
 
     with Interrupts() as interrupts, progress("replaying") as bar:
 
@@ -214,7 +214,7 @@ def _replay_for_real(
 
         memory = scale.memory_bytes(settings.memory_blocks)
         options = ("--eviction-policy", settings.policy, "--network", "local")
-        cluster = LocalCluster(interrupts, str(memory), *options)
+        cluster = LocalCluster(interrupts.held, str(memory), *options)
         try:
             with interrupts.allowed():
                 real = trace_replay.replay(cluster, requests, settings, model, scale, outages, advanced)

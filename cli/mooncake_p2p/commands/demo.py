@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from mooncake_p2p.options import Json, option
 from mooncake_p2p.output import (
     AlreadyTold,
@@ -21,6 +20,7 @@ from mooncake_p2p.output import (
     remark,
     short_id,
 )
+from p2pstore.local.peer_processes import LocalCluster, PeerProcess, wait_until
 from p2pstore.objects import KIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def demo(
             f"--memory {format_bytes(blocks * BLOCK_BYTES * MEMORY_SHARE).replace(' ', '')} or more"
         )
     with Interrupts() as interrupts:
-        cluster = LocalCluster(interrupts, memory)
+        cluster = LocalCluster(interrupts.held, memory)
         show = _Show(quiet=json)
         try:
             with interrupts.allowed():

@@ -200,19 +200,18 @@ def support_bundle(
     peers and objects, addresses and paths are not: look before you pass it on.
     """
     from mooncake_p2p.files_and_pipes import NewFile
-    from p2pstore.local.socket_paths import check_socket_path
-    from p2pstore.status.doctor.support_bundle import gather, sockets_to_ask
+    from p2pstore.local.socket_paths import check_socket_path, live_sockets
+    from p2pstore.status.doctor.support_bundle import gather
 
     when = time.strftime("%Y%m%d-%H%M%S")
     path = output if output is not None else f"p2pstore-support-{when}.tar.gz"
-    named = check_socket_path(socket) if socket is not None else None
+    sockets = [check_socket_path(socket)] if socket is not None else live_sockets()
     file = NewFile(path)
     try:
         os.fchmod(file.descriptor, 0o600)
         with progress("gathering"):
-            bundle, redactor = gather(
-                sockets_to_ask(named), [Path(each) for each in log or ()], lambda: _doctor(socket)
-            )
+            logs = [Path(each) for each in log or ()]
+            bundle, redactor = gather(sockets, logs, lambda: _doctor(socket))
         with open(file.descriptor, "wb", closefd=False) as out:
             bundle.write(out, f"p2pstore-support-{when}", redactor)
             length = out.tell()

@@ -141,7 +141,10 @@ def peers(
     from mooncake_p2p.statistics_view import ago, share
 
     def round_trip(member: PeerInfo) -> str:
-        return "-" if member.round_trip_seconds is None else format_seconds(member.round_trip_seconds)
+        seconds = member.round_trip_seconds
+        if seconds is None:
+            return "-"
+        return f"{1000 * seconds:.0f} ms" if 0.01 <= seconds < 1 else format_seconds(seconds)
 
     columns: Columns[PeerInfo] = {
         "NAME": lambda member: member.name,

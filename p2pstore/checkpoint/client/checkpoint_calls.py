@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import time
@@ -159,10 +160,7 @@ class Checkpoints(CheckpointGroups):
     ) -> local.Published:
         if request.include or request.exclude:
             raise ValueError("include and exclude are for files: pass the tensors that are meant")
-        from p2pstore.checkpoint.client.checkpoint_calls import FILE_NAME, plan_image, write_image
-
-        image = plan_image(tensors)
-        memory = await self._driver.run_in_thread(partial(write_image, image))
+        memory = await self._driver.run_in_thread(partial(write_image, plan_image(tensors)))
         try:
             request = structs.replace(request, file=FILE_NAME)
             connection = await self._open(descriptor=memory)
@@ -411,10 +409,7 @@ def plan_image(tensors: Mapping[Any, Any]) -> TensorImage:
             raise CheckpointRefused(
                 f"{name!r} of {dtype} cannot be published: names are text, dtypes one of {', '.join(_NAMES)}"
             )
-        view = source_view(tensor)
-        items = 1
-        for length in shape:
-            items *= length
+        view, items = source_view(tensor), math.prod(shape)
         described.append((-(view.nbytes // items if items else 1), name, short, shape, view))
     described.sort(key=lambda each: each[:2])
     header: dict[str, Any] = {}

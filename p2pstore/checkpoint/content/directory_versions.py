@@ -42,7 +42,10 @@ from p2pstore.wire import Message, decode_body, encode_body
 
 STATE: Final = RESERVED_PREFIX
 _VERSION_DIGITS: Final = 32
-_FILES_A_STEP: Final = 256
+FILES_A_STEP: Final = 32
+"""A disk that takes a second a file still shows progress twice a minute."""
+REMOVED_A_STEP: Final = 256
+"""Files to unlink between two looks at a cancellation."""
 _PART_FORMAT: Final = 1
 
 
@@ -181,7 +184,7 @@ def removing_tree(root: Path) -> Iterator[None]:
     for folder, folders, files in os.walk(root, topdown=False):
         for count, name in enumerate(files):
             os.unlink(os.path.join(folder, name))
-            if count % _FILES_A_STEP == 0:
+            if count % REMOVED_A_STEP == 0:
                 yield
         for name in folders:
             inner = os.path.join(folder, name)
@@ -270,8 +273,6 @@ class PieceRecord:
         os.close(self._descriptor)
 
 
-FILES_A_STEP: Final = 32
-"""A disk that takes a second a file still shows progress twice a minute."""
 _CANNOT_ALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 ReadFile = Callable[[int, memoryview, int], None]

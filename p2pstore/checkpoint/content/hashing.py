@@ -67,24 +67,8 @@ class PieceHashes:
         """Hash these pieces, which are in order. `threads`: 0 for the usual number, by cores. Raises `OSError`,
         `EOFError` for a short file, and errors of `opened`."""
         usual = min(MAX_THREADS, max(MIN_THREADS, os.cpu_count() or 1))
-        limiter = trio.CapacityLimiter(threads or usual)
         runs = neighbours(self._layout, pieces, STEP_BYTES)
-        failures: list[Exception] = []
-
-        async def work() -> None:
-            try:
-                for run in runs:
-                    step = partial(self.hash_run, run)
-                    progress(await trio.to_thread.run_sync(step, limiter=limiter))
-            except (CheckpointChanged, OSError, EOFError) as error:
-                failures.append(error)
-                nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(int(limiter.total_tokens)):
-                nursery.start_soon(work)
-        if failures:
-            raise failures[0]
+        await at_once((partial(self.hash_run, run) for run in runs), threads or usual, progress)
 
     def hash_run(self, pieces: range) -> int:
         """Hash neighbouring pieces of one file, or a shared piece; blocking. Returns their bytes. Raises as `find`."""
@@ -104,7 +88,7 @@ class PieceHashes:
                     if not missing:
                         self._set(piece, hasher.digest())
                         piece, hasher = piece + 1, blake3()
-                        missing = self._layout.size(piece) if piece in pieces else 0
+                        missing = self._layout.sizes[piece] if piece in pieces else 0
         return length
 
     def _hash_shared(self, piece: int, extents: Sequence[Extent]) -> int:
@@ -121,6 +105,27 @@ class PieceHashes:
 
     def _set(self, piece: int, digest: bytes) -> None:
         self.packed[piece * HASH_BYTES : (piece + 1) * HASH_BYTES] = digest
+
+
+async def at_once(steps: Iterator[Callable[[], int]], threads: int, progress: Progress) -> None:
+    """Do steps on files in this number of worker threads; `progress` gets the bytes of each. The first failure ends
+    it, and is raised."""
+    limiter = trio.CapacityLimiter(threads)
+    failures: list[Exception] = []
+
+    async def work() -> None:
+        try:
+            for step in steps:
+                progress(await trio.to_thread.run_sync(step, limiter=limiter))
+        except (CheckpointChanged, OSError, EOFError) as error:
+            failures.append(error)
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(threads):
+            nursery.start_soon(work)
+    if failures:
+        raise failures[0]
 
 
 def neighbours(layout: PieceLayout, pieces: Iterable[int], most_bytes: int) -> Iterator[range]:

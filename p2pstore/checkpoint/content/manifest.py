@@ -125,7 +125,7 @@ class Manifest(Message, frozen=True, dict=True, gc=True):
 
     def _contents_of(self, piece: int) -> list[tuple[int, bytes]]:
         if not self.layout.is_shared(piece):
-            return [(self.layout.size(piece), self.piece_hash(piece))]
+            return [(self.layout.sizes[piece], self.piece_hash(piece))]
         return [(each.length, self.files[each.file].hash) for each in self.layout.extents(piece)]
 
     def is_piece(self, piece: int, data: bytes | bytearray | memoryview) -> bool:

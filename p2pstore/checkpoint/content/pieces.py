@@ -97,10 +97,6 @@ class PieceLayout:
         shared = [sum(extent.length for extent in extents) for extents in self._shared]
         return (*large, *shared)
 
-    def size(self, piece: int) -> int:
-        """Bytes of a piece."""
-        return self.sizes[piece]
-
     def size_of(self, pieces: PieceMap) -> int:
         """Bytes of these pieces together."""
         if pieces == full_map(self.count):

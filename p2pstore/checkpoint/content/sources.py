@@ -94,54 +94,13 @@ class PublishedFiles(ABC):
             read_fully(descriptor, view, offset)
 
 
-class SourceDirectory(PublishedFiles):
-    """The files below a directory, in the order of their paths."""
+class FilesAsFound(PublishedFiles):
+    """Files below a directory, in the order of their paths, as they were found."""
 
-    def __init__(self, root: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
-        """`include` and `exclude` are patterns for whole relative paths (`*` matches `/` too). Files that match no
-        `include` (if given) or some `exclude` are left out, and bookkeeping of downloads (`bookkeeping_in`) that
-        `include` does not name. Raises `OSError`, and `CheckpointRefused` for what cannot be published."""
+    def __init__(self, root: Path, files: list[SourceFile]) -> None:
         self.root = root
-        self._include = include
-        self._exclude = exclude
-        self.left_out: list[str] = []
-        """Bookkeeping of downloads: files, and folders, which end with a slash."""
-        self.excluded: list[str] = []
-        """Files that `exclude` leaves out."""
-        self.not_included: list[str] = []
-        self.empty_folders: list[str] = []
-        """Not part of a version."""
-        self.files = sorted(self._find(root, ""), key=lambda file: file.path)
-        self.total_bytes = sum(file.size for file in self.files)
-        if not self.files:
-            which = " that matches" if include or exclude else ""
-            which += nearest(include[0], self.not_included) if self.not_included else ""
-            left = f" (left out: {', '.join(self.left_out[:4])})" if self.left_out else ""
-            raise CheckpointRefused(f"{root}: there is no file to publish{which}{left}")
-
-    @classmethod
-    def as_it_was(
-        cls, root: Path, manifest: Manifest, times: Sequence[tuple[int, int]]
-    ) -> SourceDirectory:
-        """The directory that a manifest was made of, perhaps by an earlier process: `times` are the mtime (ns) and the
-        inode of each file then. Raises `CheckpointChanged` for any difference, and `OSError`."""
-        source = cls.__new__(cls)
-        source.root, source._include, source._exclude = root, (), ()
-        source.left_out, source.excluded, source.not_included = [], [], []
-        source.empty_folders = []
-        if len(times) != len(manifest.files):
-            raise CheckpointChanged("there were other files")
-        source.files = []
-        for entry, (changed_ns, inode) in zip(manifest.files, times, strict=True):
-            try:
-                found = (root / entry.path).stat()
-            except FileNotFoundError:
-                raise CheckpointChanged(f"{entry.path}: is gone") from None
-            if (found.st_size, found.st_mtime_ns, found.st_ino) != (entry.size, changed_ns, inode):
-                raise CheckpointChanged(f"{entry.path}: changed since it was published")
-            source.files.append(SourceFile(entry.path, entry.size, entry.mode, _stamp(found)))
-        source.total_bytes = sum(file.size for file in source.files)
-        return source
+        self.files = files
+        self.total_bytes = sum(file.size for file in files)
 
     @contextmanager
     def opened(self, file: int) -> Iterator[int]:
@@ -165,6 +124,47 @@ class SourceDirectory(PublishedFiles):
         for number in range(len(self.files)):
             with self.opened(number):
                 pass
+
+
+def files_as_they_were(root: Path, manifest: Manifest, times: Sequence[tuple[int, int]]) -> FilesAsFound:
+    """The files that a manifest was made of, perhaps by an earlier process: `times` are the mtime (ns) and the inode of
+    each then. Raises `CheckpointChanged` for any difference, and `OSError`."""
+    if len(times) != len(manifest.files):
+        raise CheckpointChanged("there were other files")
+    files = []
+    for entry, (changed_ns, inode) in zip(manifest.files, times, strict=True):
+        try:
+            found = (root / entry.path).stat()
+        except FileNotFoundError:
+            raise CheckpointChanged(f"{entry.path}: is gone") from None
+        if (found.st_size, found.st_mtime_ns, found.st_ino) != (entry.size, changed_ns, inode):
+            raise CheckpointChanged(f"{entry.path}: changed since it was published")
+        files.append(SourceFile(entry.path, entry.size, entry.mode, _stamp(found)))
+    return FilesAsFound(root, files)
+
+
+class SourceDirectory(FilesAsFound):
+    """The chosen files below a directory, and what was left out."""
+
+    def __init__(self, root: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+        """`include` and `exclude` are patterns for whole relative paths (`*` matches `/` too). Files that match no
+        `include` (if given) or some `exclude` are left out, and bookkeeping of downloads (`bookkeeping_in`) that
+        `include` does not name. Raises `OSError`, and `CheckpointRefused` for what cannot be published."""
+        self._include = include
+        self._exclude = exclude
+        self.left_out: list[str] = []
+        """Bookkeeping of downloads: files, and folders, which end with a slash."""
+        self.excluded: list[str] = []
+        """Files that `exclude` leaves out."""
+        self.not_included: list[str] = []
+        self.empty_folders: list[str] = []
+        """Not part of a version."""
+        super().__init__(root, sorted(self._find(root, ""), key=lambda file: file.path))
+        if not self.files:
+            which = " that matches" if include or exclude else ""
+            which += nearest(include[0], self.not_included) if self.not_included else ""
+            left = f" (left out: {', '.join(self.left_out[:4])})" if self.left_out else ""
+            raise CheckpointRefused(f"{root}: there is no file to publish{which}{left}")
 
     def _find(self, folder: Path, prefix: str) -> list[SourceFile]:
         found = []

@@ -15,9 +15,9 @@ from p2pstore.checkpoint.peer.checkpoint_peer import MAX_WAIT_SECONDS, Checkpoin
 from p2pstore.checkpoint.peer.fetching import Fetching, Finder
 from p2pstore.checkpoint.peer.following import Following, Updating
 from p2pstore.checkpoint.peer.piece_flow import Paces
+from p2pstore.checkpoint.peer.piece_stores import HeldDirectory, Memories, MemoryTarget
 from p2pstore.checkpoint.peer.publishing import Publications, Publishing
-from p2pstore.checkpoint.peer.running import SwarmParts
-from p2pstore.checkpoint.peer.stores import HeldDirectory, Memories, MemoryTarget
+from p2pstore.checkpoint.peer.running_swarms import SwarmParts
 from p2pstore.checkpoint.peer.version_fetch import Job
 from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
@@ -229,7 +229,7 @@ class GroupRequests:
             raise ValueError("nothing is followed on this connection")
         await following.looked.wait()
         await following.news.wait(message.seen, message.wait_ms / 1000)
-        said, head, job = following.follower.said, following.head, following.job
+        said, head, job = following.follower.state, following.head, following.job
         publisher = b"" if head is None else head.publisher
         return local.FollowNewsReply(
             following.news.number,

@@ -27,8 +27,8 @@ from p2pstore.checkpoint.content.manifest import (
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, unpack_map
 from p2pstore.checkpoint.content.target_directory import DirectoryInUse, TargetDirectory
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.checkpoint.peer.running import SwarmParts
-from p2pstore.checkpoint.peer.stores import HeldDirectory, HeldStore, Memories, MemoryTarget
+from p2pstore.checkpoint.peer.piece_stores import HeldDirectory, HeldStore, Memories, MemoryTarget
+from p2pstore.checkpoint.peer.running_swarms import SwarmParts
 from p2pstore.checkpoint.peer.version_fetch import Job, JobPhase, VersionFetch, in_threads, verify
 from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.checkpoint_records import Head
@@ -38,6 +38,12 @@ from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Verifier
 
+logger = logging.getLogger("p2pstore.peer")
+
+MANIFEST_SECONDS: Final = 10.0
+"""Deadline for getting a manifest from any member."""
+ASK_AGAIN_SECONDS: Final = 0.5
+"""Time between two rounds of asking members for a manifest."""
 IN_USE_SECONDS: Final = 3.0
 """How long a directory may stay locked by a fetch that is just being given up."""
 LOOK_SECONDS: Final = 0.05
@@ -250,14 +256,6 @@ def _pieces_ordered(order: Fetch, manifest: Manifest) -> PieceMap:
         return unpack_map(order.pieces, count) if order.pieces else NO_PIECES
     except ProtocolError as error:
         raise ValueError(f"pieces of checkpoint {manifest.name!r}: {error}") from error
-
-
-logger = logging.getLogger("p2pstore.peer")
-
-MANIFEST_SECONDS: Final = 10.0
-"""Deadline for getting a manifest from any member."""
-ASK_AGAIN_SECONDS: Final = 0.5
-"""Time between two rounds of asking members for a manifest."""
 
 
 class Finder:

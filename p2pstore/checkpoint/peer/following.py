@@ -15,7 +15,7 @@ from p2pstore.checkpoint.content.directory_versions import current_version, swit
 from p2pstore.checkpoint.content.manifest import format_version
 from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS, CheckpointPeer
 from p2pstore.checkpoint.peer.fetching import Fetching
-from p2pstore.checkpoint.peer.stores import HeldDirectory
+from p2pstore.checkpoint.peer.piece_stores import HeldDirectory
 from p2pstore.checkpoint.peer.version_fetch import ChangeSignal, Job
 from p2pstore.checkpoint.swarm.group import (
     Abandon,
@@ -197,7 +197,7 @@ class Following:
 
     def _say(self) -> None:
         assert self.head is not None
-        said = self.follower.said
+        said = self.follower.state
         if self._told == (said, self.head.digest):
             return
         self._told = said, self.head.digest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import trio
@@ -12,10 +12,15 @@ import trio
 from p2pstore.checkpoint.checkpoint_messages import Publish
 from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, format_version, sign_manifest
-from p2pstore.checkpoint.content.sources import PublishedFiles, SourceDirectory, SourceMemory
+from p2pstore.checkpoint.content.sources import (
+    FilesAsFound,
+    PublishedFiles,
+    SourceDirectory,
+    SourceMemory,
+    files_as_they_were,
+)
 from p2pstore.checkpoint.peer.checkpoint_peer import ACQUAINTED_SECONDS, CheckpointPeer
-from p2pstore.checkpoint.peer.running import SwarmParts
-from p2pstore.checkpoint.peer.stores import (
+from p2pstore.checkpoint.peer.piece_stores import (
     HeldDirectory,
     HeldStore,
     Memories,
@@ -23,6 +28,7 @@ from p2pstore.checkpoint.peer.stores import (
     PublishedMemory,
     PublishedPieces,
 )
+from p2pstore.checkpoint.peer.running_swarms import SwarmParts
 from p2pstore.checkpoint.peer.version_fetch import Job, JobPhase, reader_of
 from p2pstore.errors import (
     CheckpointChanged,
@@ -66,7 +72,7 @@ class Publication(Message, frozen=True):
         """Name and version, for messages."""
         return f"{self.manifest.manifest.name}@{format_version(self.manifest.version)}"
 
-    def open(self) -> tuple[SourceDirectory, HeldDirectory]:
+    def open(self) -> tuple[FilesAsFound, HeldDirectory]:
         """The unchanged directory, and what keeps it open. Raises `CheckpointChanged`, `ConfigError`, `OSError`."""
         descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -74,7 +80,7 @@ class Publication(Message, frozen=True):
         finally:
             os.close(descriptor)
         try:
-            return SourceDirectory.as_it_was(held.path, self.manifest.manifest, self.times), held
+            return files_as_they_were(held.path, self.manifest.manifest, self.times), held
         except BaseException:
             held.close()
             raise
@@ -126,9 +132,7 @@ class Publications:
 
     def load(self) -> list[Publication]:
         """The publications of the previous run. Unreadable files stay, and are logged."""
-        return list(self._load())
-
-    def _load(self) -> Iterator[Publication]:
+        found = []
         for name, body in [] if self._state is None else self._state.load_publications():
             try:
                 kept = decode_body(Publication, body)
@@ -143,7 +147,8 @@ class Publications:
                 )
                 continue
             self._kept.add(kept.manifest.version)
-            yield kept
+            found.append(kept)
+        return found
 
 
 class Publishing:

@@ -20,7 +20,7 @@ import trio
 from p2pstore.checkpoint.content.pieces import PieceLayout
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.piece_flow import InlineOrThread, PieceBuffers, TokenBucket
-from p2pstore.checkpoint.peer.stores import PieceStore
+from p2pstore.checkpoint.peer.piece_stores import PieceStore
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Event,
     Linked,

@@ -18,7 +18,7 @@ from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest
 from p2pstore.checkpoint.content.pieces import PieceLayout, PieceMap, map_of
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.checkpoint.peer.piece_flow import GATHER_SECONDS, Introductions
-from p2pstore.checkpoint.peer.stores import PieceStore
+from p2pstore.checkpoint.peer.piece_stores import PieceStore
 from p2pstore.checkpoint.peer.swarm_links import PieceTransfers, SwarmLinks
 from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm import Swarm

@@ -11,13 +11,13 @@ from typing import Final
 import trio
 
 from p2pstore.checkpoint.checkpoint_messages import Fetch, Fetched
-from p2pstore.checkpoint.content.hashing import BulkReader, PieceHashes
+from p2pstore.checkpoint.content.hashing import BulkReader, PieceHashes, at_once
 from p2pstore.checkpoint.content.manifest import SignedManifest
 from p2pstore.checkpoint.content.pieces import NO_PIECES, Extent, PieceMap, pieces_in
 from p2pstore.checkpoint.content.target_directory import TargetDirectory, in_steps
 from p2pstore.checkpoint.peer.checkpoint_peer import THREADS, CheckpointPeer
-from p2pstore.checkpoint.peer.running import SwarmPart, SwarmParts
-from p2pstore.checkpoint.peer.stores import PieceStore, Target
+from p2pstore.checkpoint.peer.piece_stores import PieceStore, Target
+from p2pstore.checkpoint.peer.running_swarms import SwarmPart, SwarmParts
 from p2pstore.errors import CheckpointChanged, ConfigError, StoreClosed, Unavailable
 from p2pstore.gossip.records import TakesPart, member_of
 from p2pstore.memory.mapped.mapped_memory import available_memory
@@ -326,26 +326,9 @@ def reader_of(total_bytes: int) -> BulkReader:
 async def make_durable(target: TargetDirectory, job: Job) -> None:
     """Sync the files that were fetched, `SYNC_THREADS` at once. Raises `OSError`."""
     places = await trio.to_thread.run_sync(target.unsynced)
-    layout = target.manifest.layout
-    job.begin(JobPhase.FINISHING, layout.size_of(target.needed))
-    limiter = trio.CapacityLimiter(SYNC_THREADS)
-    steps = in_steps(places)
-    failures: list[OSError] = []
-
-    async def work() -> None:
-        try:
-            for step in steps:
-                done = partial(target.make_durable, step)
-                job.advance(await trio.to_thread.run_sync(done, limiter=limiter))
-        except OSError as error:
-            failures.append(error)
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(SYNC_THREADS):
-            nursery.start_soon(work)
-    if failures:
-        raise failures[0]
+    job.begin(JobPhase.FINISHING, target.manifest.layout.size_of(target.needed))
+    steps = (partial(target.make_durable, some) for some in in_steps(places))
+    await at_once(steps, SYNC_THREADS, job.advance)
 
 
 async def verify(target: TargetDirectory, job: Job) -> None:

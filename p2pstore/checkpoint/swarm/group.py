@@ -105,12 +105,14 @@ class SwitchTo(msgspec.Struct, frozen=True):
 Effect = Prepare | Abandon | SwitchTo
 
 
-class Said(msgspec.Struct, frozen=True):
-    """A follower's announcement: its next version, or the one in use, and how far it is."""
+class FollowerState(msgspec.Struct, frozen=True):
+    """A follower's announcement: its next version, or the one in use, and how far it is. Where others hear of it,
+    versions may be cut to their first bytes, all alike."""
 
     version: Version
     stage: Stage
     current: Version
+    done_permille: int = 0
     why: str = ""
 
 
@@ -145,7 +147,7 @@ class Follower:
         return min((failure.retry_at for failure in self._failures.values()), default=math.inf)
 
     @property
-    def said(self) -> Said:
+    def state(self) -> FollowerState:
         """The announcement to other peers."""
         wanted = self._wanted()
         able = [version for version in wanted if version not in self._failures]
@@ -156,10 +158,10 @@ class Follower:
         elif version == self.current:
             stage = Stage.CURRENT
         elif failure is not None:
-            return Said(version, Stage.FAILED, self.current, failure.why)
+            return FollowerState(version, Stage.FAILED, self.current, why=failure.why)
         else:
             stage = Stage.VERIFIED if version in self._complete else Stage.FETCHING
-        return Said(version, stage, self.current)
+        return FollowerState(version, stage, self.current)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in an event; returns the effects."""
@@ -258,16 +260,6 @@ class Laggard(msgspec.Struct, frozen=True):
     done_permille: int
     why: str
     dead: bool
-
-
-class FollowerState(msgspec.Struct, frozen=True):
-    """A follower's last announcement, as known here. Versions may be cut to their first bytes, all alike."""
-
-    version: Version
-    stage: Stage
-    current: Version
-    done_permille: int = 0
-    why: str = ""
 
 
 class GroupUpdate:

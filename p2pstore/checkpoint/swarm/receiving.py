@@ -1,4 +1,4 @@
-"""Fetching pieces: which from which neighbour, grants, pieces on their way, failures, late pieces at the end. Pure."""
+"""Fetching pieces: which from which neighbour, grants, pieces on their way, failures, the endgame. Pure."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Receiving:
         self.flights = Flights()
         self.check_at = math.inf
         """No piece is overdue or held up before."""
-        self.hurry_at = math.inf
+        self.endgame_at = math.inf
         self.retry_at = now + state.config.retry_seconds
         self.said_complete = state.selection.complete
         self._state = state
@@ -222,8 +222,8 @@ class Receiving:
         if held_up_at > -math.inf:
             self.check_at = min(self.check_at, held_up_at)
         self.retry_at = now + state.config.retry_seconds
-        if not state.selection.wanted and self.hurry_at > now + state.config.retry_seconds:
-            self.hurry_at = now
+        if not state.selection.wanted and self.endgame_at > now + state.config.retry_seconds:
+            self.endgame_at = now
         state.effects.append(FetchPiece(member, piece, neighbour.same_host))
 
     def fetch_here(self, neighbour: Neighbour, now: float) -> None:
@@ -262,7 +262,7 @@ class Receiving:
         self._invite()
         if state.selection.complete and not self.said_complete:
             self.said_complete = True
-            self.hurry_at = math.inf
+            self.endgame_at = math.inf
             state.effects.append(Complete())
 
     def failed(self, event: PieceFailed, now: float) -> None:
@@ -353,10 +353,10 @@ class Receiving:
         if not before:
             self._invite()
 
-    def hurry(self, now: float) -> None:
+    def endgame(self, now: float) -> None:
         """When all missing pieces are on their way, ask a second neighbour for those that are late."""
         state = self._state
-        self.hurry_at = math.inf
+        self.endgame_at = math.inf
         if state.selection.complete or state.selection.wanted or not self.flights:
             return
         soonest = math.inf
@@ -368,7 +368,7 @@ class Receiving:
             holder = self._best_holder(piece, flight, now)
             if holder is not None:
                 self._fetch(holder, piece, now)
-        self.hurry_at = now + soonest
+        self.endgame_at = now + soonest
 
     def _would_be_sooner(self, neighbour: Neighbour, piece: int, flight: Flight, now: float) -> bool:
         senders, size = self._state.senders, self._state.sizes[piece]

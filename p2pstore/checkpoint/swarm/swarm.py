@@ -15,14 +15,6 @@
 
 Invariants: only verified pieces are passed on; a piece is on its way from one neighbour, or near the end from two at
 most; no more slots are in use than there are; a banned member gets no answer.
-
-The links of a peer of a swarm: which to make, and which to end.
-
-A peer has some 20 links to random participants: with 8 a broadcast to 256 takes 1.2 times as long as with 20, with 40
-it is no faster. A small swarm is linked completely. A newcomer is always let in: where all places are taken, the oldest
-link makes room, first a useless one (both sides have everything, or need nothing that the other will have). From time
-to time an old link is replaced, and all useless ones, so that no group stays among itself. Links to peers of the same
-host are always made, and do not count.
 """
 
 from __future__ import annotations
@@ -64,6 +56,19 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
 )
 from p2pstore.errors import ProtocolError
 
+FIRST_DIALS: Final = 10
+"""At first; others dial as well, so that there will be twice that number of links."""
+MIN_NEIGHBOURS: Final = 16
+MAX_NEIGHBOURS: Final = 24
+SETTLE_SECONDS: Final = 1.0
+"""Until then only the first links are made."""
+REFRESH_SECONDS: Final = 5.0
+REFRESHED: Final = 2
+REDIAL_SECONDS: Final = 5.0
+"""A member that could not be reached, or was let go, is not dialed for this time."""
+DIAL_SECONDS: Final = 30.0
+"""A dial without a result by then is forgotten."""
+
 
 class Swarm:
     """See the module's docstring. Members are short names."""
@@ -90,7 +95,7 @@ class Swarm:
         self.sending = Sending(state, self.news, publishes=publishes, copies=copies)
         self.slots = self.sending.slots
         self.receiving = Receiving(state, self.news, self.slots, self, now)
-        self._links = Neighbours(own, rng, now)
+        self._links = Links(own, rng, now)
         self._handlers: dict[type[Any], Callable[[Any, float], None]] = {
             Participants: self._participants,
             Linked: self._linked,
@@ -162,7 +167,7 @@ class Swarm:
         """When something may be too late: handle what has arrived by then before a `Tick`."""
         receiving = self.receiving
         soonest = min(
-            self._links.next_tick(), self.sending.check_at, receiving.check_at, receiving.hurry_at
+            self._links.next_tick(), self.sending.check_at, receiving.check_at, receiving.endgame_at
         )
         if self._selection.missing:
             soonest = min(soonest, receiving.retry_at)
@@ -222,7 +227,7 @@ class Swarm:
         self.receiving.forget(member, now)
 
     def _change_links(self, now: float) -> None:
-        """Connect and disconnect as `Neighbours` decides."""
+        """Connect and disconnect as `Links` decides."""
         dials = not self.complete or self.sending.seeds
         connect, disconnect = self._links.tick(now, self._worth, dials)
         for member in disconnect:
@@ -326,24 +331,10 @@ class Swarm:
             receiving.check_at = receiving.flights.next_change()
         if self._links.next_tick() <= now:
             self._change_links(now)
-        if receiving.hurry_at <= now:
-            receiving.hurry(now)
+        if receiving.endgame_at <= now:
+            receiving.endgame(now)
         if receiving.retry_at <= now:
             receiving.retry(now)
-
-
-FIRST_DIALS: Final = 10
-"""At first; others dial as well, so that there will be twice that number of links."""
-MIN_NEIGHBOURS: Final = 16
-MAX_NEIGHBOURS: Final = 24
-SETTLE_SECONDS: Final = 1.0
-"""Until then only the first links are made."""
-REFRESH_SECONDS: Final = 5.0
-REFRESHED: Final = 2
-REDIAL_SECONDS: Final = 5.0
-"""A member that could not be reached, or was let go, is not dialed for this time."""
-DIAL_SECONDS: Final = 30.0
-"""A dial without a result by then is forgotten."""
 
 
 @dataclass(slots=True)
@@ -352,8 +343,15 @@ class _Link:
     same_host: bool
 
 
-class Neighbours:
-    """Links, dials under way, and members not to dial now."""
+class Links:
+    """Which links to make, and which to end.
+
+    A peer has some 20 links to random participants: with 8 a broadcast to 256 takes 1.2 times as long as with 20, with
+    40 it is no faster. A small swarm is linked completely. A newcomer is always let in: where all places are taken, the
+    oldest link makes room, first a useless one (both sides have everything, or need nothing that the other will have).
+    From time to time an old link is replaced, and all useless ones, so that no group stays among itself. Links to peers
+    of the same host are always made, and do not count.
+    """
 
     def __init__(self, own: int, rng: Random, now: float) -> None:
         self._own = own

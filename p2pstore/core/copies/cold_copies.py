@@ -160,8 +160,6 @@ class ColdCopies:
             keys, end = keys[:limit], keys[limit - 1]
         return Page([merged[key] for key in keys], end)
 
-    # --- what memory does --------------------------------------------------------------------
-
     def left_memory(self, entries: Iterable[ObjectEntry], now: float) -> None:
         """Memory gave objects up: they were evicted, expired or replaced. Say where they are now, if anywhere."""
         gone: dict[bytes, ObjectEntry] = {}
@@ -256,8 +254,6 @@ class ColdCopies:
         else:
             self.store.discard(entry.digest, entry.version)
 
-    # --- what is over ------------------------------------------------------------------------
-
     def discard(self, digest: bytes, up_to: Version, now: float) -> bool:
         """Versions up to this one were removed or replaced. Whether one was there."""
         if self.store is None:
@@ -312,11 +308,8 @@ class ColdCopies:
             self._to_sweep.clear()
             self._to_sweep.append(_Sweep(None, MAX_VERSION, left))
 
-    # --- many at once ------------------------------------------------------------------------
-
     @property
     def sweeping(self) -> bool:
-        """Whether there are objects to discard, by `sweep_step`."""
         return bool(self._to_sweep)
 
     def sweep(self, namespace: bytes | None, up_to: Version) -> None:
@@ -325,7 +318,6 @@ class ColdCopies:
             self._to_sweep.append(_Sweep(namespace, up_to, self.store.digests(namespace)))
 
     def sweep_step(self, now: float) -> None:
-        """Discard some."""
         if not self._to_sweep:
             return
         sweep = self._to_sweep[0]

@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from p2pstore.core.copies.proofs import MAX_PROOF_BYTES, read_proof, signed_proofs
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.operation import Operation, PullOutcome, PullTogether
+from p2pstore.core.operation import Operation, PullOutcome
 from p2pstore.core.puts.publishing import announce_new, new_here, reserve_many
-from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import PeerId, member_of, writer_of
 from p2pstore.memory.entries import ObjectEntry, Reservation, Written
@@ -25,6 +24,7 @@ from p2pstore.memory.segment_layout import (
     encode_trailer,
 )
 from p2pstore.objects import key_digest, namespace_digest
+from p2pstore.put_facts import MAX_REPLICAS
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
@@ -165,7 +165,6 @@ class CopyDestination:
         return b""
 
     def abort(self) -> None:
-        """Give the room back."""
         if self._reservation is not None:
             self._core.segment.abort(self._reservation, session=self._session)
             self._reservation = None
@@ -183,11 +182,13 @@ class WantedCopy(NamedTuple):
 
 
 class ReservedCopy(NamedTuple):
-    """Where the bytes of an object go, which are to be those of this slot. `place`: in the message."""
+    """Where the bytes of an object go, which are to be those of this slot. `place`: in the message. `sums`: of its
+    chunks, packed."""
 
     place: int
     slot: Slot
     view: memoryview
+    sums: bytes
 
 
 class RoomDestination:
@@ -251,7 +252,7 @@ class CopiesDestination:
         self._operation = operation
         self._sender = sender
         self._wanted_copies = wanted_copies
-        self._session = ("copies", operation.number)
+        self._session = operation
         self._reservations: dict[int, Reservation] = {}
         self.codes = [int(Code.UNAVAILABLE)] * len(wanted_copies)
         self.rooms: list[ReservedCopy] = []
@@ -326,9 +327,9 @@ class CopiesDestination:
 
     def _reserved(self, place: int, reservation: Reservation) -> None:
         self._reservations[place] = reservation
-        slot, session = self._wanted_copies[place].slot, self._session
-        view = self._core.segment.reservation_view(reservation.number, session=session)
-        self.rooms.append(ReservedCopy(place, slot, view))
+        slot, trailer = self._wanted_copies[place]
+        view = self._core.segment.reservation_view(reservation.number, session=self._session)
+        self.rooms.append(ReservedCopy(place, slot, view, trailer.sums))
 
     def publish(self, brought: Collection[int], now: float) -> None:
         """Publish those, by their places, whose bytes are in their rooms and were verified. Raises nothing."""
@@ -387,18 +388,16 @@ class CopiesDestination:
 
 
 class TakeCopiesOperation(Operation):
-    """Take copies that their writer asks for. The result is `ReplicatedMany`. A cancelled copy in flight is kept."""
+    """Take copies that their writer asks for. The task that serves the request goes through `copies`, and then calls
+    `pulled`, or cancels the operation. The result is `ReplicatedMany`."""
 
     def __init__(self, core: PeerCore, sender: PeerId, wanted_copies: Sequence[WantedCopy]) -> None:
         super().__init__(core)
-        self._sender = sender
-        self._wanted_copies = wanted_copies
-        self._copies: CopiesDestination | None = None
+        self.sender = sender
+        self.copies = CopiesDestination(core, self, sender, wanted_copies)
 
     def start(self, now: float) -> None:
-        self._copies = CopiesDestination(self.core, self, self._sender, self._wanted_copies)
-        self.core.emit(PullTogether(self.number, self._sender, self._copies))
+        """The task begins."""
 
     def pulled(self, outcome: PullOutcome, now: float) -> None:
-        assert self._copies is not None
-        self.finish(ReplicatedMany(bytes(self._copies.codes)), now)
+        self.finish(ReplicatedMany(bytes(self.copies.codes)), now)

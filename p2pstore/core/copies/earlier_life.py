@@ -45,7 +45,6 @@ class MemoryReturn:
 
     @property
     def is_over(self) -> bool:
-        """Whether all of them are published, or gone."""
         return not self._left and not self._under_way
 
     def step(self, is_good: Callable[[ObjectEntry], bool]) -> None:
@@ -102,7 +101,6 @@ class MemoryReturn:
             self._count(entry, fate)
 
     def _count(self, entry: ObjectEntry, fate: str) -> None:
-        """`fate` is one of `FATES`."""
         self._core.counters[f"kept_objects_{fate}"] += 1
         self._core.counters[f"kept_bytes_{fate}"] += entry.length
 
@@ -195,7 +193,7 @@ class EarlierLife:
         if last_alive is None or not self._sync.synchronised:
             return
         was_away = self._sync.was_away_too_long(last_alive, now)
-        self._waits_for_clock = was_away and core.timekeeping.view(now).lead < 0
+        self._waits_for_clock = was_away and core.gossip.time.view(now).lead < 0
         if self._waits_for_clock:
             return
         if was_away:  # all that it kept; puts since the start are above that

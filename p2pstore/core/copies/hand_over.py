@@ -87,7 +87,6 @@ class PeerMemories(Generic[PeerName]):
         self._oldest = heapq.nsmallest(MAX_OLDEST, told, key=lambda room: room.coldest)
 
     def __bool__(self) -> bool:
-        """Whether there may be any."""
         return bool(self._spacious or self._oldest)
 
     def take(self, length: int, idle_seconds: float, unix: float) -> PeerMemory[PeerName] | None:
@@ -169,6 +168,22 @@ class MemberRooms:
                 if room is not None and state.memory_capacity:
                     self._rooms[state.peer_id] = room
         return self._rooms
+
+    def choose(self, digest: bytes, length: int, now: float, *, only_free: bool) -> list[PeerId]:
+        """Targets for an object of that length, best first; its bytes are taken off the first one's free memory."""
+        rooms = self.all(now)
+        needed = round_up(length, GRANULE_BYTES) + GRANULE_BYTES  # with a trailer, as a rule
+        ranked = [
+            room
+            for peer_id in self._core.gossip.rank(digest)
+            if (room := rooms.get(peer_id)) is not None and room.capacity_bytes >= needed
+        ]
+        chosen = [room for room in ranked if room.free_bytes >= needed]
+        if not only_free:
+            chosen += [room for room in ranked if room.free_bytes < needed]
+        if chosen:
+            chosen[0].free_bytes -= needed
+        return [room.peer for room in chosen[:MAX_TARGETS]]
 
 
 class Offers:
@@ -270,7 +285,7 @@ class Offers:
         del self._taken[entry]
         if entry.state is not SlotState.LIVE or entry.pin is not Pin.NONE:
             return
-        if core.gossip.partitions.knows_all and not self._is_kept_elsewhere(entry, now):
+        if core.gossip.partitions.mode.knows_all and not self._is_kept_elsewhere(entry, now):
             core.counters["offers_refused"] += 1
             return
         core.counters["offers_taken"] += 1
@@ -316,7 +331,7 @@ class HandOverOperation(Operation):
 
     def __init__(self, core: PeerCore) -> None:
         super().__init__(core)
-        self._rooms = _Rooms(core)
+        self._rooms = MemberRooms(core)
         self._walk = OwnCopies(core, replicated_only=False)
         self._order: list[tuple[int, bool, float, bytes, int]] = []
         """A heap of the objects to hand over; digest and length are the last fields."""
@@ -344,13 +359,11 @@ class HandOverOperation(Operation):
         """End at the deadline or without a waiting caller: the remaining objects are not handed over."""
         self.finish(self.handed_over, now)
 
-    # --- what there is -----------------------------------------------------------------------
-
     def _look_on(self, now: float) -> None:
         """Look for some more last copies."""
         core = self.core
         digests = self._walk.step()
-        if core.gossip.partitions.knows_all or not digests:
+        if core.gossip.partitions.mode.knows_all or not digests:
             self._looked(digests, None, now)
             return
         lookup = LookupOperation(core, digests, ask_always=True)
@@ -383,8 +396,6 @@ class HandOverOperation(Operation):
             heat = float(held.hits)
         only_on_ssd = not isinstance(held, ObjectEntry)
         return -int(held.pin), only_on_ssd, -heat, held.digest, held.length
-
-    # --- handing over ------------------------------------------------------------------------
 
     def _go_on(self, now: float) -> None:
         if self._beginning or self.done:  # one of those that begin ended at once
@@ -449,23 +460,3 @@ class HandOverOperation(Operation):
     def _count_off(self, length: int) -> None:
         self.handed_over.left_objects -= 1
         self.handed_over.left_bytes -= length
-
-
-class _Rooms(MemberRooms):
-    """Chooses among them."""
-
-    def choose(self, digest: bytes, length: int, now: float, *, only_free: bool) -> list[PeerId]:
-        """Targets for an object of that length, best first; its bytes are taken off the first one's free memory."""
-        rooms = self.all(now)
-        needed = round_up(length, GRANULE_BYTES) + GRANULE_BYTES  # with a trailer, as a rule
-        ranked = [
-            room
-            for peer_id in self._core.gossip.rank(digest)
-            if (room := rooms.get(peer_id)) is not None and room.capacity_bytes >= needed
-        ]
-        chosen = [room for room in ranked if room.free_bytes >= needed]
-        if not only_free:
-            chosen += [room for room in ranked if room.free_bytes < needed]
-        if chosen:
-            chosen[0].free_bytes -= needed
-        return [room.peer for room in chosen[:MAX_TARGETS]]

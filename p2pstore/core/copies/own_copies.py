@@ -45,11 +45,9 @@ class OwnCopies:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left."""
         return self._left == 0
 
     def end(self) -> None:
-        """Leave out the rest."""
         self._left = 0
 
     def step(self, count: int = LOOKED_AT) -> list[bytes]:
@@ -79,14 +77,14 @@ def held_here(core: PeerCore, digest: bytes, now: float) -> ObjectEntry | ColdEn
     return core.objects.find(digest, now) or core.cold.find(digest, now)
 
 
-def are_kept_elsewhere(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> list[bool]:
+def are_kept_elsewhere(core: PeerCore, entries: Sequence[ObjectEntry]) -> list[bool]:
     """Of each object whether a living peer holds a firm copy of the same version in memory, and comes before this one
     in rendezvous order: of those that hold it, one does not give it up because of the others."""
     mentioned = core.gossip.directory.mentioned({entry.digest for entry in entries})
-    return [entry.digest in mentioned and _is_kept_elsewhere(core, entry, now) for entry in entries]
+    return [entry.digest in mentioned and _is_kept_elsewhere(core, entry) for entry in entries]
 
 
-def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
+def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry) -> bool:
     mine = (entry.version.clock, entry.version.writer)
     my_weight = -1
     for holding in core.gossip.directory.holders(entry.digest):

@@ -90,8 +90,6 @@ class VersionProofs:
         self._told: set[Member] = set()
         """Members of which the log says that they contradict a writer."""
 
-    # --- this peer's own versions ------------------------------------------------------------
-
     def wrote(self, digests: Iterable[bytes]) -> None:
         """This peer wrote versions of keys: each is signed when the first copy of it, or of one near it, leaves."""
         unsigned, written = self._unsigned, dict.fromkeys(digests)
@@ -133,8 +131,6 @@ class VersionProofs:
         self._core.counters["version_signatures"] += len(signatures) // SIGNATURE_BYTES
         return signatures
 
-    # --- versions of others ------------------------------------------------------------------
-
     def knows(self, digest: bytes, version: Version) -> bool:
         """Whether a proof of this version was seen."""
         return (digest, version) in self._proved
@@ -167,8 +163,6 @@ class VersionProofs:
                 "",
                 f"peer {name} announces other bytes than the writer of a version does: it is not read there",
             )
-
-    # --- asking ------------------------------------------------------------------------------
 
     def may_ask(self, copy: KnownCopy, now: float, *, insist: bool = False) -> bool:
         """Whether to ask the holder for a proof: it did not fail to give one a moment ago. `insist`: ask even a holder
@@ -238,7 +232,6 @@ class VersionProofs:
         return True
 
     def asked(self, digest: bytes) -> None:
-        """The answers are there."""
         self._asking.discard(digest)
 
     def doubt(self, member: Member, digest: bytes, now: float) -> None:
@@ -303,7 +296,6 @@ class ProveOperation(Operation):
         super().finish(result, now)
 
     def _keep(self, digest: bytes, version: Version, proof: bytes, now: float) -> None:
-        """Put a proof beside the copy that is here."""
         entry = self.core.objects.find(digest, now)
         if entry is not None and entry.version == version and not self.core.is_own(version):
             self.core.segment.objects.set_proof(entry, proof)

@@ -118,8 +118,6 @@ class Repair:
         self._seen_version = -1
         self._offering = 0
 
-    # --- when --------------------------------------------------------------------------------
-
     def fell_short(self, copies: int, now: float) -> None:
         """Of an object that is here fewer copies could be made than were wanted."""
         if self._are_too_few(copies):
@@ -190,8 +188,6 @@ class Repair:
         self._offering_then = self._others_offering
         return True
 
-    # --- a pass ------------------------------------------------------------------------------
-
     def _go_on(self, current: _Pass, now: float) -> None:
         while not current.busy and now >= current.next_at and current is self._pass:
             if current.queue:
@@ -205,7 +201,7 @@ class Repair:
         core = self._core
         digests = current.walk.step()
         current.next_at = now + LOOK_INTERVAL_SECONDS
-        if core.gossip.partitions.knows_all or not digests:
+        if core.gossip.partitions.mode.knows_all or not digests:
             self._judge(current, digests, now)
             return
         current.busy = True
@@ -282,8 +278,6 @@ class Repair:
         if self.limited or self.lacking:  # they may be removed meanwhile
             self._due_at = min(self._due_at, now + self._timing.longest_pause_seconds)
 
-    # --- one object --------------------------------------------------------------------------
-
     def _act(self, current: _Pass, digest: bytes, now: float) -> None:
         """Have the missing copies of an object made, if they are still missing."""
         lack = self._lack(current, digest, now)
@@ -300,7 +294,6 @@ class Repair:
         core.operations.start(FetchOperation(core, digest, only_here=True), now, loaded)
 
     def _loaded(self, current: _Pass, wanted: int, result: Any, now: float) -> None:
-        """An object that was only on the SSD is in memory, where others can read it. Or is not."""
         if isinstance(result, ObjectEntry):
             self._replicate(current, result, wanted, now)
         else:

@@ -182,7 +182,7 @@ class _Row:
 
 
 class ReplicateTogether(Operation):
-    """Have as many copies made of new own objects as each wants; the result is the number of copies of each.
+    """Have as many copies made of new own objects, put together, as each wants; the result are the ends of the puts.
 
     No other peer holds any of them, so nothing is looked up. Targets are chosen as `ReplicateOperation` does, and get
     one message for all that they are to pull, a window at a time. An object that a target refuses, or fails to pull,
@@ -199,17 +199,16 @@ class ReplicateTogether(Operation):
     def start(self, now: float) -> None:
         core, by_target = self.core, dict[PeerId, list[_Row]]()
         able = [peer_id for peer_id in core.live_peers() if offers_memory(core, peer_id)]
+        # Not evicted before their copies are made.
+        core.segment.references.acquire(*[row.entry for row in self._rows])
         for row in self._rows:
-            self.core.segment.references.acquire(row.entry)  # not evicted before its copies are made
             for target in self._targets_of(row, able):
                 row.waiting += 1
                 by_target.setdefault(target, []).append(row)
         for target, rows in by_target.items():
             self._queued[target] = deque(_windows(rows))
             self._ask_next(target, now)
-        for row in self._rows:
-            if not row.waiting:
-                self._go_on(row, now)
+        self._go_on(self._rows, now)
 
     def _targets_of(self, row: _Row, able: Sequence[PeerId]) -> Sequence[PeerId]:
         """The peers to ask for a copy, of those that can hold any."""
@@ -261,35 +260,53 @@ class ReplicateTogether(Operation):
                 row.failed += (target,)
         for row in rows:
             row.waiting -= 1
-            if not row.waiting:
-                self._go_on(row, now)
+        self._go_on(rows, now)
 
-    def _go_on(self, row: _Row, now: float) -> None:
-        """All answers for an object are there: see to the copies that are missing, alone."""
-        entry, made = row.entry, row.made
-        if len(made) >= row.wanted - 1:
-            self._ended(row, 1 + len(made), now)
-            return
-        alone = ReplicateOperation(self.core, entry, row.wanted, made=made, tried=row.failed)
-        self.run(alone, partial(self._ended, row), now)
+    def _go_on(self, rows: Sequence[_Row], now: float) -> None:
+        """Where all answers for an object are there, see to the copies that are missing, alone."""
+        answered = [row for row in rows if not row.waiting]
+        done = [row for row in answered if len(row.made) >= row.wanted - 1]
+        for row in answered if len(done) < len(answered) else ():
+            if len(row.made) < row.wanted - 1:
+                made, tried = row.made, row.failed
+                alone = ReplicateOperation(self.core, row.entry, row.wanted, made=made, tried=tried)
+                self.run(alone, partial(self._ended_alone, row), now)
+        self._ended(done, now)
 
-    def _ended(self, row: _Row, copies: Any, now: float) -> None:
-        self.core.segment.references.let_go(row.entry)
-        count = self._copies[row.place] = copies if isinstance(copies, int) else 1 + len(row.made)
+    def _ended_alone(self, row: _Row, copies: Any, now: float) -> None:
+        count = copies if isinstance(copies, int) else 1 + len(row.made)
         if count < row.wanted:
             self.core.repair.fell_short(count, now)
-        self._left -= 1
+        self._ended([row], now, count)
+
+    def _ended(self, rows: Sequence[_Row], now: float, copies: int = 0) -> None:
+        """These have this number of copies; 0: as were made together."""
+        if not rows:
+            return
+        self.core.segment.references.let_go(*[row.entry for row in rows])
+        for row in rows:
+            self._copies[row.place] = copies or 1 + len(row.made)
+        self._left -= len(rows)
         if not self._left:
-            self.finish(self._copies, now)
+            self.finish(self._ends(), now)
+
+    def _ends(self) -> list[PutEnd]:
+        """Puts that ended alike share their end: one row of the answer."""
+        clock, writer, _ = self._rows[0].entry.version
+        ends: dict[tuple[int, int], PutEnd] = {}
+        for row, copies in zip(self._rows, self._copies, strict=True):
+            if (copies, row.wanted) not in ends:
+                version = Version(clock, writer)
+                ends[copies, row.wanted] = PutEnd(PutStatus.CREATED, copies, row.wanted, version)
+        return [ends[copies, row.wanted] for row, copies in zip(self._rows, self._copies, strict=True)]
 
     def cancel(self, now: float) -> None:
         """The objects stay, with the copies that were made by then."""
         if self.done:
             return
         super().cancel(now)
-        for row in self._rows:
-            if not self._copies[row.place]:
-                self.core.segment.references.let_go(row.entry)
+        left = [row.entry for row in self._rows if not self._copies[row.place]]
+        self.core.segment.references.let_go(*left)
 
 
 class PutAmongMany(NamedTuple):
@@ -297,8 +314,6 @@ class PutAmongMany(NamedTuple):
 
     operation: ReplicateTogether
     place: int
-    wanted: int
-    version: Version
 
     @property
     def done(self) -> bool:
@@ -308,10 +323,8 @@ class PutAmongMany(NamedTuple):
     @property
     def result(self) -> PutEnd | Exception:
         """How the put ended."""
-        copies = self.operation.result
-        if isinstance(copies, Exception):
-            return copies
-        return PutEnd(PutStatus.CREATED, copies[self.place], self.wanted, self.version)
+        ends: list[PutEnd] | Exception = self.operation.result
+        return ends if isinstance(ends, Exception) else ends[self.place]
 
 
 def _windows(rows: Sequence[_Row]) -> Iterator[list[_Row]]:

@@ -46,8 +46,8 @@ class WriteBack:
         return min(UNDER_WAY_BYTES, self._core.segment.data_bytes // UNDER_WAY_SHARE)
 
     def memory_taken(self, now: float) -> None:
-        """Something took room."""
-        if self._core.cold.store is not None and self._core.segment.free_bytes < self._wanted_bytes:
+        """Something took room in front of an SSD."""
+        if self._core.segment.free_bytes < self._wanted_bytes:
             self.due_at = min(self.due_at, max(now, self._last_step + INTERVAL_SECONDS))
 
     def tick(self, now: float) -> None:

@@ -157,7 +157,6 @@ class ReadRates:
             self._usual[kind].observe(requests, length_bytes, seconds, now)
 
     def knows(self, member: Member, kind: SourceKind) -> bool:
-        """Whether the source was read."""
         return (member, kind) in self._ways
 
     def expect(
@@ -170,7 +169,6 @@ class ReadRates:
         load: float = 0.0,
         round_trip_seconds: float = 0.0,
     ) -> Expected:
-        """Time of such reads."""
         way = self._ways.get((member, kind)) or self._new_way(kind, round_trip_seconds)
         return way.expect(requests, length_bytes, now, load)
 

@@ -203,7 +203,6 @@ class Prefetching:
         return len(self._queue) + len(self._under_way)
 
     def add(self, digests: Iterable[bytes], now: float) -> None:
-        """Bring these, in order."""
         for digest in digests:
             if len(self._queue) == MAX_QUEUED:
                 break

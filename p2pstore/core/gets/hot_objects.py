@@ -55,13 +55,6 @@ MAX_OBJECTS: Final = 4096
 """Objects whose readers are remembered: the last ones read."""
 
 
-class SentOn(NamedTuple):
-    """The reader is to have its peer bring the object and keep it; `keepers` are those that have it, or will have it
-    in a moment, when it is not to come from here."""
-
-    keepers: list[Member]
-
-
 @dataclass(slots=True)
 class _Reads:
     """The recent readers of an object."""
@@ -109,7 +102,6 @@ class HotObjects:
         self._pauses: OrderedDict[Member, _Pause] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of objects whose readers are remembered."""
         return len(self._objects)
 
     def read(
@@ -120,9 +112,10 @@ class HotObjects:
         reader_memory_bytes: int,
         keeps: Keeps,
         now: float,
-    ) -> SentOn | None:
+    ) -> list[Member] | None:
         """Decide on a request of a peer with `reader_memory_bytes`, or a client of it, for an object of at least
-        `HOT_BYTES`. None: this holder sends the object."""
+        `HOT_BYTES`. None: this holder sends the object. Else the reader's peer is to bring and keep it, from those
+        members, if any, that have it or will have it in a moment."""
         if keeps is Keeps.BY_PEER and length > reader_memory_bytes // KEPT_SHARE:
             keeps = Keeps.NO
         reads = self._reads_of(digest)
@@ -134,11 +127,11 @@ class HotObjects:
         if keeps is Keeps.BY_PEER and self._loses(reader, reads, length, now) and not is_full:
             keeps = Keeps.NO
         if keeps is Keeps.BY_PEER and (others or reads.heat_now(now) >= HOT_READS):
-            return SentOn(keepers if is_full else [])
+            return keepers if is_full else []
         # A keeper that was sent the object a moment ago and asks again lost it on the way; others may wait for it.
         is_back = reads.kept_at.get(reader, -math.inf) >= just
         if keeps is Keeps.YES and is_full and not is_back:
-            return SentOn(keepers)
+            return keepers
         reads.sent(reader, keeps is Keeps.YES, now)
         return None
 
@@ -214,7 +207,6 @@ class ReadReports:
                 self._core.emit(AskPeer(0, 0, state.peer_id, DataKind.READS, request, ANSWER_SECONDS))
 
     def heard(self, items: Sequence[ReadCount], now: float) -> None:
-        """Others read these objects here."""
         for item in items:
             self._core.segment.objects.touch(
                 item.digest, max(0, min(item.count, MAX_COUNT)), self._core.unix(now)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from p2pstore.core.operation import KnownCopy, Operation, Reply
-from p2pstore.core.serving import MAX_LIST_LIMIT, ListHereOperation
+from p2pstore.core.operation import InSteps, KnownCopy, Operation, Reply
+from p2pstore.core.serving import MAX_LIST_LIMIT, listed_here
 from p2pstore.gossip.locations.location_lookups import HeldKeys
 from p2pstore.gossip.records import Member, PeerId, Tier
 from p2pstore.objects import ZERO_VERSION, newest_accepted_clock
@@ -52,15 +52,16 @@ class ListOperation(Operation):
         self._to_ask: list[PeerId] = []
         self._answers: list[tuple[PeerId, Keys]] = []
         self._silent: list[PeerId] = []
-        self._merging: Steps[ListedPage] | None = None
 
     def start(self, now: float) -> None:
         if not self._local:
             self._to_ask = self.core.live_peers()[::-1]
-        self._ask_some(now)
-        self.run(ListHereOperation(self.core, self._request), self._listed_here, now)
+        self.wake(now)
+        here = listed_here(self.core, self._request, now)
+        self.run(InSteps(self.core, here), self._listed_here, now)
 
-    def _ask_some(self, now: float) -> None:
+    def wake(self, now: float) -> None:
+        """Ask some more peers."""
         for _ in range(min(len(self._to_ask), ASKED_PER_STEP)):
             peer_id = self._to_ask.pop()
             self.ask(peer_id, peer_id, DataKind.LIST, self._request, LIST_TIMEOUT_SECONDS)
@@ -82,19 +83,8 @@ class ListOperation(Operation):
     def _settle(self, now: float) -> None:
         if not self.asked and not self._to_ask and not self.parts:
             limit = min(self._request.limit, MAX_LIST_LIMIT)
-            self._merging = merge_pages(limit, self._answers, self._silent, self.core.name_of)
-            self.wake(now)
-
-    def wake(self, now: float) -> None:
-        if self._merging is None:
-            self._ask_some(now)
-            return
-        try:
-            next(self._merging)
-        except StopIteration as end:
-            self.finish(end.value, now)
-        else:
-            self.set_alarm(now)
+            merging = merge_pages(limit, self._answers, self._silent, self.core.name_of)
+            self.run(InSteps(self.core, merging), self.finish, now)
 
 
 def is_page_of(page: Keys, request: ListKeys) -> bool:
@@ -221,7 +211,7 @@ def holdings_here(
 ) -> dict[Member, HeldKeys] | None:
     """Holders of keys whose locations this peer knows all, at a microsecond or so a key. None: ask homes
     (`LookupOperation`), and use `holdings_of`."""
-    if not core.gossip.partitions.knows_all:
+    if not core.gossip.partitions.mode.knows_all:
         return None
     found = core.gossip.directory.holdings(digests, believed_clocks(core, now, namespace))
     floors = core.gossip.cluster_records.floors

@@ -169,7 +169,6 @@ class LookupOperation(Operation):
 
     @property
     def homes_asked(self) -> int:
-        """How many peers were asked for holders."""
         return len(self._homes)
 
     def answered(self, about: _Question, reply: Reply, now: float) -> None:
@@ -266,7 +265,7 @@ class LookupOperation(Operation):
             self.set_alarm(now)
             return
         self._ask_again_at = now + self._retry_seconds
-        follows = self.core.gossip.partitions.knows_all
+        follows = self.core.gossip.partitions.mode.knows_all
         longest = WAIT_LAST_RETRY_SECONDS if follows else PARTITIONED_LAST_RETRY_SECONDS
         self._retry_seconds = min(2 * self._retry_seconds, longest)
         self._ask_chosen(now)
@@ -286,7 +285,7 @@ class LookupOperation(Operation):
         if not self._ask_homes:
             return
         homes = [home for home in self.core.homes(digest) if member_of(home) not in self._exclude]
-        if self.core.gossip.partitions.knows_all:
+        if self.core.gossip.partitions.mode.knows_all:
             self._asks_all = True
             for home in homes:
                 self._to_ask.setdefault(home, []).append(digest)
@@ -316,7 +315,6 @@ class LookupOperation(Operation):
 
     @property
     def _is_unsure(self) -> bool:
-        """Whether keys without a definite answer are left."""
         return any(sought.homes is not None for sought in self._missed.values())
 
     @property

@@ -14,6 +14,7 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import PeerId, writer_of
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.put_facts import MAX_TTL_MS
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import ExpiryItem, ExpirySet, PinItem, PinsSet, SetExpiry, SetPins
 
@@ -78,7 +79,7 @@ class PinOperation(AfterLookup):
         if self._to_pin:
             self.set_alarm(now)
             return
-        self._look_up(now, ask_always=not core.gossip.partitions.knows_all)
+        self._look_up(now, ask_always=not core.gossip.partitions.mode.knows_all)
 
     def _go_on(self, now: float) -> None:
         """Take in where some more objects are; then ask all that hold the version that is here, or else the newest."""
@@ -158,7 +159,6 @@ def _same(one: Version, other: Version) -> bool:
     return (one.clock, one.writer) == (other.clock, other.writer)
 
 
-MAX_TTL_MS: Final = 100 * 365 * 86_400_000
 EXPIRY_TIMEOUT_SECONDS: Final = 2.0
 """A holder that has not answered by then keeps the end that its copy has."""
 MAX_EXPIRIES: Final = 64

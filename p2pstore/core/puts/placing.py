@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.operation import Operation, PutEnd
+import msgspec
+
+from p2pstore.core.operation import PutEnd
 from p2pstore.core.own_objects import location_of
-from p2pstore.core.puts.put_operation import PutOperation, check_put, trailer_of
+from p2pstore.core.puts.publishing import trailer_of
+from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, ProtocolError, Unavailable
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.segment_layout import EXPIRY_BYTES, MAX_TRAILER_BYTES, encode_trailer
-from p2pstore.objects import format_bytes, key_digest, root_checksum
-from p2pstore.put_facts import PutFacts
+from p2pstore.objects import check_object_length, format_bytes, key_digest, root_checksum
+from p2pstore.put_facts import PutFacts, PutOptions
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import Store, Stored
 
@@ -118,7 +121,6 @@ class IncomingStore:
     facts: PutFacts
     namespace: str
     session: object
-    length: int
 
 
 class IncomingStores:
@@ -135,13 +137,13 @@ class IncomingStores:
         """How many values are on their way."""
         return len(self._open)
 
-    def examine(self, request: Store, now: float) -> Operation:
+    def examine(self, request: Store, now: float) -> PutOperation:
         """Start what can be done without the value's bytes; its result is None when they are needed. Raises
         `ProtocolError` or `ValueError` for nonsense, `Unavailable` when this clock is too far behind to write above
         what the other saw."""
-        check_put(
-            length=request.length, replicas=request.replicas, pin=request.pin, ttl_ms=request.ttl_ms
-        )
+        facts = _facts(request)
+        facts.options.check()
+        check_object_length(request.length)
         if root_checksum(request.length, request.sums) != request.root:
             raise ProtocolError("the chunk sums of a value do not give its root checksum")
         core = self._core
@@ -149,7 +151,7 @@ class IncomingStores:
             raise Unavailable(
                 "this peer's clock is over 10 s behind the putting peer's: check the hosts' clocks"
             )
-        operation = PutOperation(core, _facts(request, 0), session=None, namespace=request.namespace)
+        operation = PutOperation(core, facts, session=None, namespace=request.namespace)
         return core.operations.start(operation, now)
 
     def open(self, request: Store, member: bytes, now: float) -> Steps[IncomingStore]:
@@ -167,7 +169,8 @@ class IncomingStores:
             "from one member to this peer",
         )
         session = object()
-        trailer = trailer_of(_facts(request, 0), request.namespace, core.unix(now))
+        facts = _facts(request)
+        trailer = trailer_of(facts, request.namespace, core.unix(now))
         room = len(encode_trailer(trailer)) + EXPIRY_BYTES
         self._open[session] = member, request.length
         try:
@@ -181,14 +184,14 @@ class IncomingStores:
         except BaseException:
             del self._open[session]
             raise
-        facts = _facts(request, reservation.number)
-        return IncomingStore(facts, request.namespace, session, request.length)
+        facts = msgspec.structs.replace(facts, reservation=reservation.number)
+        return IncomingStore(facts, request.namespace, session)
 
     def payload(self, incoming: IncomingStore) -> memoryview:
         """Where the value goes. Nothing may write there after `put` or `close`."""
         return self._core.segment.reservation_view(incoming.facts.reservation, session=incoming.session)
 
-    def put(self, incoming: IncomingStore, now: float) -> Operation:
+    def put(self, incoming: IncomingStore, now: float) -> PutOperation:
         """The value has arrived, verified: decide as for a put of this peer's own clients."""
         operation = PutOperation(
             self._core,
@@ -215,13 +218,9 @@ def _check_room(
         )
 
 
-def _facts(request: Store, reservation: int) -> PutFacts:
-    return PutFacts(
-        reservation,
-        request.key,
-        request.length,
-        request.sums,
-        request.root,
+def _facts(request: Store) -> PutFacts:
+    """Those of a value whose bytes have not come. Raises `ValueError` for a bad key or namespace."""
+    options = PutOptions(
         request.replicas,
         request.pin,
         request.ttl_ms,
@@ -229,16 +228,18 @@ def _facts(request: Store, reservation: int) -> PutFacts:
         dtype=request.dtype,
         shape=request.shape,
     )
+    digest = key_digest(request.key, request.namespace)
+    return PutFacts(0, request.key, digest, request.length, request.sums, request.root, options)
 
 
-def stored_reply(core: PeerCore, request_digest: bytes, operation: Operation, now: float) -> Stored:
+def stored_reply(core: PeerCore, operation: PutOperation, now: float) -> Stored:
     """A put's end as it travels, with the location for the putting peer to know at once. Raises the put's error."""
     end = operation.result
     if isinstance(end, Exception):
         raise end
     if not isinstance(end, PutEnd):
         raise DeadlineExceeded("the put was cancelled")
-    entry = core.segment.find(request_digest, core.unix(now))
+    entry = core.segment.find(operation.digest, core.unix(now))
     return Stored(
         int(end.status),
         end.copies,
@@ -249,8 +250,3 @@ def stored_reply(core: PeerCore, request_digest: bytes, operation: Operation, no
         core.gossip.log.sequence,
         location_of(entry).encode() if entry is not None else b"",
     )
-
-
-def digest_of(request: Store) -> bytes:
-    """The digest of the key that is put. Raises `ValueError` for a bad key or namespace."""
-    return key_digest(request.key, request.namespace)

@@ -6,22 +6,20 @@ as one, under one stamp; values of other keys are decided one by one (`put_opera
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, count, cycle, takewhile
+from itertools import compress, count, takewhile
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.copies.replicate import PutAmongMany, ReplicateTogether
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.own_objects import packed_locations
-from p2pstore.core.puts.put_operation import check_put
 from p2pstore.errors import P2PStoreError
-from p2pstore.gossip.records import writer_of
 from p2pstore.memory.entries import ObjectEntry, Reservation, Written
 from p2pstore.memory.segment_layout import TrailerBody
 from p2pstore.objects import Version, check_object_length
-from p2pstore.put_facts import PutColumns, PutOptions, PutStatus
+from p2pstore.put_facts import PutFacts, PutOptions, PutStatus
 from p2pstore.runtime.stepping import Steps
 
 if TYPE_CHECKING:
@@ -32,24 +30,31 @@ PUBLISHED_PER_STEP: Final = 256
 
 
 def publish_new(
-    core: PeerCore, columns: PutColumns, *, session: Hashable, namespace: str, now: float
+    core: PeerCore, values: Sequence[PutFacts], *, session: Hashable, namespace: str, now: float
 ) -> list[PutEnd | PutAmongMany | None]:
-    """Publish those values whose keys are known to no peer, and begin to have their copies made. Per row its end, now
+    """Publish those values whose keys are known to no peer, and begin to have their copies made. For each its end, now
     or later, or None: a `PutOperation` decides."""
-    ends: list[PutEnd | PutAmongMany | None] = [None] * len(columns.keys)
-    plain = [_is_plain(options) for options in columns.options]
+    ends: list[PutEnd | PutAmongMany | None] = [None] * len(values)
+    plain = _are_plain(values)
     if not any(plain) or not _may_publish(core, now):
         return ends
-    digests = columns.digests
     unix = core.unix(now)
-    clock, writer = core.clock.tick(unix), writer_of(core.peer_id)
-    version = Version(clock, writer)
-    new = _new_keys(core, digests)
+    version = Version(core.clock.tick(unix), core.writer)
+    new = _new_keys(core, [facts.digest for facts in values])
     new -= core.gossip.cluster_records.floors.forbidden(new, core.namespace_digest(namespace), version)
-    wanted = [each in new for each in digests]
-    if not all(plain):
-        wanted = [each and is_plain for each, is_plain in zip(wanted, cycle(plain), strict=False)]
-    written = list(compress(_written(columns, version, namespace, unix), wanted))
+    wanted = [is_plain and facts.digest in new for is_plain, facts in zip(plain, values, strict=True)]
+    clock, writer, _ = version
+    written = [
+        Written(
+            facts.reservation,
+            facts.digest,
+            Version(clock, writer, facts.root),
+            trailer_of(facts, namespace, unix),
+            facts.length,
+            facts.follows,
+        )
+        for facts in compress(values, wanted)
+    ]
     keep = core.books.keep
     entries = core.segment.commit_new(written, session=session, now=unix, keep=keep)
     published = [entry for entry in entries if entry is not None]
@@ -64,7 +69,7 @@ def publish_new(
         if copying is None or entry.replicas == 1:
             ends[place] = alone
         else:
-            ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
+            ends[place] = PutAmongMany(copying, row)
             row += 1
     if copying is not None:
         core.books.settle()
@@ -72,45 +77,45 @@ def publish_new(
     return ends
 
 
-def _written(columns: PutColumns, stamp: Version, namespace: str, unix: float) -> Iterator[Written]:
-    clock, writer, _ = stamp
-    ends = [int((unix + each.ttl_ms / 1000) * 1000) if each.ttl_ms else 0 for each in columns.options]
-    options = [
-        (each.replicas, each.pin, each.dtype, each.shape, end)
-        for each, end in zip(columns.options, ends, strict=True)
-    ]
-    for key, digest, reservation, length, sums, root, follows, (replicas, pin, dtype, shape, end) in zip(
-        columns.keys,
-        columns.digests,
-        columns.reservations,
-        columns.lengths,
-        columns.sums,
-        columns.roots,
-        columns.follows,
-        cycle(options),
-        strict=False,
-    ):
-        trailer = TrailerBody(namespace, key, sums, end, replicas, pin, dtype, shape)
-        yield Written(reservation, digest, Version(clock, writer, root), trailer, length, follows)
+def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
+    """The object's trailer when it is put at this wall-clock time."""
+    options = facts.options
+    end = int((unix + options.ttl_ms / 1000) * 1000) if options.ttl_ms else 0
+    return TrailerBody(
+        namespace,
+        facts.key,
+        facts.sums,
+        end,
+        options.replicas,
+        options.pin,
+        options.dtype,
+        options.shape,
+    )
+
+
+def _are_plain(values: Sequence[PutFacts]) -> list[bool]:
+    """Whether each value is to be a new object in memory. One look at options that many share."""
+    plain: list[bool] = []
+    seen, is_plain = None, False
+    for facts in values:
+        if facts.options is not seen:
+            seen = facts.options
+            is_plain = _is_plain(seen)
+        plain.append(is_plain)
+    return plain
 
 
 def _is_plain(options: PutOptions) -> bool:
-    """Whether the value is to be a new object in memory."""
     try:
-        check_put(length=0, replicas=options.replicas, pin=options.pin, ttl_ms=options.ttl_ms)
-    except (P2PStoreError, ValueError):
+        options.check()
+    except ValueError:
         return False
     return not (options.overwrite or options.durable)
 
 
 def _may_publish(core: PeerCore, now: float) -> bool:
     """Whether others take what this peer writes now, and it knows of all that there is."""
-    timekeeping = core.timekeeping
-    return (
-        core.gossip.partitions.knows_all
-        and not timekeeping.problem(now)
-        and not timekeeping.view(now).may_be_behind
-    )
+    return core.gossip.partitions.mode.knows_all and core.timekeeping.may_write_all(now)
 
 
 def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:

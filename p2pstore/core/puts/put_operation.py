@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,44 +15,24 @@ from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import KnownCopy, Operation, PutEnd
-from p2pstore.core.puts.comparing import CHECK_TIMEOUT_SECONDS, CompareCopies, Likeness, is_described
-from p2pstore.core.puts.lifetimes import MAX_TTL_MS
+from p2pstore.core.puts.deciding import (
+    CHECK_TIMEOUT_SECONDS,
+    CompareCopies,
+    Standing,
+    Verdict,
+    decide,
+    in_memory,
+    on_ssd,
+)
+from p2pstore.core.puts.publishing import trailer_of
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.memory.entries import ObjectEntry, Written
-from p2pstore.memory.segment_layout import SlotState, TrailerBody
-from p2pstore.objects import Version, check_object_length, key_digest, root_checksum
+from p2pstore.memory.segment_layout import SlotState
+from p2pstore.objects import Version, root_checksum
 from p2pstore.put_facts import PutFacts, PutStatus
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.ssd_tier.index import ColdEntry
-
-MAX_REPLICAS: Final = 64
-
-
-def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
-    """The object's trailer when it is put at this wall-clock time."""
-    return TrailerBody(
-        namespace,
-        facts.key,
-        facts.sums,
-        int((unix + facts.ttl_ms / 1000) * 1000) if facts.ttl_ms else 0,
-        facts.replicas,
-        facts.pin,
-        facts.dtype,
-        facts.shape,
-    )
-
-
-def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
-    """Raise `ValueError` or `ObjectTooLarge` for arguments that no put may have."""
-    if not 1 <= replicas <= MAX_REPLICAS:
-        raise ValueError(f"replicas must be 1 to {MAX_REPLICAS}, not {replicas}")
-    if pin not in (0, 1, 2) or not 0 <= ttl_ms <= MAX_TTL_MS:
-        raise ValueError("pin or ttl out of range")
-    if length < 0:
-        raise ValueError(f"a value of {length:,} bytes")
-    check_object_length(length)
 
 
 class PutOperation(Operation):
@@ -73,7 +53,8 @@ class PutOperation(Operation):
     ) -> None:
         super().__init__(core)
         self.facts = facts
-        self.digest = key_digest(facts.key, namespace)
+        self.digest = facts.digest
+        self._options = facts.options
         self._session = session
         """The reservation's."""
         self._named = namespace
@@ -83,7 +64,7 @@ class PutOperation(Operation):
         self._nobody_known = False
         """Whether no copy is known anywhere: true for the step in which that was looked up."""
         self._end: PutEnd | None = None
-        self._has_room = not facts.overwrite
+        self._has_room = not facts.options.overwrite
         """Whether a floor may be written, for which an overwrite waits as a removal does."""
         self._give_up_at = math.inf
 
@@ -99,29 +80,31 @@ class PutOperation(Operation):
         self._decide(now)
 
     def _decide(self, now: float) -> None:
-        """Decide by the object that this key has here. Cases:
-
-        1. An object in memory that was put on trust is compared with its checksums first, and gone if it is spoilt.
-        2. An object in memory that is the same, or is not to be overwritten, is kept.
-        3. So is one on the SSD.
-        4. Without the value's bytes nothing else can be done: the result is None.
-        5. To be above all there is, the put asks what there is elsewhere; or looks at what it knows.
-        """
-        facts = self.facts
+        """Decide by the object that this key has here, in memory or on the SSD. One in memory that was put on trust is
+        compared with its checksums first, and gone if it is spoilt."""
         if not self._may_write(now) or self._waits_for_room(now):
             return
-        existing = self.core.objects.find(self.digest, now)
-        cold = self.core.cold.find(self.digest, now) if existing is None else None
-        if existing is not None and (self._is_same(existing) or not facts.overwrite):
-            if existing.verified:
-                self._keep(existing, now)
-            else:
-                self.run(CheckOperation(self.core, self.digest), self._decide_anew, now)
-        elif cold is not None and (self._is_same(cold) or not facts.overwrite):
-            self._keep_cold(cold, now)
-        elif not facts.reservation:
+        standing = self._here(now)
+        verdict = decide(self.facts, standing)
+        if standing is None or verdict is Verdict.CREATE:
+            self._look_elsewhere(now)
+        elif standing.entry is not None and not standing.entry.verified:
+            self.run(CheckOperation(self.core, self.digest), self._decide_anew, now)
+        else:
+            self._carry_out(verdict, standing, now)
+
+    def _here(self, now: float) -> Standing | None:
+        entry = self.core.objects.find(self.digest, now)
+        if entry is not None:
+            return in_memory(entry, self.facts)
+        cold = self.core.cold.find(self.digest, now)
+        return None if cold is None else on_ssd(cold, self.facts)
+
+    def _look_elsewhere(self, now: float) -> None:
+        """To be above all there is, the put asks what there is elsewhere; or looks at what it knows."""
+        if not self.facts.reservation:
             self.finish(None, now)
-        elif facts.overwrite or not self.core.gossip.partitions.knows_all:
+        elif self._options.overwrite or not self.core.gossip.partitions.mode.knows_all:
             # Above what there is, also where clocks differ; and where this peer does not know what there is. A home
             # that denies it makes the put a newer version, which the holders hear of.
             lookup = LookupOperation(self.core, [self.digest], believed=1)
@@ -161,7 +144,7 @@ class PutOperation(Operation):
     def _compare_known(self, now: float) -> None:
         """Ask up to three holders what they have; to overwrite, one that has the newest version."""
         known = self.core.copies.known(self.digest, now, self._namespace)
-        asked = known[:1] if self.facts.overwrite else known
+        asked = known[:1] if self._options.overwrite else known
         copies = [copy for copy in asked if copy.reachable and not copy.local][:3]
         self._nobody_known = not known
         if not copies:
@@ -173,17 +156,37 @@ class PutOperation(Operation):
         """The end of the comparison: None when no copy stands in the way of the put."""
         if isinstance(found, Exception):
             self._give_up(found, now)
-        elif found is None:
+            return
+        verdict = decide(self.facts, found)
+        if verdict is Verdict.CREATE:
             self._create(now)
-        elif found.likeness is Likeness.OTHER:
-            self._give_room_back()
-            self.finish(self._found(PutStatus.KEPT_EXISTING, found.version, now), now)
-        elif found.likeness is Likeness.BYTES:
-            self._bring(found.copy, now)
         else:
-            soft = not self.facts.pin  # an object pinned here is kept here
-            expires = found.expires_unix_ms  # the same object ends at the same time everywhere
-            self._commit(found.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires)
+            self._carry_out(verdict, found, now)
+
+    def _carry_out(self, verdict: Verdict, standing: Standing, now: float) -> None:
+        """Do what the copy under this key asks for."""
+        options = self._options
+        match verdict:
+            case Verdict.NEED_BYTES:
+                self.finish(None, now)
+            case Verdict.BRING:
+                self._bring(standing.copy, now)
+            case Verdict.JOIN:
+                soft = standing.soft and not options.pin  # an object pinned here is kept here
+                expires = standing.expires_unix_ms  # the same object ends at the same time everywhere
+                self._commit(
+                    standing.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
+                )
+            case _:
+                self._give_room_back()
+                kept = verdict is Verdict.KEEP
+                status = PutStatus.UNCHANGED if kept else PutStatus.KEPT_EXISTING
+                self._end = self._found(status, standing.version, now)
+                if kept and standing.entry is not None:
+                    self.core.objects.strengthen(standing.entry, options.pin, options.replicas, now)
+                    self._expire_anew(standing.entry, now)
+                else:
+                    self.finish(self._end, now)
 
     def _bring(self, source: KnownCopy | None, now: float) -> None:
         """Another copy has the put's bytes, and its dtype, shape or end are to be those of this one: bring it here from
@@ -191,7 +194,7 @@ class PutOperation(Operation):
         fetch = FetchOperation(
             self.core,
             self.digest,
-            soft=not self.facts.pin,
+            soft=not self._options.pin,
             progress_seconds=CHECK_TIMEOUT_SECONDS,
             source=source,
             only_here=source is None,
@@ -207,41 +210,6 @@ class PutOperation(Operation):
         else:
             self._create(now)
 
-    def _is_same(self, existing: ObjectEntry | ColdEntry) -> bool:
-        """Whether it is the put's value. A tensor has its dtype and shape, too; the SSD's index does not know those."""
-        facts = self.facts
-        if isinstance(existing, ObjectEntry) and not is_described(existing, facts):
-            return False
-        return existing.version.root == facts.root and existing.length == facts.length
-
-    def _keep_cold(self, cold: ColdEntry, now: float) -> None:
-        """The object is on the SSD alone. The same bytes bring it back to memory."""
-        same, facts = self._is_same(cold), self.facts
-        if same and (facts.dtype or (cold.described and facts.reservation)):
-            self._bring(None, now)
-            return
-        if same and not facts.reservation and (facts.pin or facts.ttl_ms or facts.replicas > 1):
-            self.finish(None, now)  # that is for an object in memory: the bytes are needed
-            return
-        if same and facts.reservation:
-            expires, soft = cold.expires_unix_ms, cold.soft and not facts.pin
-            self._commit(cold.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires)
-            return
-        self._give_room_back()
-        status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
-        self.finish(self._found(status, cold.version, now), now)
-
-    def _keep(self, existing: ObjectEntry, now: float) -> None:
-        self._give_room_back()
-        same = self._is_same(existing)
-        status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
-        self._end = self._found(status, existing.version, now)
-        if same:
-            self.core.objects.strengthen(existing, self.facts.pin, self.facts.replicas, now)
-            self._expire_anew(existing, now)
-        else:
-            self.finish(self._end, now)
-
     def _found(self, status: PutStatus, version: Version, now: float) -> PutEnd:
         """The end of a put of a key that exists, with the copies that are known of that version."""
         wanted = (version.clock, version.writer)
@@ -249,15 +217,15 @@ class PutOperation(Operation):
             copy.reachable and (copy.record.version.clock, copy.record.version.writer) == wanted
             for copy in self.core.copies.known(self.digest, now, self._namespace)
         )
-        return PutEnd(status, max(1, copies), self.facts.replicas, version)
+        return PutEnd(status, max(1, copies), self._options.replicas, version)
 
     def _create(self, now: float) -> None:
         if not self._may_write(now):  # by now more may be known of the key, and of the clock
             return
-        if not self.facts.overwrite and self.core.objects.find(self.digest, now) is not None:
+        if not self._options.overwrite and self.core.objects.find(self.digest, now) is not None:
             self._decide(now)  # another put of the key was here first
             return
-        if self.facts.overwrite:
+        if self._options.overwrite:
             for copy in self.core.copies.known(self.digest, now, self._namespace):
                 self.core.clock.observe(copy.record.version.clock, self.core.believed_unix(now))
         version = self.core.new_version(self.facts.root, now)
@@ -275,7 +243,7 @@ class PutOperation(Operation):
         """Publish what was written, as that version; it expires as the put said, or else as given."""
         facts = self.facts
         trailer = trailer_of(facts, self._named, self.core.unix(now))
-        if expires_unix_ms is not None and not facts.ttl_ms:
+        if expires_unix_ms is not None and not self._options.ttl_ms:
             trailer = msgspec.structs.replace(trailer, expires_unix_ms=expires_unix_ms)
         try:
             entry = self.core.objects.publish(
@@ -287,7 +255,7 @@ class PutOperation(Operation):
         except (P2PStoreError, ValueError) as error:
             self._give_up(error, now)
             return
-        if facts.overwrite:
+        if self._options.overwrite:
             below = Version(version.clock - 1, 0xFFFF)
             self.core.floors.write(self.digest, below, now, namespace=self._namespace)
         if not self._nobody_known:  # a newer version may be known by now
@@ -297,16 +265,15 @@ class PutOperation(Operation):
             self._end = self._found(status, version, now)
             self._expire_anew(entry, now)
         else:
-            self._end = PutEnd(status, 1, facts.replicas, version)
+            self._end = PutEnd(status, 1, self._options.replicas, version)
             self._replicate(entry, now)
 
     def _expire_anew(self, entry: ObjectEntry, now: float) -> None:
         """The object was there before: the put's time to live, where it has one, replaces that of all its copies."""
-        facts = self.facts
-        if not facts.ttl_ms:
+        if not self._options.ttl_ms:
             self._replicate(entry, now)
             return
-        expires_unix_ms = trailer_of(facts, self._named, self.core.unix(now)).expires_unix_ms
+        expires_unix_ms = trailer_of(self.facts, self._named, self.core.unix(now)).expires_unix_ms
         self.core.expiries.change(
             self.digest, entry.version, expires_unix_ms, now, lambda later: self._replicate(entry, later)
         )
@@ -314,10 +281,10 @@ class PutOperation(Operation):
     def _replicate(self, entry: ObjectEntry, now: float) -> None:
         if self.done:
             return
-        if self.facts.replicas <= 1 or entry.state is not SlotState.LIVE:
+        if self._options.replicas <= 1 or entry.state is not SlotState.LIVE:
             self.finish(self._end, now)
             return
-        replicate = ReplicateOperation(self.core, entry, self.facts.replicas)
+        replicate = ReplicateOperation(self.core, entry, self._options.replicas)
         self.core.operations.start(
             replicate, now, self._replicated
         )  # it goes on when the put is cancelled
@@ -325,7 +292,7 @@ class PutOperation(Operation):
     def _replicated(self, copies: Any, now: float) -> None:
         assert self._end is not None
         count = copies if isinstance(copies, int) else 1
-        if count < self.facts.replicas:
+        if count < self._options.replicas:
             self.core.repair.fell_short(count, now)
         self.finish(PutEnd(self._end.status, count, self._end.wanted, self._end.version), now)
 

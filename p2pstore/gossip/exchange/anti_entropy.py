@@ -102,8 +102,6 @@ class Knowledge:
             return self.log.since(sequence, limit_bytes)
         return self.directory.since(member, sequence, limit_bytes)
 
-    # --- making deltas -----------------------------------------------------------------------
-
     def delta_for(
         self,
         theirs: Digest,
@@ -198,8 +196,6 @@ class Knowledge:
         """Those of them that this peer knows to be gone, to be told of it. That one left, its record says."""
         states = (self.membership.resolve(member) for member in members)
         return [state for state in states if state is not None and not state.alive][: MAX_CLAIMS // 2]
-
-    # --- taking in ---------------------------------------------------------------------------
 
     def apply(self, delta: CheckedDelta, now: float, sender: PeerId | None = None) -> News:
         """Take in a checked delta: records, then claims, then operations, then cluster records."""
@@ -304,8 +300,6 @@ class FreshNews:
             owner = self._knowledge.membership.resolve(member)
             known_by |= {sender, owner.peer_id} if owner else {sender}
             self._logs[member] = (min(first, known_first), known_by)
-
-    # --- passing it on -----------------------------------------------------------------------
 
     def due(self) -> float:
         """When `spread` has something to send."""

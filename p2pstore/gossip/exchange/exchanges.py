@@ -138,18 +138,14 @@ class Exchanges:
         self._continue_with: PeerId | None = None
         self._hastens = False
 
-    # --- when --------------------------------------------------------------------------------
-
     def want(self, peer_id: PeerId) -> None:
         """Exchange with this peer at the next tick."""
         self._wanted[peer_id] = None
 
     def hurry(self) -> None:
-        """There is news."""
         self._pause_seconds = self._config.exchange_seconds
 
     def forget(self, peer_id: PeerId) -> None:
-        """The peer is gone."""
         self._differing.pop(peer_id, None)
         self._unreliable.discard(peer_id)
 
@@ -202,8 +198,6 @@ class Exchanges:
         if self._rate.is_high and self._invited:
             at = max(at, *self._invited.values())
         return at
-
-    # --- what --------------------------------------------------------------------------------
 
     def _ask(self, peer_id: PeerId, now: float, *, wanted: bool = False) -> Ask:
         self._last_at = now

@@ -28,8 +28,6 @@ class MessageBudget:
     """`per_second` messages, of which `burst` may come at once."""
 
     def __init__(self, per_second: float, burst: float) -> None:
-        if per_second <= 0 or burst <= 0:
-            raise ValueError("a message budget must let some messages pass")
         self._per_second = per_second
         self._burst = burst
         self._left = burst
@@ -54,7 +52,6 @@ class MessageBudget:
         return -math.inf if missing <= 0 else self._at + missing / self._per_second
 
     def has(self, count: int, now: float) -> bool:
-        """Whether this number is there now."""
         return self._level(now) >= count
 
     def _level(self, now: float) -> float:
@@ -95,7 +92,6 @@ class SharedBudget:
         self._counted_from = -math.inf
 
     def ask(self, now: float) -> None:
-        """This peer asks another one something."""
         self._all.take(MESSAGES_PER_REQUEST, now)
 
     def ready_at(self, count: int) -> float:

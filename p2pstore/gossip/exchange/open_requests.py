@@ -93,7 +93,6 @@ class OpenRequests:
         return [each.peer_id for each in self._of_kind[kind].values()]
 
     def open_count(self, kind: ControlKind) -> int:
-        """How many questions of this kind are not answered yet."""
         return len(self._of_kind[kind])
 
     def newest_sent_at(self, kind: ControlKind, place: int = 1) -> float:
@@ -103,7 +102,6 @@ class OpenRequests:
         return next((each.sent_at for each in newest), -math.inf)
 
     def fetching(self) -> set[Member]:
-        """Members whose snapshots are under way."""
         return {each.member for each in self._of_kind[None].values()}
 
     def overdue(self, since: float, before: float) -> list[PeerId]:

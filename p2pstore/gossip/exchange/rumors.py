@@ -37,7 +37,6 @@ class Rumors(Generic[Name]):
                 self.clear()  # a dictionary that was large once stays so
 
     def clear(self) -> None:
-        """End all of them."""
         self._sent.clear()
         self._levels.clear()
 

@@ -70,7 +70,6 @@ _Kept = Floor | _Other
 
 
 def name_of(record: ClusterRecord) -> RecordName:
-    """The name that the record is filed under."""
     return record.kind, record.scope, record.name
 
 
@@ -107,8 +106,6 @@ class ClusterRecords:
 
     def __len__(self) -> int:
         return sum(self._sizes)
-
-    # --- keeping -----------------------------------------------------------------------------
 
     def wants(self, record: ClusterRecord, signed: SignedRecord) -> bool:
         """Whether the record would be new: ask before its signature is checked."""
@@ -166,8 +163,6 @@ class ClusterRecords:
         """The heads of a checkpoint's name, one for each of its publishers."""
         return list(self._heads.get((namespace, name), {}).values())
 
-    # --- comparing and spreading -------------------------------------------------------------
-
     @property
     def hash(self) -> int:
         """XOR of all buckets' hashes."""
@@ -182,7 +177,6 @@ class ClusterRecords:
         return list(self._hashes)
 
     def bucket_size(self, bucket: int) -> int:
-        """How many records a bucket has."""
         return self._sizes[bucket]
 
     def cell_hashes(self, bucket: int) -> list[int]:
@@ -190,12 +184,10 @@ class ClusterRecords:
         return self._cell_hashes[bucket]
 
     def cell(self, bucket: int, cell: int) -> list[SignedRecord]:
-        """The records of one cell."""
         return [kept.signed for kept in self._cells.get((bucket, cell), {}).values()]
 
     @property
     def has_rumors(self) -> bool:
-        """Whether new records wait to be passed on."""
         return len(self._rumors) > 0
 
     def rumors(self, limit_count: int, limit_bytes: int, retransmits: int) -> list[SignedRecord]:
@@ -218,8 +210,6 @@ class ClusterRecords:
         """Make a step of dropping floors below the horizon."""
         for floor, record in self.floors.purge(limit_keys):
             self._take_out(record.name, floor)
-
-    # --- persisting --------------------------------------------------------------------------
 
     def dump(self) -> list[SignedRecord]:
         """All records, for the state directory; the horizon goes beside them."""
@@ -245,8 +235,6 @@ class ClusterRecords:
             with suppress(ProtocolError):  # a floor whose keys are no list of keys
                 self.offer(record, signed)
         self._rumors.clear()
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _keep_other(self, record: ClusterRecord, signed: SignedRecord) -> _Other:
         name = name_of(record)
@@ -327,7 +315,6 @@ def read_buckets(packed: bytes) -> list[int] | None:
 
 
 def pack_cells(records: ClusterRecords, buckets: Iterable[int]) -> bytes:
-    """The cells of some buckets."""
     return b"".join(_CELLS.pack(bucket, *records.cell_hashes(bucket)) for bucket in buckets)
 
 

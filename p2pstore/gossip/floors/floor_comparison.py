@@ -292,8 +292,6 @@ class Agreements:
         for member in over:
             del self._waiting[member]
 
-    # --- what members say --------------------------------------------------------------------
-
     def agrees(self, member: Member, end: int) -> None:
         """The member has told this peer that below `end` its floors are the same."""
         self._told[member] = max(end, self._told.get(member, 0))
@@ -323,10 +321,7 @@ class Agreements:
         dispute.found = dispute.found or enough
         return dispute.found
 
-    # --- what follows ------------------------------------------------------------------------
-
     def with_me(self, member: Member) -> int:
-        """Up to where the member has the same floors as this peer."""
         return max(self.announced.get(member, 0), self._told.get(member, 0))
 
     def with_all(self, member: Member, shown: int) -> int:

@@ -155,8 +155,6 @@ class FloorSet:
         self._looked_at = 0
         """How many floors of that oldest slice were looked at and stay."""
 
-    # --- asking ------------------------------------------------------------------------------
-
     def floor_for(self, key_digest: bytes, namespace_digest: bytes | None = None) -> Version:
         """The highest version that is forbidden for the key; `ZERO_VERSION` when none is."""
         of_key = self._keys.get(key_digest)
@@ -213,8 +211,6 @@ class FloorSet:
                     total ^= self._slices[number].hash
             hashes[end] = total
         return hashes
-
-    # --- changing ----------------------------------------------------------------------------
 
     def add(self, record: ClusterRecord, signed: SignedRecord) -> Floor:
         """Keep a floor that is not here yet and that `is_dropped` does not refuse."""
@@ -345,15 +341,11 @@ class FloorSet:
             if number in self._in_minute:
                 self._in_minute.remove(number)
 
-    # --- bounds ------------------------------------------------------------------------------
-
     @property
     def writers(self) -> list[Member]:
-        """Writers of the floors that are kept."""
         return list(self._records_of)
 
     def has_floors_of(self, writer: Member) -> bool:
-        """Whether floors are kept that it wrote."""
         return writer in self._records_of
 
     def compaction(self, agreed: int, confirmed: Mapping[Member, int], clock_now: int) -> Stamps:

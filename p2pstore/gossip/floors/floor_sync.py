@@ -136,8 +136,6 @@ class FloorSync(FloorCompaction):
         floors = self._floors
         return self.quorum.knows(writer) or writer in floors.horizon or floors.has_floors_of(writer)
 
-    # --- horizons of others ------------------------------------------------------------------
-
     def _consider(self, sender: Member, told: Mapping[Member, int], horizon: Stamps, now: float) -> int:
         """Take over of a horizon what this peer may drop itself; the rest waits for others to show the same. Returns
         the highest stamp of the rest that this peer has not seen, 0 when there is none."""
@@ -212,11 +210,6 @@ class FloorSync(FloorCompaction):
         seen = {w: max(self.seen.get(w, 0), 0 if w in self._living else lost) for w in stamps}
         return newest_unseen(stamps, seen)
 
-    @property
-    def has_offers(self) -> bool:
-        """Whether some member told a horizon that is not taken over yet."""
-        return bool(self._offers)
-
     def disbelieved(self, now: float) -> dict[Member, int]:
         """Members that for a while told of dropped floors unknown here, and up to which stamp: not believed."""
         late = now - DISBELIEVED_SECONDS
@@ -225,8 +218,6 @@ class FloorSync(FloorCompaction):
             for sender, offer in self._offers.items()
             if offer.since < late and offer.unseen
         }
-
-    # --- time --------------------------------------------------------------------------------
 
     def housekeep(self, now: float, *, alone: bool, members: Sequence[ShownFloors]) -> None:
         """Do what is due a few times a second. `alone`: no other member is waited for. `members`: the living ones."""
@@ -277,8 +268,6 @@ class FloorSync(FloorCompaction):
             self.agreements.forget(member)
         self.agreements.forget_old(now)
 
-    # --- what follows ------------------------------------------------------------------------
-
     def take_distrusted(self) -> int:
         """Copies of this peer's whose versions' clocks are not above this may have been removed without
         its hearing of it; 0 when there is nothing to distrust since the last call."""
@@ -286,7 +275,6 @@ class FloorSync(FloorCompaction):
         return distrusted
 
     def came(self, member: Member, now: float) -> None:
-        """A member has just come, or come back."""
         self.doubts.came(member)
         self.quorum.member_joined(member, now)
 
@@ -338,13 +326,11 @@ class DoubtedMembers:
             self._saw_all[sender] = self._floors.horizon_hash
 
     def came(self, member: Member) -> None:
-        """A member has just come, or come back."""
         self._unproven.add(member)
         self._saw_all.pop(member, None)
         self._floors.doubt_members(True)
 
     def went(self, member: Member) -> None:
-        """A member is gone."""
         self._unproven.discard(member)
         self._saw_all.pop(member, None)
 

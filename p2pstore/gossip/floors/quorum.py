@@ -85,10 +85,7 @@ class Quorum:
             self._last_majority_wall, self.apart, self.fresh = alive, False, False
             self._minority = len(self._gone_at) > 1
 
-    # --- members -----------------------------------------------------------------------------
-
     def member_joined(self, member: Member, now: float) -> None:
-        """A member has come, or come back."""
         if self._gone_at.pop(member, None) is None or member in self._left:
             self._came[member] = now
         self._left.discard(member)
@@ -110,7 +107,6 @@ class Quorum:
         self._left.discard(member)
 
     def knows(self, member: Member) -> bool:
-        """Whether it is a member, or was lately."""
         return member in self._came
 
     def came_at(self, member: Member) -> float:
@@ -130,8 +126,6 @@ class Quorum:
         if over:  # a dictionary that was large once stays so: a smaller one takes its place
             self._gone_at, self._came = dict(self._gone_at), dict(self._came)
         return over
-
-    # --- counting ----------------------------------------------------------------------------
 
     def track(self, now: float, wall: float, living: int, same: int) -> None:
         """Of `living` members beside this peer, `same` show its horizon. Call it a few times a second.
@@ -196,8 +190,6 @@ class Quorum:
             for member, gone_at in self._gone_at.items()
             if gone_at >= (late_left if member in left else late)
         ]
-
-    # --- judging -----------------------------------------------------------------------------
 
     def may_compact(self, confirming: int) -> bool:
         """Whether this number of members, this peer among them, is enough to drop floors that all of them have."""

@@ -85,7 +85,6 @@ class Confirmed:
         self._former_until: deque[tuple[float, int, Member]] = deque()
 
     def clear(self) -> None:
-        """Nothing is confirmed any more."""
         self.by = [()] * PARTITION_COUNT
 
     def homes_changed(
@@ -170,8 +169,6 @@ class HomePushes:
         self._pushed_at = -math.inf
         self._to_audit: list[Member] = []
         self._audit_at = math.inf
-
-    # --- what happens ------------------------------------------------------------------------
 
     def note(self, operations: Sequence[bytes]) -> None:
         """This peer's log has new operations, its last ones."""
@@ -277,8 +274,6 @@ class HomePushes:
         """Homes with an unanswered push."""
         member = self.tokens.get(token)
         return None if member is None else self._peer_of(member)
-
-    # --- what to send ------------------------------------------------------------------------
 
     def due(self) -> float:
         """When `take` has something; infinity when nothing waits."""
@@ -387,8 +382,6 @@ class HomePushes:
         home.behind = False
         return sets
 
-    # --- audits ------------------------------------------------------------------------------
-
     def _audit_round_seconds(self) -> float:
         config = self._config
         return max(config.audit_seconds, len(self.table.by_home) * config.audit_pause_seconds)
@@ -425,8 +418,6 @@ class HomePushes:
             if member in self._confirmed.by[partition]
         ]
         return b"".join(entries)
-
-    # --- who has what ------------------------------------------------------------------------
 
     def lacking(self) -> int:
         """How many (home, partition) pairs have not confirmed all of it."""

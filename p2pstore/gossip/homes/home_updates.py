@@ -224,7 +224,6 @@ class PartitionSets:
 
     @property
     def any_made(self) -> bool:
-        """Whether there is something to `forget`."""
         return self._index is not None
 
     def number(self, partition: int) -> int:
@@ -237,7 +236,6 @@ class PartitionSets:
         return self._made().hash(slot)
 
     def size_bytes(self, partition: int) -> int:
-        """How long `pack` is."""
         slot = self._slot(partition)
         return LOCATION_BYTES * self._made().count(slot)
 
@@ -245,8 +243,6 @@ class PartitionSets:
         """The packed location records held of it."""
         slot = self._slot(partition)
         return self._made().pack(slot)
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _made(self) -> LocationIndex:
         if self._index is None:

@@ -63,13 +63,10 @@ class HomeViews:
 
     @property
     def record_count(self) -> int:
-        """Locations in all views."""
         return sum(known.records for known in self._owners.values())
 
     def _view(self, partition: int, owner: Member) -> View | None:
         return self.directory.parts.get(partition, {}).get(owner)
-
-    # --- taking in ---------------------------------------------------------------------------
 
     def take(self, owner: Member, update: CheckedUpdate, now: float) -> list[int]:
         """Take in what an owner says. The partitions that it should send whole."""
@@ -169,8 +166,6 @@ class HomeViews:
             index.sweep(SWEPT_FOR_EACH * (count + BLOCK_ROWS))
         return has_room(count)
 
-    # --- looking up --------------------------------------------------------------------------
-
     def contested(self, sets: Iterable[PartitionSet]) -> list[bytes]:
         """Keys of these sets that several owners hold."""
         found: list[bytes] = []
@@ -205,8 +200,6 @@ class HomeViews:
                 return False
         return True
 
-    # --- owners and partitions that come and go ----------------------------------------------
-
     def hide(self, owner: Member) -> None:
         """The owner is believed dead. What it says once it is back must show that nothing was missed."""
         known = self._set_hidden(owner, True)
@@ -215,7 +208,6 @@ class HomeViews:
             self._changes += 1
 
     def show(self, owner: Member) -> None:
-        """The owner is back."""
         self._set_hidden(owner, False)
 
     def _set_hidden(self, owner: Member, hidden: bool) -> _Owner | None:
@@ -227,7 +219,6 @@ class HomeViews:
         return known
 
     def owners(self) -> list[Member]:
-        """The members that have said anything."""
         return list(self._owners)
 
     def drop(self, owner: Member) -> None:
@@ -238,7 +229,6 @@ class HomeViews:
         self._changes += 1
 
     def clear(self) -> None:
-        """Forget all."""
         for owner in self.owners():
             self.drop(owner)
         self._completeness.clear()

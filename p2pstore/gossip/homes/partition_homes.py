@@ -357,7 +357,7 @@ class DirectoryMode:
 
     @property
     def knows_all(self) -> bool:
-        """Whether what this peer does not know is most likely nowhere."""
+        """Whether keys unknown here are most likely nowhere, so that no home need be asked before saying so."""
         return self.phase in (Phase.FULL, Phase.NARROWING)
 
     def tick(self, load: float, *, views_complete: bool, homes_complete: bool, now: float) -> bool:

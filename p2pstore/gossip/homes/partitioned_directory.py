@@ -102,15 +102,12 @@ class PartitionedDirectory:
             "partitions_sent_whole": self.pushes.whole_partitions_sent,
         }
 
-    # --- this peer's own log -----------------------------------------------------------------
-
     def note(self, operations: Sequence[bytes], now: float) -> None:
         """This peer's log has new operations, its last ones."""
         self._follow_members(now)
         self.pushes.note(operations)
 
     def take_pushes(self, now: float) -> list[HomePush]:
-        """Messages for homes that are due now."""
         self._follow_members(now)
         return self.pushes.take(now)
 
@@ -134,8 +131,6 @@ class PartitionedDirectory:
                 self._directory.heard(rival.member, *place, packed, now)
             else:
                 self.pushes.tell(rival.member, held)
-
-    # --- homes -------------------------------------------------------------------------------
 
     def take(
         self, owner: Member, checked: CheckedUpdate, max_rivals: int, now: float
@@ -196,13 +191,6 @@ class PartitionedDirectory:
             )
         ]
 
-    # --- looking up --------------------------------------------------------------------------
-
-    @property
-    def knows_all(self) -> bool:
-        """Whether keys unknown here are most likely nowhere, so that no home need be asked before saying so."""
-        return self.mode.knows_all
-
     def vouches(self, digest: bytes, now: float) -> bool:
         """Whether a key that is not known here was nowhere a second ago. Homes say so with their answers. A peer
         that has just started does not know yet of which members it should have heard."""
@@ -216,8 +204,6 @@ class PartitionedDirectory:
         return self._own in self.current.table.homes[partition] and self.views.complete(
             partition, self._membership.version, self._live_owners(), now
         )
-
-    # --- members -----------------------------------------------------------------------------
 
     def observe_record(self, known: PeerRecord | None, record: PeerRecord, now: float) -> None:
         """A member's record came in place of the one known before."""
@@ -234,7 +220,6 @@ class PartitionedDirectory:
         self._deferred_until = now + STEP_SECONDS
 
     def hide(self, member: Member) -> None:
-        """The member is believed dead."""
         self._directory.hide(member)
         with self._directory.changing_rows():
             self.views.hide(member)
@@ -254,8 +239,6 @@ class PartitionedDirectory:
         self._directory.drop(member)
         with self._directory.changing_rows():
             self.views.drop(member)
-
-    # --- time --------------------------------------------------------------------------------
 
     def housekeep(self, now: float, *, agreed: bool) -> bool:
         """Call it a few times a second. Whether the own record changes. `agreed`: another knows the same members."""
@@ -312,8 +295,6 @@ class PartitionedDirectory:
         for _ in range(min(FORGOTTEN_AT_ONCE, len(self._to_forget))):
             self._directory.forget(self._to_forget.pop())
 
-    # --- inside ------------------------------------------------------------------------------
-
     def _follow_members(self, now: float) -> None:
         due = max(self._follow_at, self._deferred_until)
         if self.pushes.table is not self.current.table and now >= due:
@@ -369,7 +350,6 @@ class CurrentHomes:
 
     @property
     def any_keeps_partitions(self) -> bool:
-        """Whether any other member is in partitioned mode."""
         return self.table is not NO_HOMES and self.partitioned_members > 0
 
     def of(self, digest: bytes) -> tuple[Member, ...]:
@@ -386,7 +366,6 @@ class CurrentHomes:
         self._seen_version = -1
 
     def keeps_partitions(self, member: Member) -> bool:
-        """Whether a member is in partitioned mode."""
         state = self._members.resolve(member)
         return (
             state is not None

@@ -111,7 +111,6 @@ class _Side:
 
     @property
     def their_role(self) -> Role:
-        """The role of the other side, once it is admitted."""
         return self.ring.role_of(self.key_id)
 
     def _text(self, role: bytes, *, opening: bool) -> bytes:
@@ -143,7 +142,6 @@ class Opener(_Side):
     """The side that opened the stream: `hello`, `receive_reply`, `receive_welcome`."""
 
     def hello(self) -> Hello:
-        """The first message."""
         return Hello(
             wire.MIN_CONTROL_VERSION, wire.MAX_CONTROL_VERSION, self.cluster, self.nonce, self.ring.ids
         )

@@ -48,7 +48,6 @@ class ConnectionKeeper:
         self.review()
 
     def review(self) -> None:
-        """Look again: something changed."""
         self._review.set()
 
     def newest(self, peer_id: PeerId) -> Connection | None:
@@ -352,7 +351,6 @@ class Connections(dict[PeerId, list[Connection]]):
         self._ended = ControlBytes(0, 0)
 
     def add(self, connection: Connection) -> None:
-        """A connection was made."""
         self.setdefault(connection.peer_id, []).append(connection)
 
     def remove(self, connection: Connection) -> list[Connection]:
@@ -366,7 +364,6 @@ class Connections(dict[PeerId, list[Connection]]):
         return others
 
     def each(self) -> list[Connection]:
-        """All of them now."""
         return list(chain.from_iterable(self.values()))
 
     @property

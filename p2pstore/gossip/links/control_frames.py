@@ -96,7 +96,6 @@ class Frames:
         return frame
 
     async def _read_rest(self) -> None:
-        """Of a frame that has begun."""
         with trio.move_on_after(FRAME_SECONDS) as scope:
             while not self._buffer.has_frame:
                 await self._read_some()
@@ -157,7 +156,6 @@ class Frames:
 
     @property
     def is_full(self) -> bool:
-        """Whether much waits to be sent."""
         return self._unsent_bytes >= MAX_UNSENT_BYTES
 
     async def wait_sent(self) -> None:

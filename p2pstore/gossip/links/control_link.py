@@ -91,12 +91,10 @@ class Activity:
         self.used_at = trio.current_time()
 
     def begin(self) -> None:
-        """A request begins, in either direction."""
         self.in_flight += 1
         self.used_at = trio.current_time()
 
     def end(self) -> None:
-        """It ended, one way or another."""
         self.in_flight -= 1
         self.used_at = trio.current_time()
 

@@ -6,7 +6,6 @@ import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -270,6 +269,4 @@ async def first_success(
                 await finished.wait()
     if results:
         return results[0]
-    with suppress(IndexError):
-        raise errors[-1]
-    raise ValueError("no attempt to make")
+    raise errors[-1]

@@ -111,7 +111,6 @@ class StreamState:
         return count
 
     def finish(self) -> None:
-        """The other side sends nothing more."""
         self.ended = self.ended or "the other side closed it"
 
     def abort(self) -> None:

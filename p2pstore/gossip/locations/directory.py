@@ -43,11 +43,8 @@ class Directory(LocationLookups):
 
     @property
     def record_count(self) -> int:
-        """Records in all views."""
         own = 0 if self._own_slot is None else self.index.count(self._own_slot)
         return self.index.record_count - self._staging.done_count - own
-
-    # --- views -------------------------------------------------------------------------------
 
     @changing
     def observe_head(self, member: Member, incarnation: int, head: LogHead) -> bool:
@@ -183,8 +180,6 @@ class Directory(LocationLookups):
             self._moved.add(member)
             self._share_relay()
 
-    # --- partitions --------------------------------------------------------------------------
-
     def open_part(self, partition: int, member: Member, incarnation: int, *, hidden: bool) -> View:
         """A view of a member's part of a partition, in place of the one that there was."""
         self.close_part(partition, member)
@@ -199,8 +194,6 @@ class Directory(LocationLookups):
             self._discard(view.slot)
             if not views:
                 del self.parts[partition]
-
-    # --- snapshots ---------------------------------------------------------------------------
 
     @changing
     def install_snapshot(
@@ -228,12 +221,10 @@ class Directory(LocationLookups):
         return True
 
     def staging(self, member: Member) -> bool:
-        """Whether a snapshot of the member is being put in."""
         return self._staging.get(member) is not None
 
     @property
     def work_pending(self) -> bool:
-        """Whether `work` has something to do."""
         return bool(self._staging or self.watched.work_pending or self.index.any_discarded)
 
     @changing
@@ -266,8 +257,6 @@ class Directory(LocationLookups):
 
     def _wants(self, view: View, sequence: int) -> bool:
         return sequence > view.sequence or view.diverged
-
-    # --- looking up --------------------------------------------------------------------------
 
     def show_own(self, member: Member, operation: bytes) -> None:
         """Let clients know of an object that this peer holds where they do not see it, on its SSD. For them alone:

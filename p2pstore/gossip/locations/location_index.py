@@ -71,8 +71,6 @@ class LocationRows:
         """Let go of memory that others have mapped, not by the garbage collector. Nothing may be called after it."""
         del self.table, self._slots, self._chains, self._fields, self._whole
 
-    # --- slots ---------------------------------------------------------------------------------
-
     def open(self) -> int:
         """A new, empty slot: a small number that may be that of a discarded one."""
         slot = self._slots.open()
@@ -81,7 +79,6 @@ class LocationRows:
         return slot
 
     def count(self, slot: int) -> int:
-        """How many records the slot holds."""
         return self._slots.count(slot)
 
     def hash(self, slot: int) -> int:
@@ -119,8 +116,6 @@ class LocationRows:
         rows = self._slots.rows(slot, start, stop)
         return digests_of(self._whole[rows])
 
-    # --- finding -------------------------------------------------------------------------------
-
     def get(self, slot: int, digest: bytes) -> bytes | None:
         """The slot's packed record of a digest."""
         row, _ = self._locate(slot, digest)
@@ -136,10 +131,7 @@ class LocationRows:
 
     @property
     def any_discarded(self) -> bool:
-        """Whether there is something to `sweep`."""
         return self._slots.any_discarded
-
-    # --- rows ----------------------------------------------------------------------------------
 
     def _locate(self, slot: int, digest: bytes) -> tuple[int, int]:
         """(row, link to it) of a slot's record; (0, 0) when there is none."""

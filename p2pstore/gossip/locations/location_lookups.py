@@ -49,7 +49,6 @@ class HeldKeys(NamedTuple):
 
     @staticmethod
     def of_none(count: int) -> HeldKeys:
-        """Of none of `count` keys."""
         held, in_memory = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         return HeldKeys(held, in_memory, np.zeros(count, np.uint32))
 
@@ -68,7 +67,6 @@ class LocationLookups(ViewTable):
 
     @property
     def word_count(self) -> int:
-        """Words that are known beside the views."""
         return len(self._words)
 
     @exclusive
@@ -214,12 +212,12 @@ class LocationLookups(ViewTable):
                 found[member].in_memory[place] = packed[_FLAGS] & TIER_FLAGS != Tier.SSD
                 found[member].size_units[place] = decode_location(packed).size_units
 
-    @exclusive
     def mentioned(self, digests: Set[bytes]) -> set[bytes]:
         """Which of the keys any member said anything of."""
         keys = list(digests)
-        found = {keys[place] for place in self.index.known(b"".join(keys))}
-        return found | (self._words.digests & digests)
+        with self._lock:
+            found = {keys[place] for place in self.index.known(b"".join(keys))}
+            return found | (self._words.digests & digests)
 
     @exclusive
     def of_other_versions(self, versions: Mapping[bytes, Version]) -> set[bytes]:

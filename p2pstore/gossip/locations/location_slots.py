@@ -76,7 +76,6 @@ class RowSlots:
 
     @property
     def any_discarded(self) -> bool:
-        """Whether `take_discarded` would give some."""
         return bool(self._discarded)
 
     def open(self) -> int:
@@ -90,8 +89,6 @@ class RowSlots:
 
     def count(self, slot: int) -> int:
         return self._counts[slot]
-
-    # --- where rows are ------------------------------------------------------------------------
 
     def rows(self, slot: int, start: int, stop: int) -> Rows:
         """The rows at the positions from `start` to before `stop`."""
@@ -108,8 +105,6 @@ class RowSlots:
         ends = (numbers[np.concatenate((breaks - 1, [numbers.size - 1]))] + 1) * BLOCK_ROWS
         ends[-1] -= len(blocks) * BLOCK_ROWS - count
         return list(zip(firsts.tolist(), ends.tolist(), strict=True))
-
-    # --- growing -------------------------------------------------------------------------------
 
     def take(self, slot: int) -> int:
         """One more row, at position `count`. Raises `MemoryError` when all are in use."""
@@ -142,8 +137,6 @@ class RowSlots:
         """Give the slot blocks of its own. Its rows may move."""
         if slot not in self._blocks:
             self._set_capacity(slot, BLOCK_ROWS)
-
-    # --- shrinking -----------------------------------------------------------------------------
 
     def last(self, slot: int) -> int:
         """The row at the last position of a slot that is not empty."""
@@ -199,8 +192,6 @@ class RowSlots:
             if not left:
                 self._discarded.popleft()
         return np.concatenate(taken) if taken else np.empty(0, np.intp)
-
-    # --- inside --------------------------------------------------------------------------------
 
     def _set_capacity(self, slot: int, capacity: int) -> None:
         """Move a slot of at most 16 rows to another extent (or none), or to or from blocks."""
@@ -274,8 +265,6 @@ class RowChains:
         self._words = table.words
         self._rows = 0
 
-    # --- one row -------------------------------------------------------------------------------
-
     def link_to(self, row: int, digest: bytes) -> int:
         """The link that leads to a linked row with this digest."""
         at, link = self._table.head_of(digest), self._table.link
@@ -301,8 +290,6 @@ class RowChains:
         """Put the row `to` where a row with this digest is in its chain."""
         self._table.link[self.link_to(row, digest)] = to
         self._table.link[to] = self._table.link[row]
-
-    # --- many rows -----------------------------------------------------------------------------
 
     def add_many(self, rows: Rows, mixed: Words | None = None) -> None:
         """Link rows in; `mixed` is their hash, when it is at hand."""
@@ -365,8 +352,6 @@ class RowChains:
             rest = ~done
             rows, heads = rows[rest], heads[rest]
 
-    # --- growing -------------------------------------------------------------------------------
-
     def _grow(self, count: int) -> None:
         self._rows += count
         while self._rows >= (self._words[Word.BUCKETS] + SPLIT_BATCH) * ROWS_PER_BUCKET:
@@ -423,7 +408,6 @@ class ApartKeys:
             counters[at] -= 1
 
     def close(self) -> None:
-        """No client asks any more."""
         self._counters = None
 
 

@@ -369,7 +369,6 @@ class LogCopy:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do."""
         return self._sealed and not self._to_filter
 
     def _without_noted(self, part: bytes) -> bytes:

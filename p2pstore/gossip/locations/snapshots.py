@@ -113,17 +113,14 @@ class Staging:
 
     @property
     def coming_count(self) -> int:
-        """Records of all the snapshots."""
         return sum(staged.snapshot.count for staged in self._staged.values())
 
     @property
     def done_count(self) -> int:
-        """Records of them that are in the index."""
         return sum(staged.done for staged in self._staged.values())
 
     @property
     def first(self) -> StagedSnapshot | None:
-        """The one to go on with."""
         return next(iter(self._staged.values()), None)
 
     def get(self, member: Member) -> StagedSnapshot | None:

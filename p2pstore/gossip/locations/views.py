@@ -242,7 +242,6 @@ class ViewTable:
         return None if ring is None else ring.after(sequence)
 
     def count_of(self, member: Member) -> int:
-        """How many records a view has."""
         view = self._views.get(member)
         return 0 if view is None else self.index.count(view.slot)
 
@@ -347,7 +346,6 @@ class LocationShares:
         return news
 
     def forget(self, member: Member) -> None:
-        """The member is not known any more."""
         self._refused.discard(member)
         self._told.discard(member)
 
@@ -395,7 +393,6 @@ class WatchedKeys:
 
     @property
     def any_touched(self) -> bool:
-        """Whether `take` would give some."""
         return bool(self._touched)
 
     def take(self, limit: int) -> list[bytes]:
@@ -415,11 +412,8 @@ class WatchedKeys:
         self._touched |= self._held & digests
         self._touched |= self._awaited & digests
 
-    # --- whole slots ---------------------------------------------------------------------------
-
     @property
     def work_pending(self) -> bool:
-        """Whether `work` has something to do."""
         return bool(self._left)
 
     def heard_of_all(self, slot: int) -> None:
@@ -429,7 +423,6 @@ class WatchedKeys:
             self._go_through(slot, STEP_RECORDS)
 
     def forget(self, slot: int) -> None:
-        """The slot is about to be discarded."""
         self._left.pop(slot, None)
 
     def work(self, limit: int) -> None:

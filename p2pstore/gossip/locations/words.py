@@ -57,6 +57,8 @@ class Words:
         self._apart = apart or ApartKeys()
         self._kept_seconds = kept_seconds
         self._words: dict[bytes, dict[Source, Word]] = {}
+        self.digests = self._words.keys()
+        """Digests that they are about."""
         self._order: OrderedDict[tuple[bytes, Source], float] = OrderedDict()
         """When each came, the oldest first."""
         self._owners: dict[Member, OrderedDict[tuple[bytes, Source], None]] = {}
@@ -67,11 +69,6 @@ class Words:
 
     def __len__(self) -> int:
         return len(self._order)
-
-    @property
-    def digests(self) -> KeysView[bytes]:
-        """Digests that they are about."""
-        return self._words.keys()
 
     def of(self, digest: bytes) -> Mapping[Source, Word]:
         """The newest word of each source about this key."""
@@ -164,7 +161,6 @@ class Denials:
 
     @property
     def digests(self) -> KeysView[bytes]:
-        """The denied digests."""
         return self._members.keys()
 
     def note(self, member: Member, digest: bytes, position: Position) -> None:

@@ -38,8 +38,6 @@ class ActiveView:
         limit: int = MAX_NEIGHBOURS,
         rotation_seconds: float = ROTATION_SECONDS,
     ) -> None:
-        if limit < 1 or rotation_seconds <= 0:
-            raise ValueError("a view holds at least one neighbour, and turns over in some time")
         self._membership = membership
         self._rng = rng
         self._limit = limit
@@ -111,8 +109,6 @@ class ActiveView:
         if len(self._membership.others()) <= self._limit:
             return math.inf
         return self._rotate_at
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _draw(self) -> MemberState:
         state = self._membership.get(self._rng.choice(self._neighbours))

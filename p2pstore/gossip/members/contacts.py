@@ -257,11 +257,9 @@ class Newcomers:
         self._in_flight.pop(peer_id, None)
 
     def take(self) -> list[PeerId]:
-        """Peers to ping now."""
         taken, self._to_ping = self._to_ping, []
         return taken
 
     @property
     def is_due(self) -> bool:
-        """Whether `take` would give a peer."""
         return bool(self._to_ping)

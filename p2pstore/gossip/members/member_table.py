@@ -176,7 +176,6 @@ class MemberTable:
         return len(self._states)
 
     def get(self, peer_id: PeerId) -> MemberState | None:
-        """The state of a peer; None for an unknown one."""
         return self._states.get(peer_id)
 
     def resolve(self, member: Member) -> MemberState | None:
@@ -184,7 +183,6 @@ class MemberTable:
         return self._by_member.get(member)
 
     def states(self) -> Iterable[MemberState]:
-        """All states, this peer's and those of the dead included."""
         return self._states.values()
 
     def live(self) -> list[MemberState]:
@@ -210,7 +208,6 @@ class MemberTable:
 
     @property
     def dead_count(self) -> int:
-        """Members with a record that are dead or left."""
         return len(self._gone)
 
     def dead(self, place: int) -> MemberState:
@@ -236,8 +233,6 @@ class MemberTable:
         """Changes of other members' status since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
-
-    # --- changes -----------------------------------------------------------------------------
 
     def add(
         self,
@@ -319,7 +314,6 @@ class MemberTable:
             (self._hearsay if state.signed is None else self._gone)[state.peer_id] = None
 
     def forget(self, state: MemberState) -> None:
-        """Remove a member."""
         del self._states[state.peer_id]
         if self._by_member.get(state.member) is state:
             del self._by_member[state.member]
@@ -345,7 +339,6 @@ class MemberTable:
         return expired
 
     def live_changed(self) -> None:
-        """The set of live members is another one."""
         self._live = self._others = None
         self.version += 1
 

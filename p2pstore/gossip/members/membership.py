@@ -96,8 +96,6 @@ class Membership(MemberTable):
         self._refutations = MessageBudget(REFUTATIONS_A_SECOND, REFUTATIONS_AT_ONCE)
         self._ticked_at = -math.inf
 
-    # --- evidence ----------------------------------------------------------------------------
-
     def observe_record(
         self, record: PeerRecord, signed: SignedRecord, now: float, sender: PeerId | None = None
     ) -> bool:
@@ -231,8 +229,6 @@ class Membership(MemberTable):
         self.live_changed()
         self._spread(self.own)
 
-    # --- time --------------------------------------------------------------------------------
-
     def tick(self, now: float) -> None:
         """Judge what ran out. Call it at least every 0.25 s, after everything that arrived until now was fed in."""
         stalled = now - self._ticked_at
@@ -263,8 +259,6 @@ class Membership(MemberTable):
         if self._accused_in >= self.own.incarnation:
             return min(due_at, self._refutations.ready_at(1))
         return due_at
-
-    # --- claims to pass on -------------------------------------------------------------------
 
     def claims(self, about: Iterable[PeerId] = (), to: PeerId | None = None) -> list[Claim]:
         """Claims to ride on the next message: those about `about`, which its receiver `to` may refute at once, then the
@@ -303,14 +297,11 @@ class Membership(MemberTable):
 
     @property
     def has_rumors(self) -> bool:
-        """Whether claims wait to be passed on."""
         return len(self._rumors) > 0
 
     def retransmit_limit(self) -> int:
         """How many messages each rumour rides on: it grows with the logarithm of the cluster."""
         return self.config.retransmit_multiplier * math.ceil(math.log10(len(self.live()) + 1) or 1)
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _note_accusation(self, claim: Claim, now: float) -> None:
         """A member claims something of this peer."""

@@ -134,15 +134,12 @@ class ClusterTime:
         self._key: tuple[int, int, float, int] | None = None
 
     def unix(self, now: float) -> float:
-        """This peer's wall clock, in seconds."""
         return unix_seconds_from_clock(self._wall_clock(now))
 
     def unix_ms(self, now: float) -> int:
-        """This peer's wall clock, in whole milliseconds."""
         return round(1000 * self.unix(now))
 
     def view(self, now: float) -> ClockView:
-        """How this peer's wall clock stands among those of the living members."""
         offset = self.unix(now) - now
         # Readings grow old by the second.
         key = (self._members.version, self.clocks.version, round(offset, 1), int(now))

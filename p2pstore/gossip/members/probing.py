@@ -103,10 +103,7 @@ class Probing:
         probes = (probe.due for probe in self._probes.values())
         return min(self._probe_at, self._recontact_at, *probes)
 
-    # --- what happens ------------------------------------------------------------------------
-
     def follow(self, change: MemberChange) -> None:
-        """A member's status changed."""
         if change.old is None:
             # A new member is probed within the current round, at a random place.
             self._round.insert(self._rng.randint(0, len(self._round)), change.peer_id)
@@ -175,8 +172,6 @@ class Probing:
         self._relayed.add(ask.token)
         return Later(ask.token, seconds), [ask]
 
-    # --- time --------------------------------------------------------------------------------
-
     def tick(self, now: float, neighbours: Collection[PeerId]) -> list[Ask]:
         """Judge the probes under way and begin those that are due, mostly of `neighbours`."""
         asks: list[Ask] = []
@@ -237,8 +232,6 @@ class Probing:
             asks.append(ask)
         return asks
 
-    # --- whom --------------------------------------------------------------------------------
-
     def next_target(self, neighbours: Collection[PeerId]) -> PeerId | None:
         """The next member to probe: every neighbour once a round, in random order, and at times any member."""
         others = self._membership.others()
@@ -263,8 +256,6 @@ class Probing:
         if not dead or self._rng.random() >= dead / max(1, len(self._membership.live())):
             return None
         return self._membership.dead(self._rng.randrange(dead))
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _helpers(self, probe: _Probe, neighbours: Collection[PeerId]) -> list[PeerId]:
         """Members to ask for help: neighbours, as they have connections, if they suffice."""

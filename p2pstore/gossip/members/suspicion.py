@@ -113,10 +113,9 @@ MAX_HEALTH_SCORE: Final = 8
 
 
 class LocalHealth:
-    """A score from 0 (well) to `most`; every wait is multiplied by one more than it."""
+    """A score from 0 (well) to `MAX_HEALTH_SCORE`; every wait is multiplied by one more than it."""
 
-    def __init__(self, most: int = MAX_HEALTH_SCORE) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self.score = 0
 
     @property
@@ -125,12 +124,11 @@ class LocalHealth:
         return self.score + 1
 
     def better(self) -> None:
-        """A probe succeeded."""
         self.score = max(0, self.score - 1)
 
     def worse(self, by: int = 1) -> None:
         """A probe failed, a helper did not even refuse, or an accusation of this peer had to be refuted."""
-        self.score = min(self._most, self.score + by)
+        self.score = min(MAX_HEALTH_SCORE, self.score + by)
 
 
 ACCUSATIONS_A_SECOND: Final = 2.0
@@ -218,7 +216,6 @@ class Suspects:
             self._due_at = None
 
     def changed(self) -> None:
-        """A suspicion was changed."""
         self._due_at = None
 
     def postpone(self, seconds: float, earliest_at: float) -> None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol
+from queue import Empty, SimpleQueue
+from typing import Final, Protocol
 
 from p2pstore import blocking
 from p2pstore.addresses import split_address
@@ -39,10 +35,11 @@ from p2pstore.integrations.mooncake.setup_settings import (
     peer_options,
     takes_over,
 )
+from p2pstore.local.peer_processes import READY_SECONDS, PeerProcess, new_folder
 from p2pstore.local.socket_paths import SOCKET_VARIABLE, find_socket
 from p2pstore.objects import is_about_a_key
 from p2pstore.results import PeerInfo
-from p2pstore.runtime.linux import read_line, take_lock
+from p2pstore.runtime.linux import take_lock
 from p2pstore.ssd_tier.log_layout import FILE_NAME
 
 LOG: Final = logging.getLogger("p2pstore.mooncake")
@@ -323,117 +320,54 @@ def _start_peer(settings: SetupSettings) -> OwnPeer:
     return peer
 
 
-READY_SECONDS: Final = 30.0
 STOP_SECONDS: Final = 15.0
-LOG_LINES: Final = 5
 MAX_FOLDERS: Final = 256
-MAX_FOLDER_CHARACTERS: Final = 60
-"""A socket's path has at most 107 bytes."""
 
 
-class OwnPeer:
-    """One `mooncake-p2p join` in a folder of its own. The kernel ends it when the program ends, however that is; its
-    socket is not in the usual places, as it may end at any moment.
-
-    A thread starts the process and waits for its end: the kernel's tie is to the thread that started it, so that one
-    must last.
-    """
+class OwnPeer(PeerProcess):
+    """A peer in a folder of its own. Its socket is not in the usual places, as it may end at any moment. A thread
+    starts it and waits for its end: the kernel kills it when that thread ends, so the thread must last."""
 
     def __init__(self, options: Sequence[str], *, inherited: int | None = None) -> None:
         """`inherited` is a descriptor that stays open in the peer. Raises `P2PStoreError` or `OSError`."""
-        self._inherited = () if inherited is None else (inherited,)
         self._made_by = os.getpid()
-        place = tempfile.gettempdir()
-        self.folder = Path(
-            tempfile.mkdtemp(
-                prefix="p2pstore-", dir=place if len(place) <= MAX_FOLDER_CHARACTERS else "/tmp"
-            )
-        )
-        self.socket = self.folder / "peer.sock"
-        self._log = self.folder / "peer.log"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started = threading.Event()
-        self._problem: BaseException | None = None
-        self.ready: dict[str, Any] = {}
+        self.folder = new_folder("p2pstore-")
+        super().__init__(self.folder, "peer")
         try:
-            self._start(options)
+            self._start_in_thread(options, () if inherited is None else (inherited,))
+            self.wait_until_ready()
         except BaseException:
             self.close()
             raise
         atexit.register(self.close)
 
-    @property
-    def process_id(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+    def _start_in_thread(self, options: Sequence[str], inherited: Sequence[int]) -> None:
+        started: SimpleQueue[OSError | None] = SimpleQueue()
 
-    def _start(self, options: Sequence[str]) -> None:
-        command = [
-            *(sys.executable, "-P", "-m", "mooncake_p2p.tied", str(os.getpid()), "join"),
-            *("--state-dir", str(self.folder / "state"), "--socket", str(self.socket)),
-            *options,
-        ]
-        threading.Thread(
-            target=self._keep, args=(command,), name="p2pstore-own-peer", daemon=True
-        ).start()
-        self._started.wait(READY_SECONDS)
-        if self._problem is not None:
-            raise P2PStoreError(f"no peer could be started: {self._problem}") from self._problem
-        if self._process is None or self._process.stdout is None:
-            raise DeadlineExceeded(f"no peer was started within {READY_SECONDS:g} s")
-        line = read_line(self._process.stdout, time.monotonic() + READY_SECONDS)
-        if not line.startswith(b"ready "):
-            raise P2PStoreError(f"the peer that setup() started did not get ready: {self.last_words()}")
-        self.ready = json.loads(line.removeprefix(b"ready "))
+        def keep() -> None:
+            try:
+                self.start(options, inherited=inherited)
+            except OSError as error:
+                started.put(error)
+            else:
+                started.put(None)
+                self.wait()
 
-    def _keep(self, command: list[str]) -> None:
+        threading.Thread(target=keep, name="p2pstore-own-peer", daemon=True).start()
         try:
-            with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    pass_fds=self._inherited,
-                    process_group=0,  # Ctrl-C in the terminal is for the program, which then closes it
-                )
-        except OSError as error:
-            self._problem = error
-            return
-        finally:
-            self._started.set()
-        self._process.wait()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process ended without `close`."""
-        return self._process is not None and self._process.poll() is not None
-
-    def last_words(self) -> str:
-        """The end of what the peer logged, as one line."""
-        try:
-            lines = self._log.read_text(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        return " / ".join(lines[-LOG_LINES:]) or "it logged nothing"
+            problem = started.get(timeout=READY_SECONDS)
+        except Empty:
+            raise DeadlineExceeded(f"no peer was started within {READY_SECONDS:g} s") from None
+        if problem is not None:
+            raise P2PStoreError(f"no peer could be started: {problem}") from problem
 
     def close(self) -> None:
         """End the peer in good order, and remove its folder; idempotent. A forked child does nothing."""
         if os.getpid() != self._made_by:
             return
         atexit.unregister(self.close)
-        process = self._process
-        if process is not None:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(STOP_SECONDS)
-            if process.stdout is not None:
-                process.stdout.close()
+        self.end()
+        self.reap(time.monotonic() + STOP_SECONDS)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -16,7 +16,6 @@ from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.puts.lifetimes import PinEnd, PinOperation
-from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.core.remove import FlushEnd, FlushOperation, RemoveOperation
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -45,7 +44,7 @@ from p2pstore.peer.for_clients.local_queries import (
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
-from p2pstore.put_facts import PutStatus
+from p2pstore.put_facts import MAX_REPLICAS, PutStatus
 from p2pstore.runtime import linux
 from p2pstore.runtime.trio_tasks import in_turns
 from p2pstore.transfer.data_messages import DataKind
@@ -65,7 +64,6 @@ _WITH_EFFECTS: Final = frozenset(
         LocalKind.PLAN,
         LocalKind.REPORT,
         LocalKind.PIN,
-        LocalKind.PREFETCH,
     }
 )
 """Requests that leave effects for the shell."""
@@ -221,7 +219,7 @@ class PeerLocalBackend:
         try:
             return await answer
         finally:
-            self._node.process()
+            self._node.process_request()
 
     def make_ready(self) -> None:
         """Keep the books of what was answered, and make room for the next put."""
@@ -235,7 +233,7 @@ class PeerLocalBackend:
         """Carry out what the requests had the core decide."""
         if self._has_effects:
             self._has_effects = False
-            self._node.process()
+            self._node.process_request()
 
     def client_gone(self, client: LocalClient) -> None:
         self._node.local_clients -= 1
@@ -245,16 +243,6 @@ class PeerLocalBackend:
         page = self._hazard_pages.pop(client.session, None)
         if page is not None:
             page.close()
-
-    @property
-    def _now(self) -> float:
-        return self._node.now
-
-    @property
-    def _unix(self) -> float:
-        return self._core.unix(self._node.now)
-
-    # --- changing ----------------------------------------------------------------------------
 
     async def _remove(self, client: LocalClient, message: local.Remove) -> local.Removed:
         return local.Removed(await self._erasing.remove(message.namespace, message.keys))
@@ -269,17 +257,17 @@ class PeerLocalBackend:
             raise ValueError(f"copies must be 1 to {MAX_REPLICAS}, not {message.copies}")
         if len(message.digest) != DIGEST_BYTES:
             raise ValueError(f"{len(message.digest)} bytes are no digest")
-        self._core.timekeeping.check(self._now)
-        entry = self._segment.find(message.digest, self._unix)
+        now = self._node.now
+        self._core.timekeeping.check(now)
+        entry = self._segment.find(message.digest, self._core.unix(now))
         if entry is None:
-            entry = await self._node.complete(
-                self._core.operations.fetch(message.digest, self._now, soft=False)
-            )
-        self._core.objects.strengthen(entry, entry.pin, message.copies, self._now)
+            fetch = self._core.operations.fetch(message.digest, now, soft=False)
+            entry = await self._node.complete(fetch)
+        self._core.objects.strengthen(entry, entry.pin, message.copies, self._node.now)
         operation = ReplicateOperation(self._core, entry, message.copies)
         copies = await self._node.complete(operation)
         if copies < message.copies:
-            self._core.repair.fell_short(copies, self._now)
+            self._core.repair.fell_short(copies, self._node.now)
         version = entry.version
         return local.PutOutcome(
             int(PutStatus.UNCHANGED), copies, message.copies, version.clock, version.writer
@@ -305,7 +293,8 @@ class PeerLocalBackend:
         return local.Flushed(flushed.told, flushed.not_told)
 
     def _prefetch(self, client: LocalClient, message: local.Prefetch) -> Empty:
-        self._core.prefetching.add(check_batch(split_digests(message.digests)), self._now)
+        self._core.prefetching.add(check_batch(split_digests(message.digests)), self._node.now)
+        self._node.process()  # the fetches begin at once
         return Empty()
 
 

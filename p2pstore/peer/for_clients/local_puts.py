@@ -15,15 +15,15 @@ from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.operation import Operation, PutEnd
 from p2pstore.core.puts.placing import place
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, Reserved, publish_new, reserve_many
-from p2pstore.core.puts.put_operation import PutOperation, check_put
-from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
+from p2pstore.core.puts.put_operation import PutOperation
+from p2pstore.errors import CapacityExceeded, DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalClient
-from p2pstore.local.put_columns import columns_of, sizes_of
+from p2pstore.local.put_columns import sizes_of, values_of
 from p2pstore.memory.entries import Reservation
 from p2pstore.objects import DIGEST_BYTES, check_object_length
-from p2pstore.peer.for_clients.local_queries import Answer, item_error, put_outcome
+from p2pstore.peer.for_clients.local_queries import Answer, item_error
 from p2pstore.peer.node import Node
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps
@@ -81,29 +81,27 @@ class LocalPuts:
     def _start_puts(self, client: LocalClient, message: local.Commit) -> Steps[list[Started]]:
         started: list[Started] = []
         namespace = message.namespace
-        columns = columns_of(message, partial(self._core.digests_of, namespace))
-        for begin in range(0, len(columns.keys), PUBLISHED_PER_STEP):
+        values = values_of(message, partial(self._core.digests_of, namespace))
+        for begin in range(0, len(values), PUBLISHED_PER_STEP):
             if begin:
                 yield
-            some = columns
-            if len(columns.keys) > PUBLISHED_PER_STEP:
-                some = columns.part(slice(begin, begin + PUBLISHED_PER_STEP))
+            some = values[begin : begin + PUBLISHED_PER_STEP]
             ends = publish_new(
                 self._core, some, session=client.session, namespace=namespace, now=self._node.now
             )
-            for row, end in enumerate(ends):
+            for facts, end in zip(some, ends, strict=True):
                 if end is not None:
                     started.append(end)
                     continue
                 if started:
                     yield
-                started.append(self._start_put(client, namespace, some.facts(row)))
+                started.append(self._start_put(client, namespace, facts))
         return started
 
     def _start_put(self, client: LocalClient, namespace: str, item: PutFacts) -> Started:
         try:
-            check_put(length=item.length, replicas=item.replicas, pin=item.pin, ttl_ms=item.ttl_ms)
-            if item.durable and self._node.ssd is None:
+            item.options.check()
+            if item.options.durable and self._node.ssd is None:
                 raise ValueError(
                     "durable: this peer has no SSD tier to keep the object on: give it --ssd"
                 )
@@ -125,7 +123,8 @@ class LocalPuts:
             operation = each.operation if isinstance(each, PutAmongMany) else each
             if isinstance(operation, Operation) and not operation.done:
                 await self._node.settle(operation)
-        await self._make_durable(message, operations)
+        if any(options.durable for options in message.options):
+            await self._make_durable(message, operations)
         return await take_turns(self._committed(client, message, operations, again))
 
     async def _make_durable(self, message: local.Commit, operations: list[Started]) -> None:
@@ -156,13 +155,14 @@ class LocalPuts:
         outcomes: list[tuple[int, local.PutOutcome]] = []
         operations.reverse()
         while operations:
-            alike, count = operations.pop(), 1
-            while operations and operations[-1] is alike:  # those that are published together end alike
+            alike, count = _result_of(operations.pop()), 1
+            # Those that are published together end alike.
+            while operations and _result_of(operations[-1]) is alike:
                 operations.pop()
                 count += 1
             if outcomes:
                 yield
-            outcomes.append((count, put_outcome(_result_of(alike))))
+            outcomes.append((count, _outcome_of(alike)))
         wanted = (
             (*message.again[0], message.namespace) if message.again and not message.at_hand else None
         )
@@ -298,6 +298,15 @@ def _goes_on(started: Started) -> bool:
 
 def _result_of(started: Started) -> object:
     return started.result if isinstance(started, Operation | PutAmongMany) else started
+
+
+def _outcome_of(end: object) -> local.PutOutcome:
+    """A put's end as it travels."""
+    if isinstance(end, PutEnd):
+        clock, writer, _ = end.version
+        return local.PutOutcome(int(end.status), end.copies, end.wanted, clock, writer)
+    error = end if isinstance(end, Exception) else DeadlineExceeded("cancelled")
+    return local.PutOutcome(0, 0, 0, 0, 0, item_error(error))
 
 
 def _spans(made: Sequence[Reserved]) -> list[local.Span]:

@@ -14,9 +14,9 @@ from p2pstore.core.gets.key_pages import (
     known_keys,
 )
 from p2pstore.core.gets.lookup import LookupOperation, split_digests
-from p2pstore.core.operation import KnownCopy, PutEnd
+from p2pstore.core.operation import KnownCopy
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.errors import DeadlineExceeded, ProtocolError
+from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.partition_homes import kept_name
 from p2pstore.gossip.locations.location_lookups import HeldKeys
@@ -56,16 +56,6 @@ def item_error(error: Exception) -> local.ItemError:
 
 def no_such_key() -> local.ItemError:
     return local.ItemError(int(Code.NO_SUCH_KEY), "no live peer holds this key")
-
-
-def put_outcome(result: Any) -> local.PutOutcome:
-    """A put's end as it travels."""
-    if isinstance(result, PutEnd):
-        return local.PutOutcome(
-            int(result.status), result.copies, result.wanted, result.version.clock, result.version.writer
-        )
-    error = result if isinstance(result, Exception) else DeadlineExceeded("cancelled")
-    return local.PutOutcome(0, 0, 0, 0, 0, item_error(error))
 
 
 def lease_grant(number: int, entry: ObjectEntry) -> local.LeaseGrant:
@@ -158,7 +148,7 @@ class LocalQueries:
 
     def contains(self, client: LocalClient, message: local.Contains) -> Answer:
         """A byte per digest: 1 when a live peer is known to hold it."""
-        packed, knows_all = message.digests, self._core.gossip.partitions.knows_all
+        packed, knows_all = message.digests, self._core.gossip.partitions.mode.knows_all
         if knows_all and len(packed) == DIGEST_BYTES:  # its round trip should cost nothing else
             space = namespace_digest(client.namespace)
             return _KNOWN if is_known(self._core, packed, self._now, space) else _UNKNOWN
@@ -187,7 +177,7 @@ class LocalQueries:
         homes of keys that are not known here."""
         digests, namespace = check_batch(split_digests(packed)), namespace_digest(client.namespace)
         known = known_keys(self._core, digests, self._now, namespace)
-        if not self._core.gossip.partitions.knows_all:
+        if not self._core.gossip.partitions.mode.knows_all:
             return self._ask_presence(digests, namespace, known, reply)
         return reply(bytes([digest in known for digest in digests]))
 

@@ -190,7 +190,6 @@ class ControlTraffic:
             self._node.fail(kind(f"{address} refuses this peer: {error}"))
 
     def stranger_refused(self, address: str, reason: str) -> None:
-        """A connection was refused admission."""
         self._node.watch.measures.strangers_refused += 1
 
     def _met_twin(self, address: str) -> None:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.checkpoint.peer.running import RunningSwarms
-from p2pstore.core.gets.hot_objects import HOT_BYTES, SentOn
+from p2pstore.checkpoint.peer.running_swarms import RunningSwarms
+from p2pstore.core.copies.copy_destination import TakeCopiesOperation
+from p2pstore.core.gets.hot_objects import HOT_BYTES
 from p2pstore.core.operation import Operation
-from p2pstore.core.puts.comparing import SLOT_ONLY
-from p2pstore.core.puts.placing import IncomingStore, IncomingStores, digest_of, stored_reply
+from p2pstore.core.puts.deciding import SLOT_ONLY
+from p2pstore.core.puts.placing import IncomingStores, stored_reply
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
-from p2pstore.gossip.records import member_of
+from p2pstore.gossip.records import Member, member_of
 from p2pstore.memory.entries import ObjectEntry, SmallObjectsLent
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
@@ -30,7 +31,6 @@ from p2pstore.transfer.data_messages import (
     GetItem,
     GetManifest,
     GetSmall,
-    Keeps,
     ObjectReply,
     ObjectStatus,
     Store,
@@ -90,13 +90,16 @@ class PeerDataBackend:
             for operation in operations:
                 await self._node.settle(operation)
 
-    def _hot_answer(self, entry: ObjectEntry, reader: bytes, keeps: Keeps, now: float) -> SentOn | None:
+    def _sent_to(self, entry: ObjectEntry, reader: bytes, keeps: int, now: float) -> list[Member] | None:
+        """The keepers to which the reader of a hot object is sent; None: it is served here."""
+        if entry.length < HOT_BYTES:
+            return None
         member = member_of(reader)
         state = self._core.gossip.membership.resolve(member)
         memory_bytes = state.memory_capacity if state is not None else 0
         with self._hot:
             return self._core.hot_objects.read(
-                entry.digest, entry.length, member, memory_bytes, keeps, now
+                entry.digest, entry.length, member, memory_bytes, keeps_of(keeps), now
             )
 
     def lend(
@@ -109,13 +112,14 @@ class PeerDataBackend:
         loan, entry = lent
         kept = False
         try:
-            if not item.first_chunk and entry.length >= HOT_BYTES:
-                sent_on = self._hot_answer(entry, reader, keeps_of(keeps), now)
-                if sent_on is not None:
-                    return self._sent_on(sent_on) if decides else None
-            elif (
-                decides and item.first_chunk
-            ):  # a read that goes on; those that begin are noted when they are sent
+            if not item.first_chunk:
+                keepers = self._sent_to(entry, reader, keeps, now)
+                if keepers is not None and decides:
+                    self._core.counters["reads_sent_on"] += 1
+                    return ObjectReply(int(ObjectStatus.BUSY), others=keepers, keep=True)
+                if keepers is not None:
+                    return None
+            elif decides:  # a read that goes on; those that begin are noted when they are sent
                 segment.objects.used(entry, 0, self._core.unix(now))
             slot, trailer = segment.table.slot_bytes(entry), segment.table.trailer_bytes(entry)
             kept = True
@@ -124,19 +128,13 @@ class PeerDataBackend:
             if not kept:
                 segment.leases.end_loan(loan)
 
-    def _sent_on(self, sent_on: SentOn) -> ObjectReply:
-        self._core.counters["reads_sent_on"] += 1
-        return ObjectReply(int(ObjectStatus.BUSY), others=sent_on.keepers, keep=True)
-
     def _why_not(self, item: GetItem, now: float) -> LentObject | ObjectReply:
         """About an object that is not in memory, or not to be read there."""
         cold = self._core.cold.find(item.digest, now)
         if cold is not None and item.first_chunk == SLOT_ONLY:
             slot = encode_slot(Slot(SlotState.LIVE, cold.digest, cold.version, 0, cold.length, 0))
             return LentObject(slot, _trailer_on_ssd(cold), memoryview(b""), None)
-        if (
-            cold is not None
-        ):  # it could not be brought: the disk hangs, or memory is full of what must stay
+        if cold is not None:  # not brought: the disk hangs, or memory is full of what must stay
             self._core.counters["reads_not_brought"] += 1
             return ObjectReply(int(ObjectStatus.BUSY))
         self._core.counters["reads_not_found"] += 1
@@ -146,19 +144,13 @@ class PeerDataBackend:
             sequence=self._core.gossip.log.sequence,
         )
 
-    def _is_sent_on(self, entry: ObjectEntry, reader: bytes, keeps: int, now: float) -> bool:
-        """Whether the object is hot, so that the event loop is to name other holders."""
-        if entry.length < HOT_BYTES:
-            return False
-        return self._hot_answer(entry, reader, keeps_of(keeps), now) is not None
-
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         now = self._node.now
         if asked.most_bytes < HOT_BYTES:
             return self._core.objects.lend_small(asked.digests, asked.most_bytes, now)
 
         def is_sent_on(entry: ObjectEntry) -> bool:
-            return self._is_sent_on(entry, reader, asked.keeps, now)
+            return self._sent_to(entry, reader, asked.keeps, now) is not None
 
         return self._core.objects.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
 
@@ -187,7 +179,10 @@ class PeerDataBackend:
             return await self._own_snapshot()
         # Also while this peer leaves: it is the home of keys as long as the others believe so.
         answer = self._core.serve(claims.issuer, kind, message, self._node.now)
-        self._node.process()
+        if isinstance(answer, TakeCopiesOperation):
+            await self._node.requests.copies.take(answer)
+        else:
+            self._node.process()
         if isinstance(answer, Operation):
             if not answer.done:
                 with contextlib.suppress(P2PStoreError):  # the reply says why
@@ -234,27 +229,20 @@ class PeerStoreBackend:
 
     async def begin_store(self, request: Store, claims: TicketClaims) -> OpenedStore | Stored:
         self._node.check_open()
-        digest = digest_of(request)
         operation = self._incoming.examine(request, self._node.now)
         if await self._node.complete(operation) is not None:
-            return stored_reply(self._core, digest, operation, self._node.now)
+            return stored_reply(self._core, operation, self._node.now)
         try:
             incoming = await take_turns(self._incoming.open(request, claims.issuer, self._node.now))
         finally:
             self._node.process()  # withdraws evicted objects
-        return OpenedStore(self._incoming.payload(incoming), request.sums, (incoming, digest))
+        return OpenedStore(self._incoming.payload(incoming), request.sums, incoming)
 
     async def finish_store(self, opened: OpenedStore) -> Stored:
-        incoming, digest = _handle(opened)
-        operation = self._incoming.put(incoming, self._node.now)
+        operation = self._incoming.put(opened.handle, self._node.now)
         await self._node.complete(operation)
         self._core.counters["values_taken_in"] += 1
-        return stored_reply(self._core, digest, operation, self._node.now)
+        return stored_reply(self._core, operation, self._node.now)
 
     def abandon_store(self, opened: OpenedStore) -> None:
-        self._incoming.close(_handle(opened)[0])
-
-
-def _handle(opened: OpenedStore) -> tuple[IncomingStore, bytes]:
-    handle: tuple[IncomingStore, bytes] = opened.handle
-    return handle
+        self._incoming.close(opened.handle)

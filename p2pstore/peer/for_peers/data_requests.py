@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.core.copies.copy_destination import ReservedCopy, RoomDestination
-from p2pstore.core.operation import AskPeer, KnownCopy, PullObject, PullOutcome, PullTogether, Reply
+from p2pstore.core.copies.copy_destination import ReservedCopy, RoomDestination, TakeCopiesOperation
+from p2pstore.core.copies.replicate import WINDOW_BYTES
+from p2pstore.core.operation import AskPeer, KnownCopy, PullObject, PullOutcome, Reply
 from p2pstore.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -28,9 +29,9 @@ from p2pstore.memory.segment_layout import GRANULE_BYTES, Slot, round_up
 from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, SIZE_UNIT_BYTES, Announced
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import DataKind, Keeps
-from p2pstore.transfer.failover import HolderReport, PullFailed
+from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
-from p2pstore.transfer.reading.shm_transport import copy_many
+from p2pstore.transfer.reading.shm_transport import copy_spots
 from p2pstore.transfer.reading.small_reads import MAX_ITEMS, Part
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import PullReport, RemoteCopy, RemotePeer, pull_with_failover
@@ -50,30 +51,37 @@ _SILENT: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
 
 
 class TakenCopies:
-    """Carries out `PullTogether`."""
+    """Carries out `TakeCopiesOperation`, in the task that serves the request."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._limiter = trio.CapacityLimiter(PULLED_AT_ONCE)
 
-    async def take(self, effect: PullTogether) -> None:
-        """Bring what is wanted of these objects to memory."""
-        node, copies = self._node, effect.copies
-        async with self._limiter:
+    async def take(self, operation: TakeCopiesOperation) -> None:
+        """Bring what is wanted of these objects to memory. Cancelled, or after an error, nothing of it stays."""
+        node, copies, sender = self._node, operation.copies, operation.sender
+        try:
+            if not self._limiter.available_tokens:  # else it would cost a turn of the event loop
+                await self._limiter.acquire()
+            else:
+                self._limiter.acquire_nowait()
             try:
                 await take_turns(copies.reserve(node.now))
                 begin = node.now
-                brought = await self._pull(effect.holder, copies.rooms)
+                brought = await self._pull(sender, copies.rooms)
                 came = Counter(
                     (by, room.slot.length) for room in copies.rooms if (by := brought.get(room.place))
                 )
                 failures = len(copies.rooms) - len(brought)
-                node.watch.pulled_together(effect.holder, came, failures, node.now - begin)
+                node.watch.pulled_together(sender, came, failures, node.now - begin)
                 copies.publish(brought, node.now)
             finally:
                 copies.abort()
-        node.core.operations.pulled(effect.operation, PullOutcome(delivered=True), node.now)
-        node.process()
+                self._limiter.release()
+            node.core.operations.pulled(operation.number, PullOutcome(delivered=True), node.now)
+        finally:
+            operation.cancel(node.now)
+            node.process()
 
     async def _pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> dict[int, str]:
         """The places of what came whole, verified, and the transport. The ways, each for what the ones before did not
@@ -99,23 +107,27 @@ class TakenCopies:
         return brought | await self._pull_each(holder, left)
 
     async def _copy_mapped(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> list[int]:
-        """The lengths of what the memory of a holder on the same host gave; none where it is not mapped."""
+        """The lengths of what the memory of a holder on the same host gave, -1 for what it did not; none where it is
+        not mapped. In turns of the event loop: a thread would wait for the interpreter of a busy one, up to 5 ms."""
         shm, copy = self._node.shm, self._copy_of(holder, rooms[0].slot)
         if shm is None or shm.why_not(copy):
             return []
         try:
-            await shm.open(copy)
+            mapped = await shm.open(copy)
         except PullFailed:
             return []
-        slots = [room.slot for room in rooms]
-        return await copy_many(
-            self._node.pool.driver,
-            shm.mapped(copy),
-            [slot.digest for slot in slots],
-            lambda places, _: [rooms[place].view for place in places],
-            Announced(NO_WRITER),
-            [slot.version for slot in slots],
-        )
+        lengths = [-1] * len(rooms)
+        for reader in mapped.readers:
+            spots = reader.spots_told((room.slot, room.sums) for room in rooms)
+            views = [rooms[place].view for place in spots.places]
+            if sum(spots.lengths) > WINDOW_BYTES:  # one object
+                good = await copy_spots(self._node.pool.driver, reader, spots, views)
+            else:
+                good = await take_turns(reader.copy_steps(spots, views, most_threads=1))
+            for place, length, fine in zip(spots.places, spots.lengths, good, strict=True):
+                if fine:
+                    lengths[place] = length
+        return lengths
 
     async def _pull_small(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> list[int]:
         """The lengths of what GET_SMALL brought, up to where the connection broke."""
@@ -160,7 +172,7 @@ class TakenCopies:
 
 
 class DataRequests:
-    """Carries out `AskPeer`, `PullObject`, `PullTogether` and `FetchSnapshot` over data connections."""
+    """Carries out `AskPeer`, `PullObject`, `TakeCopiesOperation` and `FetchSnapshot` over data connections."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -193,7 +205,6 @@ class DataRequests:
         except NoSuchKey:
             return  # its requester has gone
         destination.watch = ReadWatch(time.monotonic)
-        failures: tuple[HolderReport, ...] = ()
         report: PullReport | None = None
         error: Exception | None = None
         delivered = False
@@ -209,7 +220,6 @@ class DataRequests:
             report = await pull_with_failover(
                 copies, self._routes.transports, effect.digest, destination
             )
-            failures = report.failures
             if report.pulled is not None:
                 delivered = True
                 destination.commit(self._node.now)
@@ -223,6 +233,7 @@ class DataRequests:
         delivered_by = (0, "")
         if delivered and report is not None and report.pulled is not None and report.copy is not None:
             delivered_by = report.copy.member, report.pulled.transport
+        failures = () if report is None else report.failures
         outcome = PullOutcome(delivered, failures, error, *delivered_by)
         self._node.core.operations.pulled(effect.operation, outcome, self._node.now)
         self._node.process()

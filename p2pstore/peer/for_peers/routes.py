@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from random import Random
-from typing import TYPE_CHECKING
 
 from p2pstore.config import PeerConfig
 from p2pstore.core.operation import KnownCopy
@@ -17,9 +16,6 @@ from p2pstore.objects import SIZE_UNIT_BYTES, Announced
 from p2pstore.transfer.failover import order_copies
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
 from p2pstore.transfer.transport import RemoteCopy, RemotePeer, Transport
-
-if TYPE_CHECKING:
-    pass
 
 
 class Routes:
@@ -34,7 +30,6 @@ class Routes:
         self.transports: Sequence[Transport] = ()
 
     def remote_peer(self, peer_id: PeerId) -> RemotePeer:
-        """The data server of a peer."""
         record = self.record_of(peer_id)
         return RemotePeer(peer_id, tuple(record.data) if record is not None else ())
 
@@ -82,6 +77,5 @@ class Routes:
         return ordered
 
     def record_of(self, peer_id: PeerId) -> PeerRecord | None:
-        """The record of a member."""
         state = self._membership.get(peer_id)
         return state.record if state is not None else None

@@ -71,15 +71,12 @@ class Credentials:
             return True
 
     def _read(self) -> tuple[KeyRing, frozenset[PeerId] | None]:
-        ring, allowed = self._read_ring(), None
+        own = KeyRing if self._open else user_ring
+        ring = load_cluster_key_file(self._key_file) if self._key_file else own()
+        allowed = None
         if self._allow_file is not None:
             allowed = frozenset([*_load_allow_file(self._allow_file), self._own_id])
         return ring, allowed
-
-    def _read_ring(self) -> KeyRing:
-        if self._key_file:
-            return load_cluster_key_file(self._key_file)
-        return KeyRing() if self._open else user_ring()
 
     def _apply(self, ring: KeyRing, allowed: frozenset[PeerId] | None) -> None:
         self.ring.replace(*ring.content)

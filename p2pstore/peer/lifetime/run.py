@@ -204,17 +204,12 @@ async def _watch_hangups(
             peer.node.leave_requested.set()
         else:
             manager.reloading()
-            await _on_hangup(peer)
+            reopen_logs()  # the log file was rotated
+            try:
+                await peer.reload()
+            except ConfigError as error:
+                logger.error("everything stays as it was: %s", error)
             manager.ready(f"serving {peer.socket}")
-
-
-async def _on_hangup(peer: Peer) -> None:
-    """SIGHUP: open the log file anew (it was rotated), then have the peer read its files again."""
-    reopen_logs()
-    try:
-        await peer.reload()
-    except ConfigError as error:
-        logger.error("everything stays as it was: %s", error)
 
 
 def _ready_document(peer: Peer) -> dict[str, Any]:
@@ -344,7 +339,6 @@ class ServiceManager:
         self._tell("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
-        """This peer reads its files again."""
         self._tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, seconds: float) -> None:

@@ -70,23 +70,22 @@ def _number_or_none(path: Path, *, at_least: int = 0) -> int | None:
 # --- memory ----------------------------------------------------------------------------------
 
 
+def _memory_fields() -> dict[str, int]:
+    """The fields of /proc/meminfo; those that are no counts are in KiB."""
+    lines = (line.partition(":") for line in read_text("/proc/meminfo").splitlines())
+    return {name: int(rest.split()[0]) for name, _, rest in lines}
+
+
 def read_memory() -> MemoryReading:
     """Of the machine, and of the tightest cgroup around this process."""
-    fields = {}
-    for line in read_text("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        fields[name] = int(rest.split()[0]) * 1024
+    fields = _memory_fields()
     limit, used = min(memory_limits(), key=lambda pair: pair[0] - pair[1], default=(None, 0))
-    return MemoryReading(fields["MemTotal"], fields["MemAvailable"], limit, used)
+    return MemoryReading(1024 * fields["MemTotal"], 1024 * fields["MemAvailable"], limit, used)
 
 
 def read_huge_pages() -> tuple[int, int, int, str]:
     """(reserved, free, bytes each) of the default size, and the mode for shared memory."""
-    fields = {}
-    for line in read_text("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        if name in ("HugePages_Total", "HugePages_Free", "Hugepagesize"):
-            fields[name] = int(rest.split()[0])
+    fields = _memory_fields()
     modes = _read_or(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
     chosen = modes[modes.find("[") + 1 : modes.find("]")] if "[" in modes else ""
     return (

@@ -28,7 +28,6 @@ from typing import IO, Any, Final
 import p2pstore
 from p2pstore import blocking
 from p2pstore.errors import P2PStoreError
-from p2pstore.local.socket_paths import live_sockets
 from p2pstore.state.folder import open_regular_file
 from p2pstore.status.doctor.checks import in_time
 
@@ -108,11 +107,6 @@ def gather(
         bundle.gather(f"logs/{number}-{log.name}", lambda log=log: read_end(log))  # type: ignore[misc]  # bound now
     bundle.gather("doctor.json", examine, DOCTOR_SECONDS)
     return bundle, Redactor(secrets)
-
-
-def sockets_to_ask(named: Path | None) -> list[Path]:
-    """The peer that was named, or all that run here."""
-    return [named] if named is not None else live_sockets()
 
 
 def _gather_peer(bundle: Bundle, path: Path) -> list[bytes]:

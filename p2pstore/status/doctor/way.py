@@ -97,10 +97,9 @@ class _Examination:
         with suppress(_Ended):
             endpoint = await self._connect(await self._resolve())
             async with open_control_host(
-                ("127.0.0.1", 0),
+                ("127.0.0.1", 0),  # it must listen; the address is not announced
                 HostSettings(
                     identity=self.identity,
-                    # it must listen; the address is not announced
                     ring=self.way.ring,
                     cluster=self.way.cluster,
                     handler=_refuse_requests,
@@ -115,8 +114,6 @@ class _Examination:
     def _end(self, finding: Finding) -> _Ended:
         self.report(finding)
         return _Ended()
-
-    # --- the way to its control port ---------------------------------------------------------
 
     async def _resolve(self) -> list[Endpoint]:
         host, port = split_address(self.way.address, "--peer")
@@ -220,8 +217,6 @@ class _Examination:
         self.report(way_rules.judge_round_trip("control round trip", round_trips))
         return record
 
-    # --- its data ----------------------------------------------------------------------------
-
     async def _examine_data(self, record: PeerRecord) -> None:
         same_host = record.host_id == host_identity()
         issuer = TicketIssuer(self.identity, self.ring)
@@ -274,9 +269,6 @@ async def _greeting(sock: socket.socket) -> bytes | None:
 
 def path_mtu(sock: socket.socket) -> tuple[int, int]:
     """(largest packet of the route, TCP segment) of a connection, in bytes."""
-    level, option = (
-        (socket.IPPROTO_IPV6, IPV6_MTU)
-        if sock.family == socket.AF_INET6
-        else (socket.IPPROTO_IP, IP_MTU)
-    )
-    return (sock.getsockopt(level, option), sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))
+    is_v6 = sock.family == socket.AF_INET6
+    mtu = sock.getsockopt(*((socket.IPPROTO_IPV6, IPV6_MTU) if is_v6 else (socket.IPPROTO_IP, IP_MTU)))
+    return mtu, sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)

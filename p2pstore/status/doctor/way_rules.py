@@ -8,7 +8,7 @@ from typing import Final
 
 from p2pstore.gossip.records import PeerRecord, format_peer_id
 from p2pstore.objects import counted
-from p2pstore.status.doctor.finding import Failure, Finding, broken, fine, skipped, warning
+from p2pstore.status.doctor.finding import Failure, Finding, broken, fine, warning
 from p2pstore.wire import Code
 
 SMALL_MTU_BYTES: Final = 1280
@@ -219,7 +219,3 @@ def stalled(name: str, timeout_seconds: float) -> Finding:
         "`ping -M do -s 1472 HOST` finds the largest packet; lower the MTU, or allow ICMP",
         Failure.DEADLINE,
     )
-
-
-def too_old(name: str) -> Finding:
-    return skipped(name, "the peer runs a version that cannot be measured")

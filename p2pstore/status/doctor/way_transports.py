@@ -72,10 +72,8 @@ async def examine_data_address(
         stream.progress_seconds = timeout_seconds
         connection = await open_connection(stream, at, peer_id, granted)
     except (P2PStoreError, OSError, ValueError) as error:
-        reason, failure = (
-            str(error) or type(error).__name__,
-            _failure(error, connected=stream is not None),
-        )
+        reason = str(error) or type(error).__name__
+        failure = _failure(error, connected=stream is not None)
         report(judge_data_failure(name, address, reason, failure, loopback_elsewhere=elsewhere))
         return
     try:
@@ -116,7 +114,7 @@ async def _measure_tcp(
     except (OSError, ProtocolError) as error:
         report(judge_data_failure(name, "", str(error), Failure.BROKEN))
     except P2PStoreError:
-        report(way_rules.too_old("tcp"))
+        report(skipped("tcp", "the peer runs a version that cannot be measured"))
 
 
 async def _round_trips(connection: DataConnection) -> list[float]:

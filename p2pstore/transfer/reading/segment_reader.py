@@ -39,7 +39,7 @@ from p2pstore.memory.segment_layout import (
     trailer_offset,
 )
 from p2pstore.objects import CHUNK_BYTES, Announced, Version, chunk_bounds
-from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
+from p2pstore.runtime.side_by_side import MAX_THREADS, PIECE_BYTES, side_by_side, step_bytes, threads_for
 
 PROBE_LIMIT: Final = 4096
 """Index entries looked at before a search gives up; at half load, runs are far shorter."""
@@ -277,7 +277,18 @@ class SegmentReader:
             return None
         return trailer.sums
 
-    def copy_steps(self, spots: Spots, rooms: Sequence[memoryview]) -> Generator[int, None, bytearray]:
+    def spots_told(self, told: Iterable[tuple[Slot, bytes]]) -> Spots:
+        """Where the owner said that objects lie, by slots and sums that belong together. Not looked at: that
+        `copy_steps` does."""
+        spots = Spots()
+        for place, (slot, sums) in enumerate(told):
+            if slot_matches(slot, slot.digest, self.geometry):
+                spots.add(place, slot, sums)
+        return spots
+
+    def copy_steps(
+        self, spots: Spots, rooms: Sequence[memoryview], most_threads: int = MAX_THREADS
+    ) -> Generator[int, None, bytearray]:
         """Copy objects to the beginnings of `rooms` (writable bytes), one room a spot, and verify the copies. In steps
         of some 4 MiB, or of more where several threads do it: yields the bytes done so far between steps, so that a
         caller can run steps on a thread, or stop. Returns one byte a spot: 1 where the object was copied, 0 where it
@@ -289,6 +300,7 @@ class SegmentReader:
             copying.copy_wholes(0, len(lengths))
             return copying.good
         threads = threads_for(sum(length for length in lengths if length > SMALL_COPY_BYTES))
+        threads = min(threads, most_threads)
         done_bytes = 0
         for pieces, piece_bytes in _in_steps(_pieces(lengths), step_bytes(threads)):
             if done_bytes or threads > 1:  # more than a thread's piece is for threads alone

@@ -14,7 +14,7 @@ import trio
 
 from p2pstore.checkpoint.content.manifest import SignedManifest, format_version
 from p2pstore.checkpoint.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.checkpoint.peer.stores import PieceStore
+from p2pstore.checkpoint.peer.piece_stores import PieceStore
 from p2pstore.checkpoint.peer.swarm_links import OfferedSwarmLink
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.errors import CapacityExceeded, NoSuchKey

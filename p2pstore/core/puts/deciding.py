@@ -1,4 +1,4 @@
-"""Comparing a put with the copies that other peers hold of its key. Pure."""
+"""The table of puts (`decide`): one verdict for each copy of a key that exists; and the questions to holders. Pure."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from p2pstore.wire import Code
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.core.puts.put_operation import PutOperation
+    from p2pstore.ssd_tier.index import ColdEntry
 
 COMPARE_TIMEOUT_SECONDS: Final = 1.5
 """Three holders may be asked in turn within the five seconds that clients wait for progress."""
@@ -37,6 +38,101 @@ GO_ON_PER_STEP: Final = 32
 
 Then = Callable[[Reply, float], None]
 """Called with the holder's answer about that object alone: `Objects` of one item, or what came instead of any."""
+
+
+class Likeness(Enum):
+    """How a copy compares with the value that is put. A tensor has its dtype and shape, too."""
+
+    SAME = auto()
+    BYTES = auto()
+    """The bytes are the same; the copy has to come here for its dtype, shape or end."""
+    OTHER = auto()
+
+
+class Verdict(Enum):
+    """Consequence of a copy for the put."""
+
+    CREATE = auto()
+    """Go on, to a version above it."""
+    KEEP = auto()
+    """The copy stays, the put is `unchanged`."""
+    JOIN = auto()
+    """The value becomes one more copy of that version; the put is `unchanged`."""
+    BRING = auto()
+    """Bring that copy here, and decide anew."""
+    REFUSE = auto()
+    """The copy stays, the put is `kept_existing`."""
+    NEED_BYTES = auto()
+    """The put came without its bytes, which have to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A copy under the put's key: `entry` in this peer's memory, `copy` at another peer, or neither: on this peer's
+    SSD. `soft`, `expires_unix_ms`: of a copy that joins it."""
+
+    version: Version
+    likeness: Likeness
+    expires_unix_ms: int = 0
+    soft: bool = False
+    entry: ObjectEntry | None = None
+    copy: KnownCopy | None = None
+
+
+def decide(facts: PutFacts, standing: Standing | None) -> Verdict:
+    """The table: without a copy, by its likeness, by its place, and by whether the bytes have come."""
+    options = facts.options
+    if standing is None:
+        return Verdict.CREATE
+    if standing.likeness is Likeness.OTHER:
+        return Verdict.CREATE if options.overwrite else Verdict.REFUSE
+    if standing.likeness is Likeness.BYTES:
+        return Verdict.BRING
+    if standing.entry is not None:
+        return Verdict.KEEP
+    if facts.reservation:
+        return Verdict.JOIN
+    wants_memory = options.pin or options.ttl_ms or options.replicas > 1
+    return Verdict.NEED_BYTES if wants_memory else Verdict.KEEP
+
+
+def in_memory(entry: ObjectEntry, facts: PutFacts) -> Standing:
+    """The object of this key in this peer's memory."""
+    same = _has_bytes(entry.version, entry.length, facts) and _is_described(entry, facts)
+    likeness = Likeness.SAME if same else Likeness.OTHER
+    return Standing(entry.version, likeness, entry=entry)
+
+
+def on_ssd(cold: ColdEntry, facts: PutFacts) -> Standing:
+    """The object of this key on this peer's SSD alone, whose index knows neither dtype nor shape."""
+    likeness = Likeness.OTHER
+    if _has_bytes(cold.version, cold.length, facts):
+        is_asked = bool(facts.options.dtype or (cold.described and facts.reservation))
+        likeness = Likeness.BYTES if is_asked else Likeness.SAME
+    return Standing(cold.version, likeness, cold.expires_unix_ms, cold.soft)
+
+
+def elsewhere(copy: KnownCopy, slot: Slot, trailer: TrailerBody | None, facts: PutFacts) -> Standing:
+    """A copy at another peer. One that joins it is kept for speed alone, unless it is pinned here."""
+    if not _has_bytes(slot.version, slot.length, facts):
+        likeness = Likeness.OTHER
+    elif trailer is None or (trailer.dtype and not facts.options.dtype):
+        likeness = Likeness.BYTES
+    else:
+        likeness = Likeness.SAME if _is_described(trailer, facts) else Likeness.OTHER
+    expires_unix_ms = trailer.expires_unix_ms if trailer is not None else 0
+    return Standing(slot.version, likeness, expires_unix_ms, soft=True, copy=copy)
+
+
+def _has_bytes(version: Version, length: int, facts: PutFacts) -> bool:
+    return version.root == facts.root and length == facts.length
+
+
+def _is_described(known: ObjectEntry | TrailerBody, facts: PutFacts) -> bool:
+    """Whether an object has the dtype and shape of the put's tensor, if it is one."""
+    options = facts.options
+    described = (known.dtype, tuple(known.shape)) == (options.dtype, tuple(options.shape))
+    return described or not options.dtype
 
 
 class CompareOperation(Operation):
@@ -109,42 +205,16 @@ class Comparisons:
         operation.add(GetItem(record.digest, first_chunk=SLOT_ONLY, slot=record.slot), then)
 
 
-def is_described(known: ObjectEntry | TrailerBody, facts: PutFacts) -> bool:
-    """Whether an object has the dtype and shape of the put's tensor, if it is one."""
-    described = (known.dtype, tuple(known.shape)) == (facts.dtype, tuple(facts.shape))
-    return described or not facts.dtype
-
-
-class Likeness(Enum):
-    """How a copy elsewhere compares with the value that is put."""
-
-    SAME = auto()
-    BYTES = auto()
-    """The bytes are the same; dtype, shape or end are to be those of the copy."""
-    OTHER = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class StandingCopy:
-    """A copy elsewhere that decides a put. `expires_unix_ms` counts where it is the same."""
-
-    copy: KnownCopy
-    version: Version
-    likeness: Likeness
-    expires_unix_ms: int = 0
-
-
 class CompareCopies(Operation):
-    """Ask holders in turn what they have under a put's key. The result is a `StandingCopy`, None without one."""
+    """Ask holders in turn what they have under a put's key. The result is a `Standing`, None without one."""
 
     def __init__(self, put: PutOperation, namespace: bytes, copies: list[KnownCopy]) -> None:
         super().__init__(put.core)
         self._put = put
-        self._facts = put.facts
         self._digest = put.digest
         self._namespace = namespace
         self._left = copies
-        self._rival: StandingCopy | None = None
+        self._rival: Standing | None = None
         """A copy of another value, while its holder compares it with its checksums."""
 
     def start(self, now: float) -> None:
@@ -172,27 +242,13 @@ class CompareCopies(Operation):
         elif self._is_void(slot.version):
             self.start(now)
         else:
-            found = self._judge(copy, slot, decode_trailer(item.trailer))
-            if found.likeness is not Likeness.OTHER:
+            found = elsewhere(copy, slot, decode_trailer(item.trailer), self._put.facts)
+            if decide(self._put.facts, found) is not Verdict.REFUSE:
                 self.finish(found, now)
-            elif self._facts.overwrite:
-                self.finish(None, now)
             else:
                 self._rival = found
                 request = CheckCopy(self._digest)
                 self.ask(None, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
-
-    def _judge(self, copy: KnownCopy, slot: Slot, original: TrailerBody | None) -> StandingCopy:
-        facts = self._facts
-        if slot.version.root != facts.root or slot.length != facts.length:
-            likeness = Likeness.OTHER
-        elif original is None or (original.dtype and not facts.dtype):
-            likeness = Likeness.BYTES
-        elif not is_described(original, facts):
-            likeness = Likeness.OTHER
-        else:
-            return StandingCopy(copy, slot.version, Likeness.SAME, original.expires_unix_ms)
-        return StandingCopy(copy, slot.version, likeness)
 
     def _is_void(self, version: Version) -> bool:
         """Whether the version that a holder has was removed, or may have been: it does not stand in a put's way."""
@@ -206,6 +262,7 @@ class CompareCopies(Operation):
         that does not know the question refuses to answer.)"""
         rival, self._rival = self._rival, None
         assert rival is not None
+        assert rival.copy is not None
         if isinstance(reply, CopyChecked) and not reply.good:
             code = int(Code.NO_SUCH_KEY)
             gone = HolderReport(rival.copy.member, code, "", "", reply.incarnation, reply.sequence)
