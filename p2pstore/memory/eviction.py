@@ -162,7 +162,7 @@ class EvictionOrder:
             self._cheap_bytes[entry.group] += more_bytes
 
     def set_aside(self, offset: int) -> ObjectEntry:
-        """Take the evictable entry there out of the order, for one large value, until it is `gone` or `end_aside`."""
+        """Take the evictable entry there out of the order for one large value, until it is `gone` or `to_end_aside`."""
         entry = self._at[offset // GRANULE_BYTES]
         self.discard(entry)
         self.aside[entry] = None
