@@ -29,6 +29,10 @@ FIRST_ITEMS: Final = 64
 """Of the first window: the peer has something to do while the next one is written."""
 WINDOW_BYTES: Final = 16 * MIB
 MIN_WINDOW_BYTES: Final = 4 * MIB
+FIRST_COPIED_BYTES: Final = 8 * MIB
+"""Of the first window of several that other peers copy: they begin early."""
+COPIED_WINDOW_BYTES: Final = 32 * MIB
+"""Of the others: each takes the other peers 1 ms of processor time beside the copy."""
 WINDOW_SHARE: Final = 16
 """A window takes at most this fraction of the peer's memory: up to three have room at a time."""
 
@@ -147,18 +151,19 @@ def windows(
     """Cut a batch into runs of at most 256 items (the first: 64) and `most_bytes` (or one item). Reserved memory cannot
     be evicted, so a run is small; and while the peer publishes one run, the client writes the next. Large values: a run
     has at most half of the bytes that are left, so that little remains to be published behind the last copy.
-    `is_copied`: other peers copy each run, for some 3 ms of processor time beside the copy, so runs are few."""
+    `is_copied`: other peers copy each run; runs are few."""
     cuts: list[range] = []
     start = total = 0
     left = sum(sizes)
-    share = 1 if is_copied else 2
-    limit = min(most_bytes, max(MIN_WINDOW_BYTES, left // share))
+    limit = min(most_bytes, max(MIN_WINDOW_BYTES, left // 2))
+    if is_copied:
+        limit = min(most_bytes, left if left <= 2 * FIRST_COPIED_BYTES else FIRST_COPIED_BYTES)
     for index, size in enumerate(sizes):
         most_items = WINDOW_ITEMS if cuts or is_copied else FIRST_ITEMS
         if index > start and (total + size > limit or index - start >= most_items):
             cuts.append(range(start, index))
             left -= total
-            limit = min(most_bytes, max(MIN_WINDOW_BYTES, left // share))
+            limit = most_bytes if is_copied else min(most_bytes, max(MIN_WINDOW_BYTES, left // 2))
             start, total = index, 0
         total += size
     if start < len(sizes):

@@ -202,7 +202,6 @@ class GatheredAnywhere(Gathered):
 
 
 def value_in(parts: Sequence[Place]) -> Source:
-    """The bytes in these places, one after the other, as one value."""
     if any(isinstance(part, DeviceMemory) for part in parts):
         return GatheredAnywhere(parts)
     [*views] = cast(Sequence[memoryview], parts)
