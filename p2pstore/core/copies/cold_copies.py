@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from p2pstore.core.own_objects import location_on_ssd
+from p2pstore.core.own_objects import location_of
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import Version
@@ -276,7 +276,7 @@ class ColdCopies:
             self._hold(cold, now)
 
     def _hold(self, cold: ColdEntry, now: float) -> None:
-        self._core.gossip.hold(location_on_ssd(cold), now)
+        self._core.gossip.hold(location_of(cold), now)
         timer = cold.expires_unix_ms, cold.digest, cold.version
         if cold.expires_unix_ms and timer not in self._timed:
             self._timed.add(timer)
