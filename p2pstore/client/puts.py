@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import struct
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from p2pstore.errors import GpuCopyFailed
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MAX_ITEMS
-from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
+from p2pstore.objects import MIB, chunk_bounds, chunk_count
 from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.values import SMALL_COPY_BYTES, Source
+
+_pack_sum: Final = struct.Struct("<Q").pack
 
 AHEAD_MAX_BYTES: Final = MIB
 """Beyond this a round trip is little beside the copy, and the idle reservation much."""
@@ -62,7 +67,7 @@ def copy_and_sum(target: memoryview, source: memoryview) -> bytes:
     """
     if len(source) <= SMALL_COPY_BYTES:
         target[:] = source
-        return chunk_sum(target).to_bytes(8, "little") if source else b""
+        return _pack_sum(xxh3_64_intdigest(target)) if source else b""
     into = np.frombuffer(target, np.uint8)
     out_of = np.frombuffer(source, np.uint8)
     sums = []
@@ -113,7 +118,7 @@ async def fill_many(
     if threads == 1 or not all(isinstance(source, memoryview) for source in sources):
         made: list[bytes | GpuCopyFailed] = []
         for target, source in zip(targets, sources, strict=True):
-            if isinstance(source, memoryview) and len(source) <= PIECE_BYTES:
+            if type(source) is memoryview and len(source) <= PIECE_BYTES:
                 made.append(copy_and_sum(target, source))
                 continue
             try:
@@ -153,21 +158,18 @@ def windows(
     has at most half of the bytes that are left, so that little remains to be published behind the last copy.
     `is_copied`: other peers copy each run; runs are few."""
     cuts: list[range] = []
-    start = total = 0
-    left = sum(sizes)
-    limit = min(most_bytes, max(MIN_WINDOW_BYTES, left // 2))
-    if is_copied:
-        limit = min(most_bytes, left if left <= 2 * FIRST_COPIED_BYTES else FIRST_COPIED_BYTES)
-    for index, size in enumerate(sizes):
+    ends = list(accumulate(sizes, initial=0))
+    start = 0
+    while start < len(sizes):
+        left = ends[-1] - ends[start]
+        limit = max(MIN_WINDOW_BYTES, left // 2)
+        if is_copied:
+            limit = most_bytes if cuts or left <= 2 * FIRST_COPIED_BYTES else FIRST_COPIED_BYTES
         most_items = WINDOW_ITEMS if cuts or is_copied else FIRST_ITEMS
-        if index > start and (total + size > limit or index - start >= most_items):
-            cuts.append(range(start, index))
-            left -= total
-            limit = most_bytes if is_copied else min(most_bytes, max(MIN_WINDOW_BYTES, left // 2))
-            start, total = index, 0
-        total += size
-    if start < len(sizes):
-        cuts.append(range(start, len(sizes)))
+        fitting = bisect_right(ends, ends[start] + min(most_bytes, limit)) - 1
+        stop = max(start + 1, min(fitting, start + most_items))
+        cuts.append(range(start, stop))
+        start = stop
     return cuts
 
 

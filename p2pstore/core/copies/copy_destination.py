@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
@@ -269,9 +270,10 @@ class CopiesDestination:
                 wanted.append(place)
             else:
                 self.codes[place] = code
-        namespace, sizes = self._wanted_copies[0].trailer.namespace, list(map(self._size_of, wanted))
+        namespace, sizes = self._wanted_copies[0].trailer.namespace, map(self._size_of, wanted)
+        rooms = [(*size, sum(1 for _ in alike)) for size, alike in groupby(sizes)]
         yield
-        made = yield from reserve_many(core, sizes, session=self._session, namespace=namespace, now=now)
+        made = yield from reserve_many(core, rooms, session=self._session, namespace=namespace, now=now)
         for place, reserved in zip(wanted, made, strict=True):
             if isinstance(reserved, Exception):
                 self.codes[place] = int(Code.CAPACITY_EXCEEDED)
