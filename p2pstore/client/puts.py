@@ -34,6 +34,10 @@ FIRST_ITEMS: Final = 64
 """Of the first window: the peer has something to do while the next one is written."""
 WINDOW_BYTES: Final = 16 * MIB
 MIN_WINDOW_BYTES: Final = 4 * MIB
+FIRST_COPIED_BYTES: Final = 8 * MIB
+"""Of the first window of several that other peers copy: they begin early."""
+COPIED_WINDOW_BYTES: Final = 32 * MIB
+"""Of the others: each takes the other peers 1 ms of processor time beside the copy."""
 WINDOW_SHARE: Final = 16
 """A window takes at most this fraction of the peer's memory: up to three have room at a time."""
 
@@ -152,14 +156,17 @@ def windows(
     """Cut a batch into runs of at most 256 items (the first: 64) and `most_bytes` (or one item). Reserved memory cannot
     be evicted, so a run is small; and while the peer publishes one run, the client writes the next. Large values: a run
     has at most half of the bytes that are left, so that little remains to be published behind the last copy.
-    `is_copied`: other peers copy each run, for some 3 ms of processor time beside the copy, so runs are few."""
+    `is_copied`: other peers copy each run; runs are few."""
     cuts: list[range] = []
     ends = list(accumulate(sizes, initial=0))
-    start, share = 0, 1 if is_copied else 2
+    start = 0
     while start < len(sizes):
-        limit = min(most_bytes, max(MIN_WINDOW_BYTES, (ends[-1] - ends[start]) // share))
+        left = ends[-1] - ends[start]
+        limit = max(MIN_WINDOW_BYTES, left // 2)
+        if is_copied:
+            limit = most_bytes if cuts or left <= 2 * FIRST_COPIED_BYTES else FIRST_COPIED_BYTES
         most_items = WINDOW_ITEMS if cuts or is_copied else FIRST_ITEMS
-        fitting = bisect_right(ends, ends[start] + limit) - 1
+        fitting = bisect_right(ends, ends[start] + min(most_bytes, limit)) - 1
         stop = max(start + 1, min(fitting, start + most_items))
         cuts.append(range(start, stop))
         start = stop

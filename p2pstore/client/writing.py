@@ -14,6 +14,7 @@ from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.presence_calls import PrefixChains
 from p2pstore.client.put_elsewhere import ElsewhereWriter
 from p2pstore.client.puts import (
+    COPIED_WINDOW_BYTES,
     WINDOW_BYTES,
     WINDOW_SHARE,
     Room,
@@ -25,7 +26,7 @@ from p2pstore.client.puts import (
 )
 from p2pstore.errors import CapacityExceeded, GpuCopyFailed, ObjectTooLarge, P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_connection import RequestAhead
+from p2pstore.local.local_connection import Request
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.put_columns import numbers_in, one_if_alike, rooms_in, runs_of
 from p2pstore.objects import check_object_length, encode_key, encode_namespace, key_hasher
@@ -86,11 +87,15 @@ class Writer:
         self._elsewhere = ElsewhereWriter(link, namespace)
         memory_bytes = max((reader.geometry.data_bytes for reader in link.readers), default=0)
         self._peer_has_memory = memory_bytes > 0
-        self.window_bytes = min(WINDOW_BYTES, memory_bytes // WINDOW_SHARE)
+        self._window_share = memory_bytes // WINDOW_SHARE
 
     def close(self) -> None:
         """Close the connections to other peers."""
         self._elsewhere.close()
+
+    def window_bytes(self, *, is_copied: bool) -> int:
+        """Upper bound of the bytes of one window."""
+        return min(COPIED_WINDOW_BYTES if is_copied else WINDOW_BYTES, self._window_share)
 
     async def put(
         self,
@@ -215,9 +220,9 @@ class Writer:
         )
         return rooms_in(reply.spans, count)
 
-    async def reserve_ahead(self, rooms: list[RoomSize]) -> RequestAhead[local.Reserved]:
-        """`reserve`, but the answer is received later."""
-        return await self._link.ask_ahead(
+    def reserve_ahead(self, rooms: list[RoomSize]) -> Request[local.Reserved]:
+        """`reserve`, to be sent, whose answer is received later."""
+        return self._link.ask_ahead(
             LocalKind.RESERVE,
             local.Reserve(rooms, self.namespace),
             local.Reserved,
@@ -231,9 +236,10 @@ class Writer:
             memory[offset : offset + length] for (_, offset), length in zip(rooms, lengths, strict=True)
         ]
 
-    async def commit_ahead(self, commit: local.Commit) -> RequestAhead[local.Committed]:
-        """Have values published, and room reserved for others. The answer is received later."""
-        return await self._link.ask_ahead(
+    def commit_ahead(self, commit: local.Commit) -> Request[local.Committed]:
+        """The request, to be sent, that values be published, and room reserved for others. The answer is received
+        later."""
+        return self._link.ask_ahead(
             LocalKind.COMMIT,
             commit,
             local.Committed,
@@ -249,7 +255,7 @@ class _Sent(NamedTuple):
     rows: Sequence[int]
     next_rows: range
     again: list[RoomSize]
-    request: RequestAhead[local.Committed]
+    request: Request[local.Committed]
 
 
 class PutBatch:
@@ -274,15 +280,17 @@ class PutBatch:
         self._key_bytes = key_bytes
         self.results: list[ItemResult[PutResult]] = [ItemResult("")] * len(keys)
         sizes = self._lengths = list(map(len, sources))
-        self._windows = windows(sizes, writer.window_bytes, is_copied=options.replicas > 1)
+        is_copied = options.replicas > 1
+        window_bytes = writer.window_bytes(is_copied=is_copied)
+        self._windows = windows(sizes, window_bytes, is_copied=is_copied)
         largest = max(sum(sizes[some.start : some.stop]) for some in self._windows)
-        self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, writer.window_bytes // max(1, largest)))
+        self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, window_bytes // max(1, largest)))
         """Windows that have room before the first one is published."""
         self._rooms: list[Room | None] = [None] * len(keys)
         """Room that was granted, until the peer has said what became of it."""
         self._alone: list[int] = []
         """Values that found no room: reservations of this batch may have been in their way."""
-        self._reserving: tuple[range, RequestAhead[local.Reserved]] | None = None
+        self._reserving: tuple[range, Request[local.Reserved]] | None = None
         """Rows that wait for room, while the ones before them are written."""
         self._sent: deque[_Sent] = deque()
 
@@ -313,7 +321,8 @@ class PutBatch:
         if len(taken) < len(self._windows[0]):
             await self._reserve(rest)
         elif rest:
-            self._reserving = rest, await self._writer.reserve_ahead(self._sizes(rest))
+            self._reserving = rest, self._writer.reserve_ahead(self._sizes(rest))
+            await self._reserving[1].send()
         for number, window in enumerate(self._windows):
             await self._await_room(window)
             rows, sums = await self._fill(window)
@@ -325,8 +334,9 @@ class PutBatch:
             again = self._sizes(next_rows)
             if window is self._windows[-1] and len(first) == 1:
                 again = self._link.ahead.wanted(first[0])
-            request = await self._writer.commit_ahead(self._commit(rows, sums, again, bool(next_rows)))
+            request = self._writer.commit_ahead(self._commit(rows, sums, again, bool(next_rows)))
             self._sent.append(_Sent(rows, next_rows, again, request))
+            await request.send()
         while self._sent:
             await self._take_answer()
 

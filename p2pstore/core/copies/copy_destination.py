@@ -24,7 +24,7 @@ from p2pstore.memory.segment_layout import (
     digests_in_slots,
     encode_trailer,
 )
-from p2pstore.objects import key_digest, namespace_digest
+from p2pstore.objects import ZERO_VERSION, key_digest, namespace_digest
 from p2pstore.put_facts import MAX_REPLICAS
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.failover import PullFailed
@@ -339,7 +339,10 @@ class CopiesDestination:
         namespace = core.namespace_digest(self._wanted_copies[0].trailer.namespace)
         new: list[tuple[int, Written]] = []
         places = sorted(self._reservations.keys() & set(brought))
-        unknown = new_here(core, [self._wanted_copies[place].slot.digest for place in places])
+        slots = [self._wanted_copies[place].slot for place in places]
+        unknown = new_here(core, [slot.digest for slot in slots])
+        oldest = min((slot.version for slot in slots), default=ZERO_VERSION)
+        doubtful = floors.forbidden(unknown, namespace, oldest)
         for place in places:
             slot, trailer = self._wanted_copies[place]
             if core.earlier_life.distrusts(self._operation, slot.version):
@@ -348,7 +351,7 @@ class CopiesDestination:
             row = Written(number, slot.digest, slot.version, trailer, slot.length)
             if slot.digest not in unknown:  # an older version, or one that came meanwhile
                 self._publish_one(place, row, now)
-            elif not floors.forbids(slot.digest, namespace, slot.version):
+            elif slot.digest not in doubtful or not floors.forbids(slot.digest, namespace, slot.version):
                 new.append((place, row))
         self._publish_new(new, now)
 

@@ -202,7 +202,6 @@ class GatheredAnywhere(Gathered):
 
 
 def value_in(parts: Sequence[Place]) -> Source:
-    """The bytes in these places, one after the other, as one value."""
     if len(parts) == 1 and type(parts[0]) is memoryview:  # nearly always
         return parts[0]
     if any(isinstance(part, DeviceMemory) for part in parts):
