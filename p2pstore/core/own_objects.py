@@ -244,12 +244,15 @@ def packed_locations(entries: Sequence[ObjectEntry]) -> list[bytes]:
     return [
         pack(
             entry.digest,
-            *entry.version,
+            clock,
+            writer,
+            root,
             entry.slot,
             -(-entry.length // GRANULE_BYTES)
             | (care_flags(entry.replicas, entry.pin) << 24 if entry.replicas != 1 or entry.pin else 0),
         )
         for entry in entries
+        for clock, writer, root in [entry.version]
     ]
 
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, groupby, islice
 from typing import Final, TypeAlias
 
 import trio
@@ -71,7 +71,7 @@ class LocalPuts:
         started = in_turns(self._start_puts(client, message))
         if isinstance(started, list):
             durable = any(options.durable for options in message.options)
-            if not durable and not any(map(_goes_on, started)):
+            if not durable and not any(_goes_on(each) for each, _ in groupby(started)):
                 return in_turns(self._committed(client, message, started))
         return self._commit_later(client, message, started)
 
@@ -86,6 +86,9 @@ class LocalPuts:
             ends = publish_new(
                 self._core, some, session=client.session, namespace=namespace, now=self._node.now
             )
+            if all(ends):  # nearly always
+                started += filter(None, ends)
+                continue
             for facts, end in zip(some, ends, strict=True):
                 if end is not None:
                     started.append(end)
