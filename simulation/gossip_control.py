@@ -193,6 +193,6 @@ class _Contacting:
         self._done = True
         peer, addresses = self._peer, self._contact.addresses
         if found is None:
-            peer.carry_out(peer.gossip.contact_failed(addresses, peer.now))
+            peer.gossip.contact_failed(addresses, peer.now)
         else:
-            peer.carry_out(peer.gossip.contacted(found.peer_id, addresses, peer.now))
+            peer.gossip.contacted(found.peer_id, addresses, peer.now)

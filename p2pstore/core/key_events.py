@@ -223,7 +223,7 @@ class KeyChanges:
         wanted: dict[PeerId, dict[bytes, set[PeerId]]] = {}
         for _ in range(min(MAX_NAMED, len(self._unnamed))):
             digest, asked = self._unnamed.popitem(last=False)
-            holders = [each for each in self._holders(digest, now) if each not in asked]
+            holders = [each for each in self._holders(digest) if each not in asked]
             if not holders or len(asked) >= MAX_HOLDERS_ASKED:
                 self._core.counters["keys_not_named"] += 1
                 continue
@@ -256,7 +256,7 @@ class KeyChanges:
         operation = NamesOperation(self._core, holder, self._namespace, list(digests))
         self._core.operations.start(operation, now, answered)
 
-    def _holders(self, digest: bytes, now: float) -> Iterable[PeerId]:
+    def _holders(self, digest: bytes) -> Iterable[PeerId]:
         for location in self._core.gossip.directory.holders(digest):
             state = self._core.gossip.membership.resolve(location.member)
             if state is not None and not (location.hidden or location.hearsay):

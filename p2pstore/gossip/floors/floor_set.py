@@ -251,15 +251,14 @@ class FloorSet:
         if not self._records_of[floor.signer]:
             del self._records_of[floor.signer], self._names[floor.signer]
 
-    def raise_horizon(self, stamps: Mapping[Member, int]) -> bool:
-        """Floors up to these stamps are gone, here or elsewhere. Whether that was new."""
+    def raise_horizon(self, stamps: Mapping[Member, int]) -> None:
+        """Floors up to these stamps are gone, here or elsewhere."""
         if not raise_stamps(self.horizon, stamps):
-            return False
+            return
         self._horizon_changed()
         self._in_minute, self._looked_at = [], 0
         last = self.compacted_before >> MINUTE_BITS
         self._to_purge = sorted((m for m in self._minutes if m <= last), reverse=True)
-        return True
 
     def lower_horizon(self, limit: int, by: int) -> None:
         """Lower stamps above `limit`, which no other peer can have taken in: the clock that made them was fast by

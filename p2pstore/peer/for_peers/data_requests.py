@@ -256,9 +256,11 @@ class DataRequests:
                 logger.warning("dropped what a peer sent: %s", error)
             except (P2PStoreError, OSError, ValueError) as error:
                 logger.debug("snapshot failed: %s", error)
-        self._node.control.take(
-            lambda: self._node.core.gossip.snapshot_fetched(effect.token, head, checked, self._node.now)
-        )
+        try:
+            self._node.core.gossip.snapshot_fetched(effect.token, head, checked, self._node.now)
+        except ProtocolError as error:
+            logger.warning("dropped what a peer sent: %s", error)
+        self._node.process()
 
 
 _LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)
