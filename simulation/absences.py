@@ -290,5 +290,4 @@ class Absences(ScenarioRun):
 
 
 def run_absences(seed: int, scenario: AbsenceScenario | None = None) -> AbsenceOutcome:
-    """One run."""
     return Absences(seed, scenario or AbsenceScenario()).run()

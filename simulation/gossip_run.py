@@ -99,7 +99,6 @@ class GossipRun:
         self._clock = 0
 
     def run(self) -> GossipOutcome:
-        """The whole course."""
         cluster, kernel = self.cluster, self.cluster.kernel
         self.misfortune.set_clocks()
         end = START_SECONDS + self.scenario.seconds
@@ -214,5 +213,4 @@ def random_config(rng: Random) -> GossipConfig:
 
 
 def key_of(number: int) -> bytes:
-    """One of the keys that are worked on."""
     return hashlib.blake2b(b"key %d" % number, digest_size=16).digest()

@@ -430,5 +430,4 @@ class LiarRun(ScenarioRun):
 
 
 def run_liar(seed: int, scenario: LiarScenario | None = None) -> LiarOutcome:
-    """One run."""
     return LiarRun(seed, scenario or LiarScenario()).go()

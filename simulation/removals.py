@@ -185,5 +185,4 @@ class Removals(ScenarioRun):
 
 
 def run_removals(seed: int, scenario: RemovalScenario | None = None) -> RemovalOutcome:
-    """One run."""
     return Removals(seed, scenario or RemovalScenario()).run()

@@ -82,7 +82,6 @@ class ScenarioRun:
         return results[0] if results else TimeoutError("no answer")
 
     def problem(self, text: str) -> None:
-        """Something does not hold."""
         if len(self._reported.problems) < MAX_PROBLEMS:
             self._reported.problems.append(f"{self.kernel.now:.3f} s: {text}")
 

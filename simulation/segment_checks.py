@@ -80,7 +80,6 @@ def _check_extents(segment: Segment) -> None:
 
 
 def _check_entry(segment: Segment, entry: ObjectEntry) -> None:
-    """What is published of an entry says the same as the entry."""
     assert entry.state in (SlotState.LIVE, SlotState.RETURNED) or entry.references
     if entry not in segment.objects.order.aside:
         assert (entry in segment.objects.order) == (rank_of(entry) is not None)

@@ -33,6 +33,7 @@ from p2pstore.runtime.streams import (
     StartHelper,
     T,
     _set_kernel_timeout,
+    appending,
     check_descriptors,
     connect_first,
     flatten_parts,
@@ -58,6 +59,9 @@ class BlockingStream:
         # Have the kernel keep the time: Python's own timeout polls before every call.
         sock.settimeout(None)
         self._polling = polling or Polling()
+        self.pieces: list[bytes] = []
+        self._receive_piece = appending(sock, self.pieces)
+        self._piece_at_once = appending(sock, self.pieces, socket.MSG_DONTWAIT)
         self._receive_seconds: float | None = None
         self._progress_seconds = self._send_limit = self._receive_limit = 0.0
         self.progress_seconds = progress_seconds
@@ -118,6 +122,12 @@ class BlockingStream:
     async def receive_soon(self, view: memoryview) -> int:
         try:
             return self._polling.receive_into(self._sock, view)
+        except OSError as error:
+            raise _said(error, self._receive_limit) from None
+
+    async def receive_piece(self) -> None:
+        try:
+            self._polling.receive(self._piece_at_once, self._receive_piece)
         except OSError as error:
             raise _said(error, self._receive_limit) from None
 

@@ -16,10 +16,11 @@ import os
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from itertools import repeat
+from operator import not_
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -35,6 +36,8 @@ SEND_PIECE_BYTES: Final = 2 * 1024 * 1024
 MAX_GATHER: Final = 512
 """Buffers in one `sendmsg`; the kernel allows 1,024."""
 DEFAULT_PROGRESS_SECONDS: Final = 5.0
+RECEIVED_PIECE_BYTES: Final = 64 * KIB
+"""Largest piece of `receive_piece`: Python would get the memory for larger ones from the kernel each time."""
 MAX_PASSED_DESCRIPTORS: Final = 16
 BACKLOG_RETRY_SECONDS: Final = 0.01
 _TIMEVAL: Final = struct.Struct("@ll")
@@ -63,9 +66,6 @@ class ByteStream(Protocol):
     async def receive_soon(self, view: memoryview) -> int:
         """`receive_into` of what should be here within microseconds: where that helps, without sleeping."""
 
-    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
-        """Like `receive_into`, with the file descriptors that came along (the caller closes them)."""
-
     def fileno(self) -> int: ...
 
     def abort(self) -> None:
@@ -74,6 +74,22 @@ class ByteStream(Protocol):
 
     def close(self) -> None:
         """Close at once; never blocks, may be called twice."""
+
+
+class UnixStream(ByteStream, Protocol):
+    """A connection within this host."""
+
+    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
+        """Like `receive_into`, with the file descriptors that came along (the caller closes them)."""
+        ...
+
+    pieces: list[bytes]
+    """Received by `receive_piece` and not taken away yet."""
+
+    async def receive_piece(self) -> None:
+        """Append what comes soon, at most 64 KiB, to `pieces`; b"" means the other side closed. An interrupt at any
+        moment, such as Ctrl-C, loses no byte."""
+        ...
 
 
 class AcceptedStream(ByteStream, Protocol):
@@ -117,15 +133,13 @@ HelperWork = Callable[[HelperTask], Coroutine[Any, Any, None]]
 StartHelper = Callable[[HelperWork], None]
 """Starts `work(task)`. Raises `RuntimeError` where no more threads can be had. The work catches its own errors."""
 
-Work = Callable[[], Awaitable[None]]
-
 
 class Driver(Protocol):
     """How protocol code reaches the world."""
 
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> ByteStream: ...
 
-    async def connect_unix(self, path: str, timeout_seconds: float) -> ByteStream: ...
+    async def connect_unix(self, path: str, timeout_seconds: float) -> UnixStream: ...
 
     async def run_in_thread(self, function: Callable[[], T]) -> T:
         """Run a long copy or hash (over 5 ms) where it does not stop others. It may be cancelled before it
@@ -157,6 +171,8 @@ class NonblockingStream:
         self.progress_seconds = progress_seconds
         self.receive_seconds: float | None = None
         self._unyielded_bytes = 0
+        self.pieces: list[bytes] = []
+        self._receive_piece = appending(sock, self.pieces)
 
     async def _take_turn(self) -> None:
         """Let other tasks run once in 2 MiB; before a system call, because a task may be cancelled here."""
@@ -217,6 +233,15 @@ class NonblockingStream:
 
     receive_soon = receive_into
 
+    async def receive_piece(self) -> None:
+        await self._take_turn()
+        while True:
+            try:
+                self._receive_piece()
+                return
+            except BlockingIOError:
+                await self._wait_readable()
+
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         await self._take_turn()
         while True:
@@ -234,47 +259,6 @@ class NonblockingStream:
 
     def abort(self) -> None:
         shut_down(self._sock)
-
-
-async def together(driver: Driver, works: Sequence[Work], most: int) -> None:
-    """Do all works, at most `most` at once: the last one by this task, the first ones by helpers. All have ended when
-    this does, in whatever way. Raises the first error, after which none begins."""
-    waiting = deque(works)
-    errors: list[Exception] = []
-
-    async def work_off(take: Callable[[], Work]) -> None:
-        while waiting:
-            try:
-                work = take()
-            except IndexError:  # another thread took it
-                return
-            await work()
-
-    async def help(ended: Event, _: HelperTask) -> None:
-        try:
-            await work_off(waiting.popleft)
-        except Exception as error:
-            waiting.clear()
-            errors.append(error)
-        finally:
-            ended.set()
-
-    async with driver.helpers() as start:
-        running = [driver.event() for _ in works[1:most]]
-        try:
-            for ended in running:
-                start(partial(help, ended))
-        except RuntimeError:  # no more threads: those that began do it
-            running = []
-        try:
-            await work_off(waiting.pop)
-        finally:
-            waiting.clear()
-        for ended in running:
-            while not await ended.wait(DEFAULT_PROGRESS_SECONDS):
-                pass
-    if errors:
-        raise errors[0]
 
 
 def total_bytes(parts: Sequence[BytesLike]) -> int:
@@ -371,6 +355,12 @@ def advance(views: list[memoryview], first: int, sent: int) -> int:
         sent -= len(view)
         first += 1
     return first
+
+
+def appending(sock: socket.socket, pieces: list[bytes], flags: int = 0) -> Callable[[], bool]:
+    """A function that receives and appends to `pieces`, both in C: Python looks for signals in no moment between."""
+    received = map(sock.recv, repeat(RECEIVED_PIECE_BYTES), repeat(flags))
+    return partial(next, map(not_, map(pieces.append, received)))
 
 
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_PASSED_DESCRIPTORS * array.array("i").itemsize)

@@ -62,7 +62,6 @@ class Figure:
 
     @property
     def wanted(self) -> str:
-        """The limit as text."""
         if self.limit is None:
             return ""
         return f"{'>=' if self.at_least else '<='} {self.limit:g}"
@@ -88,7 +87,6 @@ def settled_cluster(
 
 
 def record_of(number: int, writer: int = 1) -> LocationRecord:
-    """A location; another number is another key."""
     return LocationRecord(key_of(number), Version(number + 1, writer), number & 0x3FFFFF, 256)
 
 

@@ -59,6 +59,9 @@ STALLED: Final = {
 """The likely cause of a stall, by phase."""
 MAX_BYTES_PER_SECOND: Final = 2**63 - 1
 _VERSION: Final = re.compile(r"[0-9a-fA-F]{4,32}")
+FILE_NAME: Final = "model.safetensors"
+ALIGNMENT: Final = 8
+_NAMES: Final = {name: short for short, name in DTYPES.items()}
 
 
 class VersionOptions(TypedDict, total=False):
@@ -374,11 +377,6 @@ class BlockingCheckpoints(Facade):
     fetch_tensors = in_blocking_form(Checkpoints.fetch_tensors)
 
 
-FILE_NAME: Final = "model.safetensors"
-ALIGNMENT: Final = 8
-_NAMES: Final = {name: short for short, name in DTYPES.items()}
-
-
 class TensorImage(NamedTuple):
     """A safetensors file in sealed memory, from which the local peer publishes: its header, and its tensors' bytes in
     order. They are copied once, as the peer reads the same memory for as long as it is published."""
@@ -388,7 +386,6 @@ class TensorImage(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Of the file."""
         return len(self.header) + sum(view.nbytes for view in self.tensors)
 
 

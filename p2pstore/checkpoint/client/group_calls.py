@@ -16,7 +16,7 @@ from p2pstore import arguments
 from p2pstore.access.keyring import parse_peer_id
 from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
-from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_connection import LocalConnection, Request
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import check_checkpoint_name, format_peer_id
@@ -47,6 +47,7 @@ NAMED_LAGGARDS: Final = 8
 FollowWatch = Callable[[FollowedCheckpoint], None]
 UpdateWatch = Callable[[CheckpointUpdate], None]
 StatusWatch = Callable[[CheckpointInfo], None]
+_PEER_IDS: Final = ("peer_id", "publisher")
 
 
 class CheckpointGroups:
@@ -108,10 +109,9 @@ class CheckpointGroups:
         the peer does not answer within `patience_seconds`."""
         connection, kind, request, reply_type = job
         news_kind, news_type = news
+        ahead = Request(connection, kind, request, reply_type, self._timeout)
         try:
-            ahead = await connection.request_ahead(
-                kind, request, reply_type, progress_seconds=self._timeout
-            )
+            await ahead.send()
             seen = 0
             while True:
                 reply = await connection.request(
@@ -127,6 +127,7 @@ class CheckpointGroups:
                     seen = reply.number
                     await self._driver.sleep(PAUSE_SECONDS)
         finally:
+            ahead.abandon()
             if close:
                 connection.close()
 
@@ -303,9 +304,6 @@ def has_version(member: CheckpointMember, version: str) -> bool:
     return member.version == short and member.state in ("verified", "seeding", "publishing")
 
 
-_PEER_IDS: Final = ("peer_id", "publisher")
-
-
 def result_of(kind: type[T], message: Message, **more: Any) -> T:
     """A result with the fields of a message: peer ids as text, other bytes as hexadecimal digits; `..._permille` and
     `..._ms` as shares and seconds. `more`: fields that differ otherwise."""
@@ -350,7 +348,6 @@ def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
 
 
 def laggard_state(each: CheckpointFollower) -> str:
-    """The state of a follower, in a few words."""
     words = {
         "fetching": f"fetching, {each.done:.0%}",
         "waiting": "has not begun",

@@ -263,7 +263,6 @@ class SourceMemory(PublishedFiles):
         """Does nothing: sealed memory cannot change."""
 
     def close(self) -> None:
-        """Release the memory; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

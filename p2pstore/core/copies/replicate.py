@@ -160,7 +160,7 @@ def _host_of(core: PeerCore, peer_id: PeerId) -> bytes:
     return peer_id if record is None else record.host_id
 
 
-WINDOW_BYTES: Final = 16 * MIB
+WINDOW_BYTES: Final = 32 * MIB
 """Values of one message; a larger one goes alone."""
 WINDOW_TRAILER_BYTES: Final = 512 * 1024
 """Trailers of one message: half of what a request may have."""

@@ -230,7 +230,9 @@ class OwnLog:
         """Note that this peer no longer holds these versions, each of another digest. The packed operations: one that
         withdraws a version that is not held (any more) changes nothing."""
         pack = _WITHDRAWAL.pack
-        operations = [pack(digest, *version, REMOVED) for digest, version in gone]
+        operations = [
+            pack(digest, clock, writer, root, REMOVED) for digest, (clock, writer, root) in gone
+        ]
         if self._touched:  # the last record fills the gap of each that goes
             for operation in operations:
                 self._note_removal(operation[:DIGEST_BYTES])
