@@ -379,6 +379,12 @@ def counted(count: int, one: str, several: str = "") -> str:
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
+def listed(names: Sequence[str], most: int, count: int = 0) -> str:
+    """The first `most` of some names, or of `count` names that begin with these, and how many more there are."""
+    more = max(count, len(names)) - min(most, len(names))
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
+
+
 def format_bytes(count: float) -> str:
     """`5.0 MiB` and the like, for people."""
     for unit, factor in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
