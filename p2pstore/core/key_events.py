@@ -21,7 +21,7 @@ from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.locations.views import ViewPlace
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.location_table import TIER_FLAGS
-from p2pstore.objects import CLOCK_COUNTER_BITS
+from p2pstore.objects import CLOCK_COUNTER_BITS, MIB
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import MAX_NAMED, Named, Names
 
@@ -49,7 +49,7 @@ MAX_EVENTS: Final = 256
 MAX_REPLAYED_EVENTS: Final = 4096
 """In one batch that tells what is held."""
 RING_BATCHES: Final = 10_000
-RING_BYTES: Final = 64 << 20
+RING_BYTES: Final = 64 * MIB
 
 
 class KeyEvent(NamedTuple):

@@ -39,11 +39,11 @@ from p2pstore.gossip.records import (
     member_of,
     read_cluster_record,
 )
-from p2pstore.objects import DIGEST_BYTES, ZERO_VERSION, Version, clock_from_unix_seconds
+from p2pstore.objects import DIGEST_BYTES, MIB, ZERO_VERSION, Version, clock_from_unix_seconds
 
 DEFAULT_LIMIT: Final = 500_000
 """Keys of floors. They take 30 MiB when they come in batches."""
-DEFAULT_LIMIT_BYTES: Final = 64 * 1024 * 1024
+DEFAULT_LIMIT_BYTES: Final = 64 * MIB
 DEFAULT_KEPT_SECONDS: Final = 600.0
 RECORD_BYTES: Final = 400
 """Memory of a record beside its body, and of a key beside its record: measured, CPython 3.11, x86-64."""

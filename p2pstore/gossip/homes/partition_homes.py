@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
 from p2pstore.gossip.records import PARTITION_COUNT, Member
+from p2pstore.objects import MIB
 
 HOME_COUNT: Final = 3
 CANDIDATES: Final = 32
@@ -66,7 +67,7 @@ class PartitionConfig:
     push_retry_seconds: float = 0.05
     push_longest_retry_seconds: float = 2.0
     syncs_per_second: float = 200.0
-    sync_bytes_per_second: float = 8.0 * 1024 * 1024
+    sync_bytes_per_second: float = 8.0 * MIB
     """How fast whole partitions go to homes that are new."""
     sync_spread_seconds: float = 0.002
     """For each member: within what time after a change the owners begin with that."""
