@@ -374,6 +374,11 @@ def parse_duration(text: str, setting: str) -> float:
     return float(match[1]) * unit
 
 
+def size_units(length: int) -> int:
+    """A length as location records tell it, which have 24 bits for it."""
+    return min(-(-length // SIZE_UNIT_BYTES), 0xFFFFFF)
+
+
 def counted(count: int, one: str, several: str = "") -> str:
     """A number with its noun: `1 file`, `1,200 files`; `several` where an s does not do."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"

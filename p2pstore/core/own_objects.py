@@ -13,9 +13,9 @@ from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
 from p2pstore.gossip.records import LocationRecord, Tier, care_flags
 from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
 from p2pstore.memory.references import Loan
-from p2pstore.memory.segment_layout import GRANULE_BYTES, MAX_TRAILER_BYTES, Pin, round_up
+from p2pstore.memory.segment_layout import GRANULE_BYTES, MAX_TRAILER_BYTES, Pin
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
-from p2pstore.objects import CHUNK_BYTES, Version, chunk_count
+from p2pstore.objects import CHUNK_BYTES, Version, chunk_count, size_units
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES
 from p2pstore.transfer.peer_messages import KeyInfo
@@ -230,7 +230,7 @@ def location_of(entry: ObjectEntry) -> LocationRecord:
         entry.digest,
         entry.version,
         entry.slot,
-        round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES,
+        size_units(entry.length),
         tier=_tier_of(entry),
         soft=entry.soft,
         replicas=entry.replicas,
@@ -259,7 +259,7 @@ def location_on_ssd(entry: ColdEntry) -> LocationRecord:
         entry.digest,
         entry.version,
         0,
-        min(round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
+        size_units(entry.length),
         tier=Tier.SSD,
         soft=entry.soft,
         replicas=entry.replicas,
