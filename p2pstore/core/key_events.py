@@ -27,8 +27,6 @@ from p2pstore.transfer.peer_messages import MAX_NAMED, Named, Names
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.entries import ObjectEntry
-    from p2pstore.ssd_tier.index import ColdEntry
 
 MAX_AHEAD: Final = 65_536
 """Digests to look at, or without a key, from which on logs are not followed: their rings keep operations meanwhile."""
@@ -405,9 +403,7 @@ NAMES_TIMEOUT_SECONDS: Final = 2.0
 
 def name_here(core: PeerCore, digest: bytes, namespace: str, now: float) -> str | None:
     """The key of an object held here; empty when it is of another namespace, None when none is held."""
-    entry: ObjectEntry | ColdEntry | None = core.segment.find(digest, core.unix(now))
-    if entry is None and core.cold.store is not None:
-        entry = core.cold.store.find(digest)
+    entry = core.segment.find(digest, core.unix(now)) or core.cold.stored(digest)
     if entry is None:
         return None
     return entry.key if entry.namespace == namespace else ""
