@@ -155,7 +155,7 @@ class KnownCopies:
     def held_back(self, digest: bytes) -> Version | None:
         """The version of an object of an earlier life that is not published yet, as its bytes are unchecked."""
         entry = self._segment.returned.find(digest)
-        cold = None if self._core.cold.store is None else self._core.cold.store.find(digest)
+        cold = self._core.cold.stored(digest)
         versions = [each.version for each in (entry, cold) if each is not None]
         return max(versions, default=None)
 

@@ -15,7 +15,7 @@ from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, 
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment_layout import GRANULE_BYTES, MAX_TRAILER_BYTES, Pin
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
-from p2pstore.objects import CHUNK_BYTES, Version, chunk_count
+from p2pstore.objects import CHUNK_BYTES, Version, chunk_count, size_units
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES
 from p2pstore.transfer.peer_messages import KeyInfo
@@ -230,7 +230,7 @@ def location_of(held: ObjectEntry | ColdEntry) -> LocationRecord:
         held.digest,
         held.version,
         held.slot if isinstance(held, ObjectEntry) else 0,
-        min(-(-held.length // GRANULE_BYTES), 0xFFFFFF),
+        size_units(held.length),
         tier=_tier_of(held),
         soft=held.soft,
         replicas=held.replicas,

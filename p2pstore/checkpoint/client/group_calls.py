@@ -19,7 +19,7 @@ from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
 from p2pstore.local.local_connection import LocalConnection, Request
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
-from p2pstore.objects import check_checkpoint_name, format_peer_id
+from p2pstore.objects import check_checkpoint_name, format_peer_id, listed
 from p2pstore.results import (
     CheckpointFollower,
     CheckpointInfo,
@@ -340,11 +340,8 @@ def _too_late(name: str, result: CheckpointUpdate, quorum: int | None) -> str:
 def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
     if not laggards:
         return ""
-    texts = []
-    for each in laggards[:NAMED_LAGGARDS]:
-        texts.append(f"{each.name} ({laggard_state(each)})")
-    more = len(laggards) - NAMED_LAGGARDS
-    return f"; behind: {', '.join(texts)}" + (f" and {more} more" if more > 0 else "")
+    texts = [f"{each.name} ({laggard_state(each)})" for each in laggards]
+    return f"; behind: {listed(texts, NAMED_LAGGARDS)}"
 
 
 def laggard_state(each: CheckpointFollower) -> str:
