@@ -29,7 +29,7 @@ from p2pstore.client.read_plan import (
 from p2pstore.errors import DeadlineExceeded, P2PStoreError, StoreClosed
 from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import Announced, Version
-from p2pstore.runtime.streams import Work
+from p2pstore.runtime.side_by_side import Work
 from p2pstore.transfer.failover import PullFailed, SilentHolders, is_silence
 from p2pstore.transfer.reading.small_reads import Part
 from p2pstore.transfer.transport import Pulled, RemoteCopy, announcing

@@ -16,7 +16,8 @@ from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.read_plan import OnlyHolder, ReadPlan, blamed, remote_copy
 from p2pstore.local.local_messages import HolderFailure
 from p2pstore.objects import CHUNK_BYTES, Version
-from p2pstore.runtime.streams import Driver, Event, Work, together
+from p2pstore.runtime.side_by_side import Work, together
+from p2pstore.runtime.streams import Driver, Event
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.failover import PullFailed, is_silence
 from p2pstore.transfer.reading.arriving import Destination, ResumableDestination

@@ -106,9 +106,6 @@ class Neighbours:
             self._retire(name, companion)
             self._leave_alone(name)
             return None
-        except (Exception, KeyboardInterrupt, SystemExit):  # interrupted, perhaps in mid-frame
-            self._retire(name, companion)
-            raise
         finally:
             with self._state:
                 companion.users -= 1

@@ -198,29 +198,32 @@ class LeaseBook:
         if lease is None or lease.whole is None:
             self._ended.append(number)
 
-    def take_ended(self, *, everything: bool) -> list[int]:
-        """Leases to give back, each once: unused ones, and those that ended 50 ms ago, or all that ended. Those that
-        were not asked for end here.
+    def take_ended(self, numbers: list[int], *, everything: bool) -> list[int]:
+        """Move leases to give back to `numbers`, and return it: unused ones, and those that ended 50 ms ago, or all
+        that ended; after an interrupt some are there twice. Those that were not asked for end here.
 
         A loop of views gives its leases back in batches.
         """
         if not self._unused and not self._ended and not self._kept:
-            return []
+            return numbers
         with self._lock:
-            unused = [self._unused.popleft() for _ in range(len(self._unused))]
+            while self._unused:
+                numbers.append(self._unused[0])
+                self._unused.popleft()
             self._keep_ended()
             if not self._kept:  # another thread has shared or given back what there was
-                return unused
+                return numbers
             now = time.monotonic()
             oldest = next(iter(self._kept.values()))
             if not everything and len(self._kept) < KEEP_COUNT and now - oldest < 2 * KEEP_SECONDS:
-                return unused
+                return numbers
             until = math.inf if everything else now - KEEP_SECONDS
             due = list(takewhile(lambda number: self._kept[number] <= until, self._kept))
             for number in due:
-                del self._kept[number]
                 self._end(number)
-            return unused + due
+                numbers.append(number)
+                del self._kept[number]
+            return numbers
 
     def _end(self, number: int) -> None:
         """May be interrupted, and repeated before its cell is used again."""

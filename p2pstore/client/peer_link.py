@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -14,7 +14,7 @@ from p2pstore.client.lease_book import LeaseBook
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.client.read_ledger import ReadLedger
 from p2pstore.errors import ProtocolMismatch
-from p2pstore.local.local_connection import LocalConnection, RequestAhead
+from p2pstore.local.local_connection import LocalConnection, Request
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_messages import Abort, Leased, Release
 from p2pstore.local.local_protocol import LocalKind
@@ -61,6 +61,8 @@ class PeerLink:
         self.ahead = GrantedAhead(min(AHEAD_MAX_BYTES, total_bytes // AHEAD_SHARE))
         self.on_busy: Callable[[], None] = lambda: None
         self._busy = False
+        self._ended: list[int] = []
+        """Leases that are being given back."""
         self._aborts: deque[int] = deque()
         self._give_all_back = False
         self.ledger = ReadLedger(self.wake_janitor)
@@ -107,15 +109,10 @@ class PeerLink:
         *,
         extra_seconds: float = 0.0,
         on_late_reply: Callable[[M], None] | None = None,
-    ) -> Awaitable[RequestAhead[M]]:
-        """`request`, but the reply is received later: `receive` or `abandon` must follow."""
-        return self.connection.request_ahead(
-            kind,
-            message,
-            reply_type,
-            progress_seconds=self.timeout_seconds + extra_seconds,
-            on_late_reply=on_late_reply,
-        )
+    ) -> Request[M]:
+        """`request`, which the caller sends, and whose reply it receives later."""
+        seconds = self.timeout_seconds + extra_seconds
+        return Request(self.connection, kind, message, reply_type, seconds, on_late_reply)
 
     async def request(
         self,
@@ -171,23 +168,25 @@ class PeerLink:
                 return True
         return False
 
-    def _collect_one_way(self) -> Sequence[bytes]:
-        if not (self.leases.keeps or self._aborts or self.ledger or self._give_all_back):
-            return ()
-        frames = []
-        ended = self.leases.take_ended(everything=self._give_all_back)
-        self._give_all_back = False
+    def _collect_one_way(self, frames: list[bytes]) -> None:
+        if not (self.leases.keeps or self._ended or self._aborts or self.ledger or self._give_all_back):
+            return
+        ended = self._ended
+        self.leases.take_ended(ended, everything=self._give_all_back)
         for some in Cuts(LocalKind.RELEASE, len(ended)):
             frames.append(_one_way(LocalKind.RELEASE, Release(ended[some.start : some.stop])))
-        aborted = [self._aborts.popleft() for _ in range(len(self._aborts))]
+        ended.clear()
+        self._give_all_back = False
+        aborted = list(self._aborts)
         for some in Cuts(LocalKind.ABORT, len(aborted)):
             frames.append(_one_way(LocalKind.ABORT, Abort(aborted[some.start : some.stop])))
+        for _ in aborted:
+            self._aborts.popleft()
         if self.ledger:
             now = time.monotonic()
             if self.ledger.is_urgent or now - self._reported_at >= REPORT_SECONDS:
                 self._reported_at = now
                 frames.append(_one_way(LocalKind.REPORT, self.ledger.take()))
-        return frames
 
     # --- tidying up --------------------------------------------------------------------------
 
@@ -205,6 +204,7 @@ class PeerLink:
     def needs_tidying(self) -> bool:
         return bool(
             self.leases.outstanding
+            or self._ended
             or self._aborts
             or self.ledger
             or self.ahead.held

@@ -103,7 +103,7 @@ class Floors:
         return self._names(self._sync.disbelieved(now))
 
     def _names(self, members: Iterable[Member]) -> list[str]:
-        return self._core.gossip.membership.names_of(members)
+        return list(map(self._core.gossip.membership.name_of_member, members))
 
     def note(self, text: str) -> None:
         self._core.notes.add("floors", text)

@@ -198,10 +198,8 @@ class KeyChanges:
                 self._named.pop(digest, None)
             return []
         if not key:
-            name, answered = (
-                name_here(self._core, digest, self._namespace, now),
-                self._named.pop(digest, ""),
-            )
+            name = name_here(self._core, digest, self._namespace, now)
+            answered = self._named.pop(digest, "")
             key = answered if name is None else name
             if not key:
                 if name is None and self._fleet:

@@ -283,9 +283,6 @@ class Holders:
             and reply.items
             and reply.items[0].status == ObjectStatus.NOT_FOUND
         ):
-            code, incarnation, sequence = (
-                int(Code.NO_SUCH_KEY),
-                reply.items[0].incarnation,
-                reply.items[0].sequence,
-            )
+            item, code = reply.items[0], int(Code.NO_SUCH_KEY)
+            incarnation, sequence = item.incarnation, item.sequence
         self.failed(digest, HolderReport(copy.member, code, "", "", incarnation, sequence), now)

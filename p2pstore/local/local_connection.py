@@ -13,32 +13,23 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from p2pstore.errors import ClientForked, DeadlineExceeded, ProtocolError, StoreClosed
 from p2pstore.local.local_greeting import Greeting, Opening, connect_to_peer, greet, hangs, user_at
 from p2pstore.local.local_messages import Contains
 from p2pstore.local.local_protocol import IN_ROWS, LocalKind
-from p2pstore.local.local_requests import (
-    Frame,
-    LateFrame,
-    Silence,
-    Waiter,
-    Waiters,
-    late_frame,
-    reply_in,
-)
+from p2pstore.local.local_requests import ReplyPieces, Silence, Waiter, Waiters, late_frame, reply_in
 from p2pstore.local.older_put_messages import older
 from p2pstore.runtime.blocking_streams import is_from_signal_handler
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver, Event, UnixStream
 from p2pstore.wire import (
     ERROR,
     HEADER_BYTES,
     LOCAL_LIMITS,
     Code,
     Failure,
-    FrameBuffer,
     Message,
     decode_body,
     encode_frame,
@@ -47,7 +38,6 @@ from p2pstore.wire import (
 
 M = TypeVar("M", bound=Message)
 
-RECEIVE_BYTES: Final = 256 * 1024
 BUSY_RETRY_SECONDS: Final = 0.02
 PEER_GONE: Final = (
     "the connection to the local peer ended: it stopped or was restarted. Connect again; "
@@ -64,24 +54,24 @@ class LocalConnection:
     """An open connection to the local peer. Make one with `LocalConnection.open`.
 
     `hello` is what the peer said; its memories are mapped as `segments`, `location_table`, `hazards` and `checkpoint`
-    (see `Greeting`). `collect_one_way` is asked for frames to go out with whatever is sent next. With
-    `silence.patience_seconds` callers probe a silent peer, and fail as soon as it hangs.
+    (see `Greeting`). `collect_one_way` adds frames that go out with whatever is sent next; after an interrupt some
+    may go out twice. With `silence.patience_seconds` callers probe a silent peer, and fail as soon as it hangs.
     """
 
-    def __init__(self, driver: Driver, stream: ByteStream, path: str, greeting: Greeting) -> None:
+    def __init__(self, driver: Driver, stream: UnixStream, path: str, greeting: Greeting) -> None:
         self.path = path
         self.hello = greeting.hello
         self.segments = greeting.segments
         self.location_table = greeting.location_table
         self.hazards = greeting.hazards
         self.checkpoint = greeting.checkpoint
-        self.collect_one_way: Callable[[], Sequence[bytes]] = tuple
+        self.collect_one_way: Callable[[list[bytes]], None] = lambda frames: None
+        self._unsent: list[bytes] = []
         self._driver = driver
         self._stream = stream
         self._process_id = os.getpid()
         self._closed_because: str | None = None
-        self._frames = FrameBuffer(LOCAL_LIMITS)
-        self._receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._received = ReplyPieces(stream.pieces)
         self._waiters = Waiters()
         self.silence = Silence()
         self._receive_seconds = 0.0
@@ -163,84 +153,16 @@ class LocalConnection:
         `on_late_reply` gets the reply when it comes after this call ended without it. Raises the
         error that the peer answered, `DeadlineExceeded`, or `StoreClosed` when the connection ends.
         """
-        deadline = time.monotonic() + progress_seconds
-
-        on_late_frame = late_frame(on_late_reply, kind, reply_type)
-        while True:
-            frame = await self._exchange(kind, message, deadline, progress_seconds, on_late_frame)
-            if not frame[0].flags & ERROR:
-                try:
-                    return reply_in(frame, kind, reply_type)
-                except ProtocolError:
-                    raise
-                except BaseException:  # interrupted: the caller does not see it
-                    if on_late_frame is not None:
-                        on_late_frame(frame)
-                    raise
-            failure = decode_body(Failure, frame[1])
-            if failure.code != Code.BUSY or time.monotonic() + BUSY_RETRY_SECONDS > deadline:
-                raise error_of(failure.code, failure.text, failure.detail)
-            await self._driver.sleep(BUSY_RETRY_SECONDS)
-
-    async def _exchange(
-        self,
-        kind: LocalKind,
-        message: Message,
-        deadline: float,
-        progress_seconds: float,
-        on_late_frame: LateFrame | None,
-    ) -> Frame:
-        if self.silence.hangs:
-            await self.hear(0.0)
-        waiter, frame = self._register(kind, message)
+        request = Request(self, kind, message, reply_type, progress_seconds, on_late_reply)
         try:
-            await self._send(frame)
-            await self._receive_or_wait(waiter, deadline)
-            if waiter.frame is None:
-                await self._receive_until(waiter, deadline, progress_seconds)
-            return self._waiters.take(waiter)
-        except BaseException:
-            self.give_up(waiter, on_late_frame)
+            await request.send()
+            return await request.receive()
+        except BaseException:  # interrupted, too, before the caller has seen the reply
+            request.abandon()
             raise
 
-    async def request_ahead(
-        self,
-        kind: LocalKind,
-        message: Message,
-        reply_type: type[M],
-        *,
-        progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
-        on_late_reply: Callable[[M], None] | None = None,
-    ) -> RequestAhead[M]:
-        """Send a request whose reply is received later, so that this process and the peer work at the same
-        time. `receive` or `abandon` must follow. Raises as `request`."""
-        if self.silence.hangs:
-            await self.hear(0.0)
-        waiter, frame = self._register(kind, message)
-        ahead = RequestAhead(self, waiter, kind, message, reply_type, progress_seconds, on_late_reply)
-        try:
-            await self._send(frame)
-        except BaseException:
-            ahead.abandon()
-            raise
-        return ahead
-
-    async def reply_to(
-        self, waiter: Waiter, progress_seconds: float, on_late_frame: LateFrame | None
-    ) -> Frame:
-        """The reply to a request that was sent ahead. For `RequestAhead`."""
-        deadline = time.monotonic() + progress_seconds
-        try:
-            await self._receive_until(waiter, deadline, progress_seconds)
-        except BaseException:
-            self.give_up(waiter, on_late_frame)
-            raise
-        return self._waiters.take(waiter)
-
-    def _register(self, kind: LocalKind, message: Message) -> tuple[Waiter, bytes]:
-        """A new request and its frame to send; `Waiters.take` or `give_up` must follow."""
-        self.check_usable()
-        number = self._waiters.next_number()
+    def _frame(self, kind: LocalKind, message: Message, number: int) -> bytes:
+        """The frame of a request."""
         if self.hello.version == 1 and kind in IN_ROWS:
             kind, message = IN_ROWS[kind], older(message)
         frame = encode_frame(kind, number, message)
@@ -249,13 +171,16 @@ class LocalConnection:
                 f"the batch needs a request of {len(frame):,} bytes; at most "
                 f"{LOCAL_LIMITS.body_bytes:,} are allowed: split it"
             )
-        return self._waiters.add(number), frame
+        return frame
 
     async def _receive_until(self, waiter: Waiter, deadline: float, progress_seconds: float) -> None:
         """Receive, or have others receive, until the reply is there."""
         asked_at = deadline - progress_seconds
         while waiter.frame is None:
             self.check_usable()
+            await self._receive_or_wait(waiter, deadline)
+            if waiter.frame is not None:
+                return
             now = time.monotonic()
             if self.silence.lasts(asked_at, now):
                 raise DeadlineExceeded(PEER_HANGS)
@@ -266,7 +191,6 @@ class LocalConnection:
                     f"the local peer did not answer within {progress_seconds:g} s: it is overloaded, "
                     "what was asked for did not come, or the timeout is too short"
                 )
-            await self._receive_or_wait(waiter, deadline)
 
     async def hear(self, seconds: float) -> None:
         """Wait for any bytes, for which the peer is probed once. Raises `DeadlineExceeded` when none come in time, and
@@ -274,7 +198,7 @@ class LocalConnection:
         begin, heard_before = time.monotonic(), self.silence.heard_at
         if not seconds and self.silence.hangs and not _is_so(self._stream, select.POLLIN):
             raise DeadlineExceeded(PEER_HANGS)
-        onlooker = self._waiters.add(-self._waiters.next_number())
+        onlooker = self._waiters.add(Waiter(-self._waiters.next_number()))
         try:
             if seconds and not self.silence.is_probed:
                 await _probe(self, begin)
@@ -288,21 +212,17 @@ class LocalConnection:
         finally:
             self._waiters.give_up(onlooker)
 
-    def give_up(self, waiter: Waiter, on_late_frame: LateFrame | None = None) -> None:
-        """The caller wants this reply no more; `on_late_frame` gets it when it comes after all."""
-        self._waiters.give_up(waiter, on_late_frame)
-
     @property
     def awaits_late_replies(self) -> bool:
         """Whether a caller gave up on a request whose reply must still be looked at."""
-        return self._waiters.abandoned > 0
+        return self._waiters.any_abandoned
 
     async def receive_late_replies(self, timeout_seconds: float) -> None:
         """Receive replies of abandoned requests, for at most that long."""
         deadline = time.monotonic() + timeout_seconds
-        onlooker = self._waiters.add(-self._waiters.next_number())
+        onlooker = self._waiters.add(Waiter(-self._waiters.next_number()))
         try:
-            while self._waiters.abandoned and time.monotonic() < deadline:
+            while self._waiters.any_abandoned and time.monotonic() < deadline:
                 self.check_usable()
                 await self._receive_or_wait(onlooker, deadline)
         finally:
@@ -313,17 +233,20 @@ class LocalConnection:
         self.check_usable()
         await self._send()
 
-    async def _send(self, frame: bytes = b"") -> None:
-        """Send whole frames: half a frame would spoil the connection for all its users."""
+    async def _send(self, frame: bytes = b"", waiter: Waiter | None = None) -> None:
+        """Send whole frames: half a frame would spoil the connection for all its users. `waiter`: of the reply."""
         async with self._sending:
-            unasked = self.collect_one_way()
-            if unasked:
-                frame = b"".join((*unasked, frame))
+            self.collect_one_way(self._unsent)
+            if self._unsent:
+                frame = b"".join((*self._unsent, frame))
             if not frame:
                 return
             self._is_sending = True
             try:
+                if waiter is not None:
+                    self._waiters.add(waiter)
                 await self._stream.send_whole(frame)
+                self._unsent.clear()
             except DeadlineExceeded:
                 raise self._end(
                     "the local peer takes no more requests: its process hangs or was stopped; end it, start "
@@ -346,12 +269,14 @@ class LocalConnection:
         waiters = self._waiters
         try:
             event = waiters.begin_receiving(waiter, self._driver.event)
-            if waiters.receiver is waiter:
+            # A receiver that was interrupted has left what it had received.
+            if waiters.receiver is waiter and not (self._received.pieces and self._dispatch()):
                 self._limit_receiving(
                     min(deadline - time.monotonic(), self.silence.patience_seconds / 2)
                 )
-                count = await self._stream.receive_soon(self._receive_buffer)
-                self._dispatch(self._receive_buffer[:count], waiter)
+                await self._stream.receive_piece()
+                self.silence.heard(time.monotonic())
+                self._dispatch()
         except DeadlineExceeded as error:
             if is_from_signal_handler(error):
                 raise self._driver.interrupted(error) from None
@@ -374,21 +299,12 @@ class LocalConnection:
         if not 0.99 * seconds <= self._receive_seconds <= 1.01 * seconds:
             self._receive_seconds = self._stream.receive_seconds = max(0.001, seconds)
 
-    def _dispatch(self, data: memoryview, receiver: Waiter) -> None:
-        """Give the frames that have arrived whole to their waiters."""
-        if not data:
+    def _dispatch(self) -> bool:
+        """Give the frames that have arrived whole to their waiters. False when there is none."""
+        if not self._received.pieces[-1]:
             self._end(PEER_GONE)
-            return
-        frame = self._frames.sole_frame(data)
-        if frame is None:
-            self._frames.feed(data)
-            while (frame := self._frames.next_frame()) is not None:
-                self._waiters.deliver(frame)
-        elif frame[0].request_id == receiver.number:
-            receiver.frame = frame
-        else:
-            self._waiters.deliver(frame)
-        self.silence.heard(time.monotonic())  # last: an interrupt before would lose what has come
+            return False
+        return self._received.deliver(self._waiters.deliver)
 
     def _end(self, reason: str) -> StoreClosed:
         """Close; every request that waits fails with the reason."""
@@ -424,7 +340,7 @@ async def _probe(connection: LocalConnection, now: float) -> None:
         await connection._send(encode_frame(LocalKind.CONTAINS, number, Contains(b"")))
 
 
-def _is_so(stream: ByteStream, event: int) -> bool:
+def _is_so(stream: UnixStream, event: int) -> bool:
     """Whether this event of `select.poll` is there now."""
     descriptor = stream.fileno()
     if descriptor < 0:  # another thread may be closing it
@@ -434,51 +350,73 @@ def _is_so(stream: ByteStream, event: int) -> bool:
     return bool(poll.poll(0))
 
 
-class RequestAhead(Generic[M]):
-    """A request that was sent; its reply is still to be received, or to be given up."""
+class Request(Generic[M]):
+    """One request: `send`, then `receive` at once, or later, so that this process and the peer work at the same time.
+    `abandon` must follow whatever either raises. The parameters are those of `LocalConnection.request`."""
+
+    __slots__ = (
+        "_connection",
+        "_kind",
+        "_message",
+        "_on_late_frame",
+        "_progress_seconds",
+        "_reply_type",
+        "_waiter",
+    )
 
     def __init__(
         self,
         connection: LocalConnection,
-        waiter: Waiter,
         kind: LocalKind,
         message: Message,
         reply_type: type[M],
-        progress_seconds: float,
-        on_late_reply: Callable[[M], None] | None,
+        progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
+        on_late_reply: Callable[[M], None] | None = None,
     ) -> None:
         self._connection = connection
-        self._waiter = waiter
         self._kind = kind
         self._message = message
         self._reply_type = reply_type
         self._progress_seconds = progress_seconds
-        self._on_late_reply = on_late_reply
         self._on_late_frame = late_frame(on_late_reply, kind, reply_type)
-        self._is_open = True
+        self._waiter: Waiter | None = None
+        """While the reply is to come, or is not with the caller yet."""
+
+    async def send(self) -> None:
+        """Send it. Raises as `LocalConnection.request`."""
+        connection = self._connection
+        if connection.silence.hangs:
+            await connection.hear(0.0)
+        connection.check_usable()
+        waiter = self._waiter = Waiter(connection._waiters.next_number())
+        await connection._send(connection._frame(self._kind, self._message, waiter.number), waiter)
 
     async def receive(self) -> M:
-        """Wait for the reply, once. Raises as `LocalConnection.request`, which asks again where the peer was
-        too busy."""
-        self._is_open = False
-        frame = await self._connection.reply_to(
-            self._waiter, self._progress_seconds, self._on_late_frame
-        )
-        if frame[0].flags & ERROR and decode_body(Failure, frame[1]).code == Code.BUSY:
-            return await self._connection.request(
-                self._kind,
-                self._message,
-                self._reply_type,
-                progress_seconds=self._progress_seconds,
-                on_late_reply=self._on_late_reply,
-            )
-        return reply_in(frame, self._kind, self._reply_type)
+        """The reply, once. Sends the request again where the peer was too busy."""
+        connection = self._connection
+        deadline = time.monotonic() + self._progress_seconds
+        while True:
+            assert self._waiter is not None
+            await connection._receive_until(self._waiter, deadline, self._progress_seconds)
+            header, body = frame = connection._waiters.take(self._waiter)
+            if not header.flags & ERROR:
+                try:
+                    return reply_in(frame, self._kind, self._reply_type)
+                except ProtocolError:
+                    self._waiter = None
+                    raise
+            self._waiter = None
+            failure = decode_body(Failure, body)
+            if failure.code != Code.BUSY or time.monotonic() + BUSY_RETRY_SECONDS > deadline:
+                raise error_of(failure.code, failure.text, failure.detail)
+            await connection._driver.sleep(BUSY_RETRY_SECONDS)
+            await self.send()
 
     def abandon(self) -> None:
-        """Give the reply up. Does nothing after `receive`."""
-        if self._is_open:
-            self._is_open = False
-            self._connection.give_up(self._waiter, self._on_late_frame)
+        """Give the reply up: `on_late_reply` gets it when it comes, or when it has come."""
+        if self._waiter is not None:
+            self._connection._waiters.give_up(self._waiter, self._on_late_frame)
+            self._waiter = None
 
 
 def _let_go_of_inherited_sockets() -> None:

@@ -19,7 +19,7 @@ from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
 from p2pstore.memory.mapped.mapped_memory import map_joined, map_read_only, map_table, map_writable
 from p2pstore.runtime import linux
 from p2pstore.runtime.linux import connected_user, is_shortage, shortage
-from p2pstore.runtime.streams import MAX_PASSED_DESCRIPTORS, ByteStream, Driver
+from p2pstore.runtime.streams import MAX_PASSED_DESCRIPTORS, Driver, UnixStream
 from p2pstore.wire import (
     LOCAL_LIMITS,
     LOCAL_MAX_VERSION,
@@ -75,7 +75,7 @@ class Greeting:
     checkpoint: memoryview | None = None
 
 
-async def connect_to_peer(driver: Driver, path: str, timeout_seconds: float) -> ByteStream:
+async def connect_to_peer(driver: Driver, path: str, timeout_seconds: float) -> UnixStream:
     """A connection to `path`. Raises `NoLocalPeer` where no peer listens, `DeadlineExceeded` for one that hangs."""
     try:
         return await driver.connect_unix(path, timeout_seconds)
@@ -106,13 +106,13 @@ def hangs(path: str) -> DeadlineExceeded:
     )
 
 
-def user_at(stream: ByteStream) -> int:
+def user_at(stream: UnixStream) -> int:
     """The user whose process is at the other end, as the kernel has it."""
     with socket.socket(fileno=os.dup(stream.fileno())) as sock:
         return connected_user(sock)
 
 
-async def greet(stream: ByteStream, path: str, opening: Opening) -> Greeting:
+async def greet(stream: UnixStream, path: str, opening: Opening) -> Greeting:
     """Say hello on a fresh connection and map what the peer passes. Raises `NoLocalPeer` for a socket of another user
     than the trusted ones, the peer's error, `ProtocolError`, and as `stream`."""
     user = user_at(stream)
@@ -134,7 +134,7 @@ async def greet(stream: ByteStream, path: str, opening: Opening) -> Greeting:
             os.close(descriptor)
 
 
-async def _receive_hello(stream: ByteStream, descriptors: list[int]) -> HelloReply:
+async def _receive_hello(stream: UnixStream, descriptors: list[int]) -> HelloReply:
     """The peer's hello; the descriptors with it are added to `descriptors`."""
     frames, buffer = FrameBuffer(LOCAL_LIMITS), memoryview(bytearray(RECEIVE_BYTES))
     while (frame := frames.next_frame()) is None:

@@ -17,12 +17,14 @@ from p2pstore.local.older_put_messages import newer
 from p2pstore.runtime.streams import Event
 from p2pstore.wire import (
     ERROR,
+    HEADER_BYTES,
     LOCAL_LIMITS,
     REPLY,
     Failure,
     FrameHeader,
     Message,
     decode_body,
+    decode_header,
     error_of,
 )
 
@@ -57,8 +59,6 @@ class Waiters:
 
     def __init__(self) -> None:
         self.receiver: Waiter | None = None
-        self.abandoned = 0
-        """Requests that were given up, whose replies must still be looked at."""
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Waiter] = {}
         self._state = threading.Lock()  # held for microseconds, never awaited in
@@ -66,15 +66,20 @@ class Waiters:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def any_abandoned(self) -> bool:
+        """Whether a request was given up whose reply must still be looked at."""
+        with self._state:
+            return any(waiter.on_late_frame is not None for waiter in self._waiting.values())
+
     def next_number(self) -> int:
         """The number of the next request."""
         return next(self._numbers) & 0xFFFF_FFFF
 
-    def add(self, number: int) -> Waiter:
+    def add(self, waiter: Waiter) -> Waiter:
         """A request is about to be sent; `take` or `give_up` must follow."""
-        waiter = Waiter(number)
         with self._state:  # another thread may be going through them
-            self._waiting[number] = waiter
+            self._waiting[waiter.number] = waiter
         return waiter
 
     def take(self, waiter: Waiter) -> Frame:
@@ -85,15 +90,14 @@ class Waiters:
         return waiter.frame
 
     def give_up(self, waiter: Waiter, on_late_frame: LateFrame | None = None) -> None:
-        """The caller wants this reply no more; `on_late_frame` gets it when it comes after all."""
+        """The caller wants this reply no more; `on_late_frame` gets it when it comes after all, as of what was sent."""
         with self._state:
             if self.receiver is waiter:  # it was interrupted when it was about to hand that on
                 self.receiver = None
             if self.receiver is None:  # this one may have been woken to receive
                 any(other.wake() for other in self._waiting.values() if other is not waiter)
-            if waiter.frame is None and on_late_frame is not None:
+            if waiter.frame is None and on_late_frame is not None and waiter.number in self._waiting:
                 waiter.on_late_frame = on_late_frame
-                self.abandoned += 1
                 return
             self._waiting.pop(waiter.number, None)
         if waiter.frame is not None and on_late_frame is not None:
@@ -119,25 +123,63 @@ class Waiters:
                 any(other.wake() for other in self._waiting.values())
 
     def deliver(self, frame: Frame) -> None:
-        """Give a reply to its request."""
+        """Give a reply to its request. May be interrupted and repeated."""
         number = frame[0].request_id
+        receiver = self.receiver
+        if receiver is not None and receiver.number == number:  # nearly always
+            receiver.frame = frame
+            return
         with self._state:
             waiter = self._waiting.get(number)
             if waiter is None:
                 return
             waiter.frame = frame
             waiter.wake()
-            if waiter.on_late_frame is not None:
-                del self._waiting[number]
-                self.abandoned -= 1
         if waiter.on_late_frame is not None:
             waiter.on_late_frame(frame)
+            with self._state:
+                self._waiting.pop(number, None)
 
     def wake_all(self) -> None:
         """Let every caller look again."""
         with self._state:
             for waiter in self._waiting.values():
                 waiter.wake()
+
+
+class ReplyPieces:
+    """Received bytes, cut into frames. A frame stays until all frames that came with it were delivered, so that an
+    interrupt loses none: one may be delivered twice."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+        """As they came; b"" is the end."""
+
+    def deliver(self, deliver: Callable[[Frame], None]) -> bool:
+        """Deliver the frames that are whole. False when there is none. Raises `ProtocolError`."""
+        pieces = self.pieces
+        if len(pieces) > 1:
+            if sum(map(len, pieces)) < self._wanted_bytes():
+                return False
+            pieces[:] = [b"".join(pieces)]
+        data, start = pieces[0], 0
+        while (position := start + HEADER_BYTES) <= len(data):
+            header = decode_header(data, LOCAL_LIMITS, start)
+            end = position + header.body_length
+            if end > len(data):
+                break
+            deliver((header, data[position:end]))
+            start = end
+        if start:
+            pieces[:] = [data[start:]] if start < len(data) else ()
+        return start > 0
+
+    def _wanted_bytes(self) -> int:
+        """Bytes of the first frame, as far as its header has come."""
+        first = self.pieces[0]
+        if len(first) < HEADER_BYTES:
+            return HEADER_BYTES
+        return HEADER_BYTES + decode_header(first, LOCAL_LIMITS).body_length
 
 
 class Silence:

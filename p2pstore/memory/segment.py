@@ -8,7 +8,6 @@ reused only when nothing refers to it. Readers that merely map the segment need 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from itertools import groupby
 from operator import attrgetter
 from typing import Final
 
@@ -181,29 +180,20 @@ class Segment:
         return self._reserved(session, [extent], length, capacity, [slot])[0]
 
     def reserve_free(
-        self, sizes: Sequence[tuple[int, int]], *, session: Hashable, namespace: str = ""
+        self, length: int, trailer_length: int, count: int = 1, *, session: Hashable, namespace: str = ""
     ) -> list[Reservation]:
-        """Room for the first ones of these values, by length and trailer length: for as many as find some where it is
-        looked for first, without anything that has to go."""
+        """Room for up to `count` such values: for as many as find some where it is looked for first, without anything
+        that has to go."""
         self.objects.check_open()
-        places = self.areas.searches(namespace)[0]
-        made: list[Reservation] = []
-        taken = 0
-        for (length, trailer_length), alike in groupby(sizes[: self.reservations.left_of(session)]):
-            if not (0 <= length <= MAX_OBJECT_BYTES and 0 <= trailer_length <= MAX_TRAILER_BYTES):
-                break
-            wanted = sum(1 for _ in alike)
-            capacity = extent_bytes(length, max(1, trailer_length))
-            above = self.areas.above_cap(namespace, taken + wanted * capacity)
-            fitting = wanted - max(0, -(-above // capacity))
-            slots = self.table.take_slots(fitting)
-            extents = self.areas.take_many(capacity, len(slots), places)
-            self.table.free_slots(slots[len(extents) :][::-1])
-            made += self._reserved(session, extents, length, capacity, slots[: len(extents)])
-            taken += len(extents) * capacity
-            if len(extents) < wanted:
-                break
-        return made
+        if not (0 <= length <= MAX_OBJECT_BYTES and 0 <= trailer_length <= MAX_TRAILER_BYTES):
+            return []
+        count = min(count, self.reservations.left_of(session))
+        capacity = extent_bytes(length, max(1, trailer_length))
+        above = self.areas.above_cap(namespace, count * capacity)
+        slots = self.table.take_slots(count - max(0, -(-above // capacity)))
+        extents = self.areas.take_many(capacity, len(slots), self.areas.searches(namespace)[0])
+        self.table.free_slots(slots[len(extents) :][::-1])
+        return self._reserved(session, extents, length, capacity, slots[: len(extents)])
 
     def _reserved(
         self, session: Hashable, extents: Sequence[int], length: int, capacity: int, slots: Sequence[int]

@@ -29,10 +29,11 @@ from p2pstore.runtime.streams import (
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
-    HelperTask,
+    HelperWork,
     StartHelper,
     T,
     _set_kernel_timeout,
+    appending,
     check_descriptors,
     connect_first,
     flatten_parts,
@@ -58,6 +59,9 @@ class BlockingStream:
         # Have the kernel keep the time: Python's own timeout polls before every call.
         sock.settimeout(None)
         self._polling = polling or Polling()
+        self.pieces: list[bytes] = []
+        self._receive_piece = appending(sock, self.pieces)
+        self._piece_at_once = appending(sock, self.pieces, socket.MSG_DONTWAIT)
         self._receive_seconds: float | None = None
         self._progress_seconds = self._send_limit = self._receive_limit = 0.0
         self.progress_seconds = progress_seconds
@@ -118,6 +122,12 @@ class BlockingStream:
     async def receive_soon(self, view: memoryview) -> int:
         try:
             return self._polling.receive_into(self._sock, view)
+        except OSError as error:
+            raise _said(error, self._receive_limit) from None
+
+    async def receive_piece(self) -> None:
+        try:
+            self._polling.receive(self._piece_at_once, self._receive_piece)
         except OSError as error:
             raise _said(error, self._receive_limit) from None
 
@@ -218,7 +228,7 @@ class _BlockingEvent:
 class _HelperThread(threading.Thread):
     """A helper of the blocking driver: a thread that runs a coroutine of its own."""
 
-    def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, work: HelperWork) -> None:
         super().__init__(name="p2pstore-helper")
         self._work = work
         self._state = threading.Lock()
@@ -328,7 +338,7 @@ class BlockingDriver:
         threads: list[_HelperThread] = []
         starting = threading.Lock()
 
-        def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+        def start(work: HelperWork) -> None:
             with starting:  # helpers may start others
                 threads[:] = [each for each in threads if each.is_alive() or each.error is not None]
                 thread = _HelperThread(work)

@@ -62,15 +62,16 @@ class Polling:
         does then, that takes it up to twice as long."""
         self._busy_seconds = min(2 * seconds, MAX_BUSY_SECONDS)
 
-    def receive_into(self, sock: socket.socket, view: memoryview) -> int:
-        """`sock.recv_into(view)`, for a blocking socket."""
+    def receive(self, at_once: Callable[[], T], receive: Callable[[], T]) -> T:
+        """The result of `receive` on a blocking socket, or of `at_once`, which raises `BlockingIOError` while there is
+        nothing."""
         began = time.monotonic()
         if self.is_due(began):
-            count = self.poll(partial(sock.recv_into, view, 0, socket.MSG_DONTWAIT), began)
-            return sock.recv_into(view) if count is None else count
-        count = sock.recv_into(view)
+            received = self.poll(at_once, began)
+            return receive() if received is None else received
+        received = receive()
         self.slept(time.monotonic() - began)
-        return count
+        return received
 
     def is_due(self, now: float) -> bool:
         """Whether the wait that begins now should begin by polling: `poll` follows; else `slept`."""
@@ -95,6 +96,12 @@ class Polling:
                 else:  # others had the core
                     self._was_in_vain()
                 return received
+
+    def receive_into(self, sock: socket.socket, view: memoryview) -> int:
+        """`sock.recv_into(view)`, for a blocking socket."""
+        return self.receive(
+            partial(sock.recv_into, view, 0, socket.MSG_DONTWAIT), partial(sock.recv_into, view)
+        )
 
     def slept(self, seconds: float) -> None:
         """A wait without polling took this time."""

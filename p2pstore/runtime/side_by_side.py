@@ -1,4 +1,5 @@
-"""Copying and summing much, by several threads of this process where the machine has cores for that.
+"""Works side by side: copying and summing much, by several threads of this process where the machine has cores for
+that; and coroutines, by helpers (`together`).
 
 A core copies and sums 4 to 10 GB/s of what is in no cache, and memory carries several times that. Both are done without
 the interpreter's lock. Where there are few cores nothing is gained: what one thread leaves, others compute with.
@@ -11,15 +12,18 @@ import os
 import threading
 from _thread import start_new_thread
 from collections import deque
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any, Final, Generic, TypeVar
 
 from p2pstore.objects import MIB
 from p2pstore.runtime.linux import processor_limit
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver, Event, HelperTask
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+Work = Callable[[], Awaitable[None]]
 
 PIECE_BYTES: Final = 4 * MIB
 """That one thread does at a time, and alone before it looks whether it is to stop."""
@@ -128,3 +132,44 @@ def _begin_another(work: _Work[Any, Any]) -> bool:
         others.release()
         return False
     return True
+
+
+async def together(driver: Driver, works: Sequence[Work], most: int) -> None:
+    """Do all works, at most `most` at once: the last one by this task, the first ones by helpers. All have ended when
+    this does, in whatever way. Raises the first error, after which none begins."""
+    waiting = deque(works)
+    errors: list[Exception] = []
+
+    async def work_off(take: Callable[[], Work]) -> None:
+        while waiting:
+            try:
+                work = take()
+            except IndexError:  # another thread took it
+                return
+            await work()
+
+    async def help(ended: Event, _: HelperTask) -> None:
+        try:
+            await work_off(waiting.popleft)
+        except Exception as error:
+            waiting.clear()
+            errors.append(error)
+        finally:
+            ended.set()
+
+    async with driver.helpers() as start:
+        running = [driver.event() for _ in works[1:most]]
+        try:
+            for ended in running:
+                start(partial(help, ended))
+        except RuntimeError:  # no more threads: those that began do it
+            running = []
+        try:
+            await work_off(waiting.pop)
+        finally:
+            waiting.clear()
+        for ended in running:
+            while not await ended.wait(DEFAULT_PROGRESS_SECONDS):
+                pass
+    if errors:
+        raise errors[0]

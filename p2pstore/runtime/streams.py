@@ -16,10 +16,11 @@ import os
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from itertools import repeat
+from operator import not_
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -35,6 +36,8 @@ SEND_PIECE_BYTES: Final = 2 * 1024 * 1024
 MAX_GATHER: Final = 512
 """Buffers in one `sendmsg`; the kernel allows 1,024."""
 DEFAULT_PROGRESS_SECONDS: Final = 5.0
+RECEIVED_PIECE_BYTES: Final = 64 * KIB
+"""Largest piece of `receive_piece`: Python would get the memory for larger ones from the kernel each time."""
 MAX_PASSED_DESCRIPTORS: Final = 16
 BACKLOG_RETRY_SECONDS: Final = 0.01
 _TIMEVAL: Final = struct.Struct("@ll")
@@ -52,34 +55,40 @@ class ByteStream(Protocol):
 
     async def send(self, *parts: BytesLike) -> None:
         """Send all parts, in order."""
-        ...
 
     async def send_whole(self, *parts: BytesLike) -> None:
         """`send`, but never a part of it: a cancellation takes effect when everything was sent, and
         whatever else interrupts it closes the stream. For frames on a connection that many share."""
-        ...
 
     async def receive_into(self, view: memoryview) -> int:
         """Receive at least one byte into `view`; 0 means the other side closed."""
-        ...
 
     async def receive_soon(self, view: memoryview) -> int:
         """`receive_into` of what should be here within microseconds: where that helps, without sleeping."""
-        ...
-
-    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
-        """Like `receive_into`, with the file descriptors that came along (the caller closes them)."""
-        ...
 
     def fileno(self) -> int: ...
 
     def abort(self) -> None:
         """End the connection under its users, in other tasks or threads: their waits fail at once.
         They close it; its descriptor stays theirs until then."""
-        ...
 
     def close(self) -> None:
         """Close at once; never blocks, may be called twice."""
+
+
+class UnixStream(ByteStream, Protocol):
+    """A connection within this host."""
+
+    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
+        """Like `receive_into`, with the file descriptors that came along (the caller closes them)."""
+        ...
+
+    pieces: list[bytes]
+    """Received by `receive_piece` and not taken away yet."""
+
+    async def receive_piece(self) -> None:
+        """Append what comes soon, at most 64 KiB, to `pieces`; b"" means the other side closed. An interrupt at any
+        moment, such as Ctrl-C, loses no byte."""
         ...
 
 
@@ -88,21 +97,17 @@ class AcceptedStream(ByteStream, Protocol):
 
     async def wait_readable_forever(self) -> None:
         """Wait, without a deadline, until a receive would not block."""
-        ...
 
     @property
     def can_lend(self) -> bool:
         """Whether `lend` works: the bytes of the socket are those of the stream."""
-        ...
 
     async def lend(self, work: Callable[[socket.socket], T]) -> T:
         """Have a thread run `work` on the non-blocking socket, which it has for itself meanwhile. A cancellation ends
         the connection. Raises the `OSError` that `work` raises."""
-        ...
 
     def stop_receiving(self) -> None:
         """A receive gets bytes that have arrived, and then 0 as if the other side had closed."""
-        ...
 
 
 class Event(Protocol):
@@ -112,7 +117,6 @@ class Event(Protocol):
 
     async def wait(self, timeout_seconds: float) -> bool:
         """Whether the event was set within that time."""
-        ...
 
 
 class HelperTask(Protocol):
@@ -120,17 +124,14 @@ class HelperTask(Protocol):
 
     def cancel(self) -> None:
         """End it where it waits. A thread only while it connects: elsewhere, close the connection that it uses."""
-        ...
 
     def connected(self) -> None:
         """It has the connection that it wanted: `cancel` leaves that alone."""
-        ...
 
 
-StartHelper = Callable[[Callable[[HelperTask], Coroutine[Any, Any, None]]], None]
+HelperWork = Callable[[HelperTask], Coroutine[Any, Any, None]]
+StartHelper = Callable[[HelperWork], None]
 """Starts `work(task)`. Raises `RuntimeError` where no more threads can be had. The work catches its own errors."""
-
-Work = Callable[[], Awaitable[None]]
 
 
 class Driver(Protocol):
@@ -138,32 +139,27 @@ class Driver(Protocol):
 
     async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> ByteStream: ...
 
-    async def connect_unix(self, path: str, timeout_seconds: float) -> ByteStream: ...
+    async def connect_unix(self, path: str, timeout_seconds: float) -> UnixStream: ...
 
     async def run_in_thread(self, function: Callable[[], T]) -> T:
         """Run a long copy or hash (over 5 ms) where it does not stop others. It may be cancelled before it
         begins, but not then: the call returns only when `function` has."""
-        ...
 
     def helpers(self) -> AbstractAsyncContextManager[StartHelper]:
         """For what runs side by side with a block: tasks, or threads where this one can only do one thing at a time.
         All have ended when the block is left; when it ends, in whatever way, it sees to it that they do. Event loops
         cancel those that are left."""
-        ...
 
     async def sleep(self, seconds: float) -> None: ...
 
     def lock(self) -> AbstractAsyncContextManager[Any]:
         """A new mutual exclusion lock."""
-        ...
 
     def event(self) -> Event:
         """A new event, for one waiter."""
-        ...
 
     def interrupted(self, error: Exception) -> BaseException:
         """The exception to raise for an error of a signal handler that ran within a call."""
-        ...
 
 
 class NonblockingStream:
@@ -175,6 +171,8 @@ class NonblockingStream:
         self.progress_seconds = progress_seconds
         self.receive_seconds: float | None = None
         self._unyielded_bytes = 0
+        self.pieces: list[bytes] = []
+        self._receive_piece = appending(sock, self.pieces)
 
     async def _take_turn(self) -> None:
         """Let other tasks run once in 2 MiB; before a system call, because a task may be cancelled here."""
@@ -235,6 +233,15 @@ class NonblockingStream:
 
     receive_soon = receive_into
 
+    async def receive_piece(self) -> None:
+        await self._take_turn()
+        while True:
+            try:
+                self._receive_piece()
+                return
+            except BlockingIOError:
+                await self._wait_readable()
+
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         await self._take_turn()
         while True:
@@ -252,47 +259,6 @@ class NonblockingStream:
 
     def abort(self) -> None:
         shut_down(self._sock)
-
-
-async def together(driver: Driver, works: Sequence[Work], most: int) -> None:
-    """Do all works, at most `most` at once: the last one by this task, the first ones by helpers. All have ended when
-    this does, in whatever way. Raises the first error, after which none begins."""
-    waiting = deque(works)
-    errors: list[Exception] = []
-
-    async def work_off(take: Callable[[], Work]) -> None:
-        while waiting:
-            try:
-                work = take()
-            except IndexError:  # another thread took it
-                return
-            await work()
-
-    async def help(ended: Event, _: HelperTask) -> None:
-        try:
-            await work_off(waiting.popleft)
-        except Exception as error:
-            waiting.clear()
-            errors.append(error)
-        finally:
-            ended.set()
-
-    async with driver.helpers() as start:
-        running = [driver.event() for _ in works[1:most]]
-        try:
-            for ended in running:
-                start(partial(help, ended))
-        except RuntimeError:  # no more threads: those that began do it
-            running = []
-        try:
-            await work_off(waiting.pop)
-        finally:
-            waiting.clear()
-        for ended in running:
-            while not await ended.wait(DEFAULT_PROGRESS_SECONDS):
-                pass
-    if errors:
-        raise errors[0]
 
 
 def total_bytes(parts: Sequence[BytesLike]) -> int:
@@ -389,6 +355,12 @@ def advance(views: list[memoryview], first: int, sent: int) -> int:
         sent -= len(view)
         first += 1
     return first
+
+
+def appending(sock: socket.socket, pieces: list[bytes], flags: int = 0) -> Callable[[], bool]:
+    """A function that receives and appends to `pieces`, both in C: Python looks for signals in no moment between."""
+    received = map(sock.recv, repeat(RECEIVED_PIECE_BYTES), repeat(flags))
+    return partial(next, map(not_, map(pieces.append, received)))
 
 
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_PASSED_DESCRIPTORS * array.array("i").itemsize)

@@ -6,7 +6,7 @@ here is secret, but for the addresses in facts that were gathered for this machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -351,8 +351,16 @@ def _places(facts: Facts) -> Iterator[Finding]:
         yield warning("hoarding", f"{cut} for the memory held for them", cause, cure)
 
 
-_JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (
-    *(_this_peer, _members, _copies, _floors, _kept, _ssd, _transports, _places, _checkpoints),
+_JUDGES: Final = (
+    _this_peer,
+    _members,
+    _copies,
+    _floors,
+    _kept,
+    _ssd,
+    _transports,
+    _places,
+    _checkpoints,
 )
 
 

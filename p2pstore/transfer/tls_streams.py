@@ -213,10 +213,6 @@ class TlsStream:
         """Whether received bytes were not read yet: perhaps a part of a record."""
         return bool(self._incoming.pending or self._tls.pending())
 
-    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
-        """TLS carries none."""
-        return await self.receive_into(view), []
-
     def other_certificate(self) -> bytes:
         """The certificate that the other side showed, DER; nothing when it showed none."""
         return self._tls.getpeercert(binary_form=True) or b""

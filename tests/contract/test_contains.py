@@ -14,7 +14,7 @@ from p2pstore import blocking
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
-from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_connection import LocalConnection, Request
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.local.local_requests import MAX_ITEMS, Waiter
@@ -134,8 +134,8 @@ def test_a_reply_that_came_with_another_is_not_waited_for(
     connection = open_connection(peer)
     whole = LocalConnection._send
 
-    async def send_and_have_another_receive(self: LocalConnection, *frames: bytes) -> None:
-        await whole(self, *frames)
+    async def send_and_have_another_receive(self: LocalConnection, *request: Any) -> None:
+        await whole(self, *request)
         await self._receive_or_wait(Waiter(-1), time.monotonic() + 5)
 
     monkeypatch.setattr(LocalConnection, "_send", send_and_have_another_receive)
@@ -146,11 +146,17 @@ def test_a_reply_that_came_with_another_is_not_waited_for(
     connection.close()
 
 
+def sent(connection: LocalConnection, *request: Any) -> Request[Any]:
+    """A request whose reply is received later."""
+    ahead: Request[Any] = Request(connection, *request)
+    run_blocking(ahead.send())
+    return ahead
+
+
 def test_requests_ahead_are_answered_in_any_order(peer: SmallPeer) -> None:
     connection = open_connection(peer)
     first, second, third = (
-        run_blocking(connection.request_ahead(LocalKind.PEERS, local.Peers(), local.PeersReply))
-        for _ in range(3)
+        sent(connection, LocalKind.PEERS, local.Peers(), local.PeersReply) for _ in range(3)
     )
     assert len(run_blocking(second.receive()).items) == 1
     third.abandon()
@@ -180,10 +186,10 @@ def test_a_request_ahead_that_is_refused_as_too_many_is_made_again(
     monkeypatch.setattr(peer.backend, "_contains", contains, raising=False)
     connection = open_connection(peer)
     locate = (LocalKind.LOCATE, local.Locate(bytes(16)), local.Located)
-    in_flight = [run_blocking(connection.request_ahead(*locate)) for _ in range(MAX_IN_FLIGHT)]
+    in_flight = [sent(connection, *locate) for _ in range(MAX_IN_FLIGHT)]
     peer.wait_until(lambda: peer.backend.requests.count(LocalKind.LOCATE) == MAX_IN_FLIGHT)
     question = (LocalKind.CONTAINS, local.Contains(bytes(16)), local.ContainsReply)
-    ahead = run_blocking(connection.request_ahead(*question))
+    ahead = sent(connection, *question)
     assert run_blocking(ahead.receive()).present == b"\1"
     assert asked > 1
     for each in in_flight:
@@ -194,13 +200,10 @@ def test_a_request_ahead_that_is_refused_as_too_many_is_made_again(
 def test_a_request_ahead_has_its_deadline(peer: SmallPeer) -> None:
     connection = open_connection(peer)
     peer.backend.gate = peer.call(trio.Event)
-    ahead = run_blocking(
-        connection.request_ahead(
-            LocalKind.LOCATE, local.Locate(bytes(16)), local.Located, progress_seconds=0.1
-        )
-    )
+    ahead = sent(connection, LocalKind.LOCATE, local.Locate(bytes(16)), local.Located, 0.1)
     with pytest.raises(DeadlineExceeded, match="did not answer"):
         run_blocking(ahead.receive())
+    ahead.abandon()
     assert not connection._waiters
     connection.close()
 

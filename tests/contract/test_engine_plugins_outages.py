@@ -52,13 +52,13 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 def askers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names of the threads that made requests of a peer."""
     names: set[str] = set()
-    register = LocalConnection._register
+    frame = LocalConnection._frame
 
     def noted(self: LocalConnection, *arguments: Any) -> Any:
         names.add(threading.current_thread().name)
-        return register(self, *arguments)
+        return frame(self, *arguments)
 
-    monkeypatch.setattr(LocalConnection, "_register", noted)
+    monkeypatch.setattr(LocalConnection, "_frame", noted)
     return names
 
 

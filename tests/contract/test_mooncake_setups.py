@@ -379,13 +379,13 @@ def test_ranks_of_one_host_may_name_one_folder_and_one_port(
 
 def test_no_call_waits_for_a_peer_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     asking: list[str] = []
-    register = LocalConnection._register
+    frame = LocalConnection._frame
 
     def noted(self: LocalConnection, *arguments: Any) -> Any:
         asking.append(threading.current_thread().name)
-        return register(self, *arguments)
+        return frame(self, *arguments)
 
-    monkeypatch.setattr(LocalConnection, "_register", noted)
+    monkeypatch.setattr(LocalConnection, "_frame", noted)
     peer = OwnPeer(["--memory", str(64 * MIB), "--listen", "127.0.0.1:0"])
     store = Store()
     assert store.setup({"local_hostname": "localhost", "socket": peer.socket}) == 0

@@ -137,7 +137,7 @@ class OwnerAndClients(RuleBasedStateMachine):
     def let_go(self, data: st.DataObject, tidies: bool) -> None:
         client = self.views.pop(data.draw(st.integers(0, len(self.views) - 1))).client
         if tidies:
-            assert self.books[client].take_ended(everything=True) == []
+            assert self.books[client].take_ended([], everything=True) == []
 
     @rule(client=st.sampled_from(CLIENTS))
     def kill(self, client: str) -> None:
@@ -206,7 +206,7 @@ def test_what_is_viewed_stays_until_its_end(how: str) -> None:
         assert view == value
         check_segment(segment)
     del view
-    assert book.take_ended(everything=True) == []
+    assert book.take_ended([], everything=True) == []
     for number in range(4):  # and now its room is used again
         put(segment, f"kept {number}", one_granule(20 + number), pin=HARD, now=300.0)
     assert segment.find(entry.digest, 302.0) is None
@@ -244,7 +244,7 @@ def test_room_that_a_view_kept_is_used_before_anything_is_evicted(slots: int | N
     view = present(view_of(book, buffer, "gone"))
     segment.remove(entry.digest)
     del view
-    book.take_ended(everything=True)
+    book.take_ended([], everything=True)
     assert segment.room.can_spare(len(one_granule(0)), 100)
     segment.room.make_ahead(len(one_granule(0)), 100, now=200.0)
     put(segment, "new", one_granule(4))
@@ -263,7 +263,7 @@ def test_all_that_is_left_was_viewed_a_moment_ago() -> None:
     with pytest.raises(CapacityExceeded, match="leased"):
         put(segment, "new", one_granule(4))
     del view
-    book.take_ended(everything=True)
+    book.take_ended([], everything=True)
     put(segment, "new", one_granule(4))
 
 
@@ -285,13 +285,13 @@ def test_two_views_of_one_object_are_two_leases() -> None:
     entry = put(segment, "k", one_granule(1))
     first, second = view_of(book, buffer, "k"), view_of(book, buffer, "k")
     del first
-    book.take_ended(everything=True)
+    book.take_ended([], everything=True)
     segment.remove(entry.digest)
     assert slot_state(segment, entry) is SlotState.DOOMED
     assert second is not None
     assert bytes(second) == one_granule(1)
     del second
-    book.take_ended(everything=True)
+    book.take_ended([], everything=True)
     assert segment.leased_bytes == 0
     assert slot_state(segment, entry) is None
 
@@ -322,10 +322,10 @@ def test_a_lease_ended_twice_does_not_end_who_has_its_cell_by_then() -> None:
     view = view_of(book, buffer, "k")
     (number,) = book._leases
     del view
-    book.take_ended(everything=True)
+    book.take_ended([], everything=True)
     view = view_of(book, buffer, "k")
     book.give_back(number)
-    book.take_ended(everything=True)
+    book.take_ended([], everything=True)
     segment.remove(entry.digest)
     assert slot_state(segment, entry) is SlotState.DOOMED
     assert view is not None

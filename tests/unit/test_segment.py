@@ -408,7 +408,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     @rule(data=st.data())
     def let_go_of_a_view(self, data: st.DataObject) -> None:
         session = self.views.pop(data.draw(st.integers(0, len(self.views) - 1)))[0]
-        assert self.books[session].take_ended(everything=True) == []
+        assert self.books[session].take_ended([], everything=True) == []
 
     @rule(key=st.sampled_from(KEYS))
     def remove(self, key: str) -> None:

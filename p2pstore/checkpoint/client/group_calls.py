@@ -16,7 +16,7 @@ from p2pstore import arguments
 from p2pstore.access.keyring import parse_peer_id
 from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
-from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_connection import LocalConnection, Request
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import check_checkpoint_name, format_peer_id
@@ -109,10 +109,9 @@ class CheckpointGroups:
         the peer does not answer within `patience_seconds`."""
         connection, kind, request, reply_type = job
         news_kind, news_type = news
+        ahead = Request(connection, kind, request, reply_type, self._timeout)
         try:
-            ahead = await connection.request_ahead(
-                kind, request, reply_type, progress_seconds=self._timeout
-            )
+            await ahead.send()
             seen = 0
             while True:
                 reply = await connection.request(
@@ -128,6 +127,7 @@ class CheckpointGroups:
                     seen = reply.number
                     await self._driver.sleep(PAUSE_SECONDS)
         finally:
+            ahead.abandon()
             if close:
                 connection.close()
 

@@ -46,11 +46,9 @@ class ColdStore(Protocol):
 
     def find(self, digest: bytes) -> ColdEntry | None:
         """The whole object that lies there."""
-        ...
 
     def discard(self, digest: bytes, up_to: Version) -> bool:
         """Versions up to this one are never to be seen again. Whether there was one."""
-        ...
 
     def set_care(
         self,
@@ -63,22 +61,18 @@ class ColdStore(Protocol):
         expires_unix_ms: int | None = None,
     ) -> bool:
         """Change how firmly a version is kept, or (unless None) when it ends. Whether it lies there."""
-        ...
 
     def digests(self, namespace: bytes | None) -> Iterator[Sequence[bytes]]:
         """Those of all objects, or of a namespace by its digest, that are there now: at most 64 a step, or none. Others
         may come and go while they are gone through."""
-        ...
 
     def prepare_entries(self, namespace: str) -> bool:
         """A step towards `entries`, of a few milliseconds. Whether that takes no more than it gives by now."""
-        ...
 
     def entries(
         self, namespace: str, prefix: str, after: str, limit: int
     ) -> tuple[Sequence[ColdEntry], bool]:
         """Objects in the order of their keys, above `after`, and whether there are more."""
-        ...
 
 
 class Page(NamedTuple):

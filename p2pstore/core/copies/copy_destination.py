@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
@@ -23,7 +24,7 @@ from p2pstore.memory.segment_layout import (
     digests_in_slots,
     encode_trailer,
 )
-from p2pstore.objects import key_digest, namespace_digest
+from p2pstore.objects import ZERO_VERSION, key_digest, namespace_digest
 from p2pstore.put_facts import MAX_REPLICAS
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.failover import PullFailed
@@ -269,9 +270,10 @@ class CopiesDestination:
                 wanted.append(place)
             else:
                 self.codes[place] = code
-        namespace, sizes = self._wanted_copies[0].trailer.namespace, list(map(self._size_of, wanted))
+        namespace, sizes = self._wanted_copies[0].trailer.namespace, map(self._size_of, wanted)
+        rooms = [(*size, sum(1 for _ in alike)) for size, alike in groupby(sizes)]
         yield
-        made = yield from reserve_many(core, sizes, session=self._session, namespace=namespace, now=now)
+        made = yield from reserve_many(core, rooms, session=self._session, namespace=namespace, now=now)
         for place, reserved in zip(wanted, made, strict=True):
             if isinstance(reserved, Exception):
                 self.codes[place] = int(Code.CAPACITY_EXCEEDED)
@@ -337,7 +339,10 @@ class CopiesDestination:
         namespace = core.namespace_digest(self._wanted_copies[0].trailer.namespace)
         new: list[tuple[int, Written]] = []
         places = sorted(self._reservations.keys() & set(brought))
-        unknown = new_here(core, [self._wanted_copies[place].slot.digest for place in places])
+        slots = [self._wanted_copies[place].slot for place in places]
+        unknown = new_here(core, [slot.digest for slot in slots])
+        oldest = min((slot.version for slot in slots), default=ZERO_VERSION)
+        doubtful = floors.forbidden(unknown, namespace, oldest)
         for place in places:
             slot, trailer = self._wanted_copies[place]
             if core.earlier_life.distrusts(self._operation, slot.version):
@@ -346,7 +351,7 @@ class CopiesDestination:
             row = Written(number, slot.digest, slot.version, trailer, slot.length)
             if slot.digest not in unknown:  # an older version, or one that came meanwhile
                 self._publish_one(place, row, now)
-            elif not floors.forbids(slot.digest, namespace, slot.version):
+            elif slot.digest not in doubtful or not floors.forbids(slot.digest, namespace, slot.version):
                 new.append((place, row))
         self._publish_new(new, now)
 

@@ -243,15 +243,13 @@ class FloorSet:
         self._hash ^= record_hash
         self.count += sign * floor.keys
         self._cost_bytes += sign * floor.cost_bytes
-        for counter, key in (
-            (self._minutes, floor.clock >> MINUTE_BITS),
-            (self._records_of, floor.signer),
-        ):
-            counter[key] += sign * (floor.keys if counter is self._minutes else 1)
-            if not counter[key]:
-                del counter[key]
-        if floor.signer not in self._records_of:
-            del self._names[floor.signer]
+        minute = floor.clock >> MINUTE_BITS
+        self._minutes[minute] += sign * floor.keys
+        if not self._minutes[minute]:
+            del self._minutes[minute]
+        self._records_of[floor.signer] += sign
+        if not self._records_of[floor.signer]:
+            del self._records_of[floor.signer], self._names[floor.signer]
 
     def raise_horizon(self, stamps: Mapping[Member, int]) -> bool:
         """Floors up to these stamps are gone, here or elsewhere. Whether that was new."""

@@ -232,17 +232,14 @@ class PartitionSets:
 
     def set_hash(self, partition: int) -> int:
         """XOR of xxh3-64 over what is held of it."""
-        slot = self._slot(partition)
-        return self._made().hash(slot)
+        return self._made().hash(self._slot(partition))
 
     def size_bytes(self, partition: int) -> int:
-        slot = self._slot(partition)
-        return LOCATION_BYTES * self._made().count(slot)
+        return LOCATION_BYTES * self._made().count(self._slot(partition))
 
     def pack(self, partition: int) -> bytes:
         """The packed location records held of it."""
-        slot = self._slot(partition)
-        return self._made().pack(slot)
+        return self._made().pack(self._slot(partition))
 
     def _made(self) -> LocationIndex:
         if self._index is None:

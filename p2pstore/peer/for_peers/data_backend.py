@@ -194,10 +194,7 @@ class PeerDataBackend:
 
     async def _own_snapshot(self) -> tuple[SnapshotReply, Sequence[BytesLike]]:
         """Of a million records it would hold the loop for 20 ms at once."""
-        log = self._core.gossip.log
-        with log.copying() as copy:
-            while not log.copy_on(copy):
-                await trio.lowlevel.checkpoint()
+        copy = await take_turns(self._core.gossip.log.copy_in_steps())
         head = copy.head
         reply = SnapshotReply(self._core.member, copy.incarnation, head.sequence, head.set_hash)
         return reply, copy.parts

@@ -27,6 +27,7 @@ from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
 from p2pstore.memory.segment_layout import GRANULE_BYTES, Slot, round_up
 from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, SIZE_UNIT_BYTES, Announced
+from p2pstore.runtime.side_by_side import threads_for
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.failover import PullFailed
@@ -44,7 +45,9 @@ logger = logging.getLogger("p2pstore.peer")
 
 MAX_REQUESTS_UNDER_WAY: Final = 512
 PULLED_AT_ONCE: Final = 4
-"""Requests of up to 16 MiB, or of one larger object, for which there is room at the same time."""
+"""Requests of up to 32 MiB, or of one larger object, for which there is room at the same time."""
+MAX_IN_TURNS: Final = 2
+"""Threads that gain less than the wait for the interpreter costs."""
 NO_WRITER: Final = -1
 """The hash of no writer: only the announced version will do."""
 _SILENT: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
@@ -108,7 +111,8 @@ class TakenCopies:
 
     async def _copy_mapped(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> list[int]:
         """The lengths of what the memory of a holder on the same host gave, -1 for what it did not; none where it is
-        not mapped. In turns of the event loop: a thread would wait for the interpreter of a busy one, up to 5 ms."""
+        not mapped. A window is copied in turns of the event loop, unless many cores share it: a thread would wait for
+        the interpreter of a busy one, up to 5 ms."""
         shm, copy = self._node.shm, self._copy_of(holder, rooms[0].slot)
         if shm is None or shm.why_not(copy):
             return []
@@ -118,13 +122,16 @@ class TakenCopies:
             return []
         lengths = [-1] * len(rooms)
         for reader in mapped.readers:
-            spots = reader.spots_told((room.slot, room.sums) for room in rooms)
-            views = [rooms[place].view for place in spots.places]
-            if sum(spots.lengths) > WINDOW_BYTES:  # one object
+            left = [place for place, length in enumerate(lengths) if length < 0]
+            spots = reader.spots_told((rooms[place].slot, rooms[place].sums) for place in left)
+            places = [left[place] for place in spots.places]
+            views = [rooms[place].view for place in places]
+            length_bytes = sum(spots.lengths)
+            if length_bytes > WINDOW_BYTES or threads_for(length_bytes) > MAX_IN_TURNS:
                 good = await copy_spots(self._node.pool.driver, reader, spots, views)
             else:
                 good = await take_turns(reader.copy_steps(spots, views, most_threads=1))
-            for place, length, fine in zip(spots.places, spots.lengths, good, strict=True):
+            for place, length, fine in zip(places, spots.lengths, good, strict=True):
                 if fine:
                     lengths[place] = length
         return lengths
@@ -183,6 +190,8 @@ class DataRequests:
     async def ask(self, effect: AskPeer) -> None:
         reply: Reply = None
         begin = self._node.now
+        if effect.kind == DataKind.PUSH:  # what a client waits for leaves first
+            await trio.lowlevel.checkpoint()
         async with self._limiter:
             with trio.move_on_after(effect.timeout_seconds):
                 try:

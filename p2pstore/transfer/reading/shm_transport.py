@@ -156,12 +156,11 @@ class _MappedPeer:
         """End leases, with the next frame that is sent."""
         self.ended += [grant.lease for grant in leased.items if not grant.error.code]
 
-    def take_releases(self) -> list[bytes]:
-        """The frames that tell the holder of ended leases, if any."""
-        ended, self.ended = self.ended, []
-        if not ended:
-            return []
-        return [encode_frame(LocalKind.RELEASE, 0, Release(ended), flags=ONE_WAY)]
+    def take_releases(self, frames: list[bytes]) -> None:
+        """Add the frame that tells the holder of ended leases, if any."""
+        if ended := self.ended[:]:
+            frames.append(encode_frame(LocalKind.RELEASE, 0, Release(ended), flags=ONE_WAY))
+            del self.ended[: len(ended)]
 
     def usable(self) -> bool:
         connection = self.connection  # another thread may close it

@@ -88,6 +88,8 @@ class RequestTasks:
         nursery.start_soon(self._answer, header, message, body_bytes)
 
     async def _answer(self, header: FrameHeader, message: Message, body_bytes: int) -> None:
+        if header.kind == DataKind.PUSH:  # what a client waits for comes first
+            await trio.lowlevel.checkpoint()
         if header.kind not in LARGE_ANSWERS:
             await self._send(header, *await self._make(header, message, body_bytes))
             return

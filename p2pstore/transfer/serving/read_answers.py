@@ -353,13 +353,10 @@ class ReadSource(Protocol):
     ) -> LentObject | ObjectReply | None:
         """An object in memory, to be sent to the peer `reader` or a client of it. It stays there until `end_loan`.
         Otherwise why it is not sent, for the event loop, which `decides`; None for other threads. Never blocks."""
-        ...
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         """The answer to GET_SMALL of the peer `reader`, or of a client of it; the objects stay there until `end_loan`.
         None when it takes the event loop to say, or another look."""
-        ...
 
     def end_loan(self, handle: Any) -> None:
         """The end of `lend` or `lend_small`, in the same thread."""
-        ...
