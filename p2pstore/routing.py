@@ -110,10 +110,8 @@ class Router:
         bound = self.load_bound * sum(waiting.get(peer, 0.0) for peer in peers) / max(1, len(peers))
         routes = []
         for peer in peers:
-            fetch_costs, queue = (
-                self._fetch_costs(peer, (estimates or {}).get(peer)),
-                waiting.get(peer, 0.0),
-            )
+            fetch_costs = self._fetch_costs(peer, (estimates or {}).get(peer))
+            queue = waiting.get(peer, 0.0)
             routes.append(
                 self._route(peer, block_count, own.get(peer), known, queue, bound, fetch_costs)
             )

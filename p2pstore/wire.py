@@ -305,7 +305,6 @@ class Signer(Protocol):
 
     def sign(self, message: bytes) -> bytes:
         """A 64-byte signature."""
-        ...
 
 
 class Verifier(Protocol):

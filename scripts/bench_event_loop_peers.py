@@ -119,7 +119,6 @@ class Requests:
         self.clock = harness.clock_at(0.0)
 
     def ask(self, what: str, kind: int, request: Any) -> None:
-        """A data request."""
         core, world, sender = self.world.core, self.world, self.other.peer_id
         body = encode_body(request)
         decoded = measure(f"{what}, decoded", lambda: decode_body(REQUESTS[kind], body))
@@ -127,7 +126,6 @@ class Requests:
         world.ticks(f"{what}, later", 2.0)
 
     def tell(self, what: str, kind: ControlKind, request: Any) -> None:
-        """A message of gossip."""
         core, world, sender = self.world.core, self.world, self.other.peer_id
         body = encode_body(request)
         decoded = measure(f"{what}, decoded", lambda: decode_body(GOSSIP[kind], body))

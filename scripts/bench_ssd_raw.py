@@ -66,7 +66,6 @@ def _compare(
 
 
 def load_name(load: Load) -> str:
-    """For people."""
     return f"{load.operation} {format_bytes(load.block_bytes)}, {load.depth} at a time"
 
 
@@ -124,8 +123,6 @@ async def keep_up(
 
 
 async def _load(disk: FileDisk, load: Load, seconds: float, seed: int) -> Measured:
-    """Random requests to the disk."""
-
     async def request(buffer: memoryview, rng: Random) -> None:
         position = rng.randrange(disk.size_bytes // load.block_bytes) * load.block_bytes
         if load.operation == "read":

@@ -4,35 +4,36 @@ plain servers in processes of their own."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
+import numpy as np
 import trio
 
+from mooncake_p2p.commands.bench import Result
 from mooncake_p2p.commands.bench import machine as machine
+from p2pstore.local.peer_processes import PeerProcess
 from p2pstore.objects import KIB, MIB
+from p2pstore.runtime.streams import tune_tcp
+
+STOP_SECONDS: Final = 10.0
 
 
-@dataclass
-class Row:
-    """One figure. `against` names what it was compared with in the same run; `ratio` is value / baseline."""
+@dataclass(frozen=True, slots=True)
+class Row(Result):
+    """One figure; `wanted` says what it should be, for the reader."""
 
-    name: str
-    value: float
-    unit: str
-    against: str = ""
-    baseline: float | None = None
-    ratio: float | None = None
     wanted: str = ""
 
 
@@ -52,7 +53,6 @@ class Report:
         baseline: float | None = None,
         wanted: str = "",
     ) -> Row:
-        """Add a figure; `wanted` says what it should be, for the reader."""
         ratio = value / baseline if baseline else None
         row = Row(name, value, unit, against, baseline, ratio, wanted)
         self.rows.append(row)
@@ -60,7 +60,6 @@ class Report:
         return row
 
     def print(self) -> None:
-        """The table."""
         from rich.console import Console
         from rich.table import Table
 
@@ -102,8 +101,31 @@ class Report:
             lines.append(f"| {name} | {' | '.join(cells)} |")
         return "\n".join(lines) + "\n"
 
+    def draw(self, path: str) -> None:
+        """A picture: a bar for each row that has a baseline, value / baseline, with what is wanted beside."""
+        try:
+            import matplotlib
+        except ImportError:
+            sys.exit("--plot needs matplotlib, which scripts/setup installs")
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        rows = [row for row in reversed(self.rows) if row.ratio is not None]
+        figure, axis = pyplot.subplots(figsize=(12, 1 + 0.35 * len(rows)), layout="constrained")
+        bars = axis.barh(
+            [f"{row.name} ({row.unit}) / {row.against}" for row in rows],
+            [row.ratio or 0.0 for row in rows],
+        )
+        wanted = [f"   wanted {row.wanted}" if row.wanted else "" for row in rows]
+        labels = [f"{row.ratio:.2f}{each}" for row, each in zip(rows, wanted, strict=True)]
+        axis.bar_label(bars, labels, padding=3)
+        axis.axvline(1.0, color="grey", linewidth=0.8)
+        axis.set(title=self.title, xlabel="value / baseline", xscale="log")
+        axis.margins(x=0.6)
+        figure.savefig(path, dpi=100)
+        pyplot.close(figure)
+
     def write(self, path: str) -> None:
-        """The JSON document."""
         document = {"results": [asdict(row) for row in self.rows], "machine": machine()}
         Path(path).write_text(json.dumps(document, indent=2) + "\n")
 
@@ -127,13 +149,11 @@ def arguments(description: str, parts: Sequence[str] = ()) -> argparse.Namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark takes, for those that take more."""
     parser.add_argument("--quick", action="store_true", help="fewer repeats; under two minutes")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
 
 
 def add_cores_apart(parser: argparse.ArgumentParser) -> None:
-    """The option that `Cores` is about."""
     parser.add_argument(
         "--cores-apart",
         action="store_true",
@@ -203,7 +223,6 @@ async def paired_times_async(
     repeats: int,
     warm_up: int = 2,
 ) -> tuple[float, float]:
-    """`paired_times` for what is awaited."""
     one: list[float] = []
     other: list[float] = []
     for number in range(repeats + warm_up):
@@ -218,24 +237,15 @@ async def paired_times_async(
 @contextmanager
 def peer(folder: Path, name: str, *options: str) -> Iterator[dict[str, object]]:
     """A peer process; yields its `ready` document with its `pid`."""
-    command = [sys.executable, "-m", "mooncake_p2p", "join", "--name", name]
-    if "--listen" not in options:
-        command += ["--listen", "127.0.0.1:0"]
-    command += ["--state-dir", str(folder / name)]
-    command += ["--socket", str(folder / f"{name}.sock"), "--log-level", "warning", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = PeerProcess(folder, name)
+    listen = [] if "--listen" in options else ["--listen", "127.0.0.1:0"]
+    process.start(["--name", name, *listen, "--log-level", "warning", *options])
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line.startswith("ready "):
-            sys.exit(f"the peer {name} did not start")
-        yield {**json.loads(line.removeprefix("ready ")), "pid": process.pid}
+        process.wait_until_ready()
+        yield {**process.ready, "pid": process.process_id}
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process.end()
+        process.reap(time.monotonic() + STOP_SECONDS)
 
 
 @contextmanager
@@ -252,6 +262,40 @@ def child(serve: Callable[[], None]) -> Iterator[int]:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+@contextmanager
+def plain_sockets(size: int, count: int, cores: Cores) -> Iterator[Callable[[memoryview], None]]:
+    """Ask another process for `size` bytes over a kept TCP connection with blocking sockets: for one after the other of
+    `count` values, since what was sent just now is in the processor's cache."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def serve() -> None:
+        payload = np.ones(size * count, np.uint8).data
+        connection, _ = listener.accept()
+        tune_tcp(connection)
+        values = itertools.cycle(range(0, size * count, size))
+        while connection.recv(1):
+            first = next(values)
+            for start in range(first, first + size, MIB):
+                connection.sendall(payload[start : start + MIB])
+
+    with ExitStack() as stack:
+        with cores.holder():
+            stack.enter_context(child(serve))
+        listener.close()
+        client = socket.create_connection(("127.0.0.1", port))
+        tune_tcp(client)
+
+        def fetch(into: memoryview) -> None:
+            client.sendall(b"x")
+            position = 0
+            while position < size:
+                position += client.recv_into(into[position : position + MIB])
+
+        yield fetch
+        client.close()
 
 
 QUESTION = bytes(35)

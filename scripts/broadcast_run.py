@@ -64,7 +64,6 @@ class Peer(PeerProcess):
         return 0.0 if self.has_ended else cpu_seconds(self.process_id)
 
     def members(self) -> int:
-        """How many living members it sees."""
         with blocking.connect(str(self.socket), timeout=READY_SECONDS) as client:
             return sum(each.status == "alive" for each in client.peers())
 
@@ -190,14 +189,12 @@ class Broadcast:
         self.fetches: list[Fetch] = []
 
     def make_files(self, total_bytes: int) -> None:
-        """Random bytes, in four files."""
         self.published.mkdir()
         for number in range(4):
             length = total_bytes * (number + 1) // 4 - total_bytes * number // 4
             (self.published / f"model-{number}.safetensors").write_bytes(os.urandom(length))
 
     def publish(self, piece_bytes: int) -> int:
-        """Publish them; how many pieces that are."""
         with blocking.connect(str(self.source.socket), timeout=FETCH_SECONDS) as client:
             done = client.checkpoints.publish(self.name, self.published, piece_bytes=piece_bytes)
         return done.pieces

@@ -54,11 +54,9 @@ class Indexer:
         self._ask("/register", {**about, "block_size": BLOCK_TOKENS})
 
     def unregister(self, number: int) -> None:
-        """Have it forget an engine."""
         self._ask("/unregister", {"instance_id": number, "model_name": MODEL})
 
     def query(self, number: int, tokens: list[int]) -> dict[str, Any]:
-        """What it says of an engine and this prompt, in tokens."""
         answer = self._ask("/query", {"token_ids": tokens, "model_name": MODEL})
         nothing = {"longest_matched": 0, "gpu": 0, "cpu": 0, "disk": 0}
         found: dict[str, Any] = answer["instances"].get(str(number), nothing)
@@ -100,7 +98,6 @@ class Told:
         threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
 
     def begin(self) -> None:
-        """Start the engine."""
         config = self.world.tier(self.name)
         extra = config["kv_connector_extra_config"]
         extra["self_describing_kv_events"] = True
@@ -119,8 +116,6 @@ class Told:
         post(self.engine.port, prompt(0, 8), keep_cache=True, max_tokens=1)
 
     def until_told(self, truth: Callable[[], set[int]], what: str) -> None:
-        """Have the index equal the truth."""
-
         def equal() -> bool:
             self.step()
             return self.indexer.stored(self.number) == truth()

@@ -173,7 +173,6 @@ class World:
         return sum(there)
 
     def pinned(self, name: str) -> int:
-        """The number of blocks that are pinned."""
         with blocking.connect(self.socket(name), namespace=WEIGHTS) as client:
             keys = client.list_keys(limit=100_000).keys
         return sum(each.pin == "soft" and not each.key.startswith(PROBE_KEY) for each in keys)

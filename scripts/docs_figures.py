@@ -37,7 +37,6 @@ class Figure:
 
 
 def draw(figure: Figure) -> str:
-    """The figure as SVG."""
     top = _round_up(max(max(values) for values in figure.series.values()))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
@@ -116,14 +115,12 @@ def figures(page: str) -> dict[str, Figure]:
 
 
 def write(folder: Path = FIGURES) -> None:
-    """Draw all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures(MEASUREMENTS.read_text(encoding="utf-8")).items():
         (folder / name).write_text(draw(figure), encoding="utf-8")
 
 
 def _row(page: str, start: str) -> list[str]:
-    """The cells of the first row that begins so."""
     found = re.search(rf"^\| {re.escape(start)}.*$", page, re.MULTILINE)
     if found is None:
         raise ValueError(f"docs/measurements.md has no row that begins with {start!r}")

@@ -123,7 +123,6 @@ def take_status_page(folder: Path) -> None:
 
 
 def main() -> None:
-    """Take both pictures."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="p2p") as name:
         session = Session(Path(name))

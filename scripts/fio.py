@@ -47,7 +47,6 @@ class Fio:
         self.engine = next(engine for engine in ("io_uring", "libaio") if self._works(engine))
 
     def run(self, load: Load, seconds: float) -> Measured:
-        """Keep the load up for so long."""
         done = subprocess.run(self._command(self.engine, load, seconds), capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"fio failed: {done.stderr or done.stdout}")

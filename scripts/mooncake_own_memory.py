@@ -143,7 +143,6 @@ class OwnMemoryBench:
         self._forget()
 
     def _fill(self, size: int) -> None:
-        """More than there is room for."""
         for side in self._sides:
             count = side.segment_bytes * 5 // 4 // max(size, 64 * KIB)
             side.program.ask("overfill", prefix=self._prefix(), count=count, size=max(size, 64 * KIB))

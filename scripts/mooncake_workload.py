@@ -56,7 +56,6 @@ class Workload:
         return int(self._memory.ctypes.data)
 
     def fill(self, prefix: str, count: int, size: int, replicas: int = 1) -> int:
-        """Put `count` objects; returns how many are there."""
         config = self._config(replicas)
         self._memory[:size] = _content(size)  # what was read lies there
         for number in range(count):
@@ -207,7 +206,6 @@ class Workload:
         return {"worked": worked, "failed": failed, "longest_gap": gap, "wrong_until": wrong}
 
     def close(self) -> None:
-        """Close the store."""
         self._store.close()
 
 

@@ -65,7 +65,6 @@ class Image:
 
 
 def cache_folder() -> Path:
-    """Where kernels are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "p2pstore" / "rdma_vm"
 
@@ -270,7 +269,6 @@ def _python_of_venv() -> str:
 
 
 def pyverbs_link() -> Path:
-    """Where `.venv` has pyverbs."""
     found = sorted(VENV.glob("lib/python3*/site-packages"))
     return (found[0] if found else VENV) / "pyverbs"
 

@@ -33,7 +33,6 @@ class MooncakeDistributedStore:
         return 0
 
     def register_buffer(self, address: int, size: int) -> int:
-        """Nothing to do."""
         return 0
 
     def put_from(self, key: str, address: int, size: int, config: Any = None) -> int:
@@ -44,7 +43,6 @@ class MooncakeDistributedStore:
         return 0 if self._connection.line() in (b"+OK", b"$-1") else -1
 
     def get_into(self, key: str, address: int, size: int) -> int:
-        """GET."""
         self._connection.command(b"GET", key)
         return self._connection.bulk_into(_view(address, size))
 
@@ -66,7 +64,6 @@ class MooncakeDistributedStore:
         ]
 
     def is_exist(self, key: str) -> int:
-        """EXISTS."""
         self._connection.command(b"EXISTS", key)
         return int(self._connection.line()[1:])
 
@@ -116,12 +113,10 @@ class _Connection:
         self._queued.append(b"".join(parts))
 
     def flush(self) -> None:
-        """Send what was queued."""
         self._socket.sendall(b"".join(self._queued))
         self._queued.clear()
 
     def command(self, *words: bytes | str) -> None:
-        """Send a command."""
         self.queue(*words)
         self.flush()
 
@@ -136,7 +131,6 @@ class _Connection:
                 left[0] = left[0][sent:]
 
     def line(self) -> bytes:
-        """The next line, without its end."""
         while (end := self._have.find(b"\r\n")) < 0:
             piece = self._socket.recv(65536)
             if not piece:

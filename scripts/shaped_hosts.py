@@ -46,7 +46,6 @@ class NoNamespaces(Exception):
 
 
 def address_of(number: int) -> str:
-    """Of host `number`, from 1 on."""
     if not 1 <= number <= MAX_HOSTS:
         raise ValueError(f"hosts are numbered from 1 to {MAX_HOSTS}, not {number}")
     return f"10.77.{number // 250}.{number % 250 + 1}"
@@ -93,11 +92,9 @@ class Namespace:
 
     @property
     def process_id(self) -> int:
-        """Of the process that it belongs to."""
         return self._holder.pid
 
     def command(self, *arguments: str) -> list[str]:
-        """This command, run in here."""
         return ["nsenter", "--target", str(self.process_id), "--net", "--mount", *arguments]
 
     def run(self, lines: Sequence[str]) -> None:
@@ -127,7 +124,6 @@ class Namespace:
                 _enter(outside)
 
     def close(self) -> None:
-        """End it; what still runs in it keeps it."""
         for pipe in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
             if pipe is not None:
                 with suppress(OSError):
@@ -208,14 +204,12 @@ class Network:
         return host
 
     def reshape(self, bits_per_second: int) -> None:
-        """Another rate for all links."""
         rate = f"rate {bits_per_second}bit ceil {bits_per_second}bit quantum 60000"
         for host in self.hosts:
             for where, interface in ((host, INTERFACE), (self._bridge, f"link{host.number}")):
                 where.run([f"tc class change dev {interface} parent 1: classid 1:1 htb {rate}"])
 
     def close(self) -> None:
-        """End all of it."""
         for host in self.hosts:
             host.close()
         self._bridge.close()

@@ -65,7 +65,6 @@ def parts(name: str) -> tuple[str, ...]:
 
 
 def parts_of(measure: str) -> list[str]:
-    """The parts of one measure, or of `all`."""
     return list(dict.fromkeys(part for name in names_of(measure) for part in parts(name)))
 
 
@@ -83,7 +82,6 @@ def _sizes(name: str, quick: bool) -> tuple[int, ...]:
 
 
 def take(name: str, case: Case) -> Taken:
-    """Take one; in a process of its own."""
     begin = time.perf_counter()
     if name == FETCH_CHOICE:
         with Path(os.environ["P2PSTORE_TRACE"]).open("rb") as lines:

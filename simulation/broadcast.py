@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from random import Random
 from typing import Final
 
@@ -124,6 +125,16 @@ class BroadcastOutcome:
     trace_hash: str
 
 
+class Fate(Enum):
+    """How a receiver behaves: see `BroadcastScenario`."""
+
+    HEALTHY = "healthy"
+    SLOW = "slow"
+    DYING = "dying"
+    HOSTILE = "hostile"
+    SILENT = "silent"
+
+
 class _Link:
     """Up and down of one host."""
 
@@ -145,7 +156,7 @@ class _Peer:
         self.machine = machine
         self.joined_at = joined_at
         self.alive = True
-        self.slow = self.dies = self.hostile = self.silent = False
+        self.fate = Fate.HEALTHY
         self.linked: set[int] = set()
         self.fetching: set[tuple[int, int]] = set()
         self.wakes_at = math.inf
@@ -186,7 +197,7 @@ class Broadcast:
         self._known = frozenset(member for member, peer in self.peers.items() if peer.joined_at == 0.0)
         for peer in self.peers.values():
             kernel.at(peer.joined_at, lambda peer=peer: self._join(peer))  # type: ignore[misc]
-            if peer.dies:
+            if peer.fate is Fate.DYING:
                 kernel.at(scenario.shortest_seconds / 2, lambda peer=peer: self._die(peer))  # type: ignore[misc]
         kernel.run_until(
             scenario.give_up_after * scenario.shortest_seconds + joining,
@@ -214,15 +225,18 @@ class Broadcast:
             )
             self.peers[member] = _Peer(member, host, link, machine, 0.0)
         rng.shuffle(receivers)
-        for share, mark in (
-            (scenario.slow_share, self._make_slow),
-            (scenario.dying_share, self._make_dying),
-            (scenario.hostile_share, self._make_hostile),
-            (scenario.silent_share, self._make_silent),
+        for share, fate in (
+            (scenario.slow_share, Fate.SLOW),
+            (scenario.dying_share, Fate.DYING),
+            (scenario.hostile_share, Fate.HOSTILE),
+            (scenario.silent_share, Fate.SILENT),
         ):
             count = math.ceil(share * scenario.receivers)
             for member in receivers[:count]:
-                mark(self.peers[member])
+                peer = self.peers[member]
+                peer.fate = fate
+                if fate is Fate.SLOW:
+                    peer.link.seconds_per_byte /= scenario.slow_speed
             del receivers[:count]
         self._unfinished = sum(self._counts(peer) for peer in self.peers.values())
 
@@ -231,23 +245,9 @@ class Broadcast:
         number = member % parts
         return full_map(pieces * (number + 1) // parts) & ~full_map(pieces * number // parts)
 
-    def _make_slow(self, peer: _Peer) -> None:
-        peer.slow = True
-        peer.link.seconds_per_byte /= self.scenario.slow_speed
-
-    def _make_dying(self, peer: _Peer) -> None:
-        peer.dies = True
-
-    def _make_hostile(self, peer: _Peer) -> None:
-        peer.hostile = True
-
-    def _make_silent(self, peer: _Peer) -> None:
-        peer.silent = True
-
     def _counts(self, peer: _Peer) -> bool:
         """Whether it is waited for: healthy receivers are."""
-        unwell = peer.slow or peer.dies or peer.hostile or peer.silent
-        return not (unwell or peer.member == SOURCE)
+        return peer.fate is Fate.HEALTHY and peer.member != SOURCE
 
     def _join(self, peer: _Peer) -> None:
         known = self._known | {peer.member}
@@ -371,7 +371,7 @@ class Broadcast:
     def _serve(self, sender: _Peer, receiver: _Peer, piece: int) -> None:
         if not sender.machine.have >> piece & 1:
             raise AssertionError(f"{sender.member} serves piece {piece}, which it does not have")
-        if sender.silent:
+        if sender.fate is Fate.SILENT:
             return
         now, size = self.kernel.now, self._sizes[piece]
         if sender.host == receiver.host:
@@ -404,7 +404,7 @@ class Broadcast:
             self.scenario.latency, lambda: self._deliver(receiver, (sender.member,), served)
         )
         event: Event = PieceArrived(sender.member, piece)
-        if sender.hostile:
+        if sender.fate is Fate.HOSTILE:
             event = PieceFailed(sender.member, piece, PieceFailure.BAD)
         self._end_fetch(receiver, sender, piece, event)
 
@@ -415,7 +415,7 @@ class Broadcast:
         if isinstance(event, PieceArrived):
             self._arrived += 1
         elif isinstance(event, PieceFailed) and event.why is PieceFailure.BAD:
-            self._bad_pieces += not receiver.hostile
+            self._bad_pieces += receiver.fate is not Fate.HOSTILE
         self._happens(receiver, event)
 
     # --- what came of it ---------------------------------------------------------------------
@@ -431,13 +431,13 @@ class Broadcast:
         slow = [
             (peer.finished_at - peer.joined_at) / scenario.shortest_seconds
             for peer in self.peers.values()
-            if peer.slow
+            if peer.fate is Fate.SLOW
         ]
         copies = [
             self._hosts[host].received_bytes / size
             for host in {peer.host for peer in self.peers.values() if self._counts(peer)}
         ]
-        hostile = {peer.member for peer in self.peers.values() if peer.hostile}
+        hostile = {peer.member for peer in self.peers.values() if peer.fate is Fate.HOSTILE}
         return BroadcastOutcome(
             last=max(healthy),
             mean=sum(healthy) / len(healthy),

@@ -198,13 +198,11 @@ class FaultyDisk:
 
     @property
     def size_bytes(self) -> int:
-        """As `Disk` has it."""
         return len(self._platter.visible)
 
     async def read_into(
         self, position: int, buffers: Sequence[memoryview], check: Check | None = None
     ) -> None:
-        """As `Disk` has it."""
         refuse_closed(self._closed)
         length = checked_bytes(position, buffers, self.size_bytes, reading=True)
         self.happened["reads"] += 1
@@ -229,7 +227,6 @@ class FaultyDisk:
             check()
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
-        """As `Disk` has it."""
         refuse_closed(self._closed)
         length = checked_bytes(position, buffers, self.size_bytes, reading=False)
         self.happened["writes"] += 1
@@ -269,7 +266,6 @@ class FaultyDisk:
         self._platter.write(write)
 
     async def sync(self) -> None:
-        """As `Disk` has it."""
         refuse_closed(self._closed)
         self.happened["syncs"] += 1
         covered, failures = self._platter.written, self.happened["sync_error"]
@@ -291,12 +287,10 @@ class FaultyDisk:
         return Waits(now - begun, now - max(begun, self._last_end))
 
     async def inspect(self) -> None:
-        """As `Disk` has it."""
         if self.pause is not None:
             await self.pause(self.faults.latency_seconds)
 
     def close(self) -> None:
-        """As `Disk` has it; `reopen` undoes it."""
         self._closed = True
 
     def reopen(self) -> None:
@@ -322,7 +316,6 @@ class FaultyDisk:
         return bytes(self._platter.visible[position : position + length])
 
     def poke(self, position: int, data: bytes) -> None:
-        """As if this had always been there. Any position, any length."""
         self._platter.put(position, data)
 
     async def _wait(self) -> None:

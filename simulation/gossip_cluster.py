@@ -80,7 +80,6 @@ class GossipCluster:
     # --- life --------------------------------------------------------------------------------
 
     def add_peer(self) -> GossipPeer:
-        """One more host; it is not booted."""
         peer = self._make_peer(self, self._numbers)
         self._numbers += 1
         self.peers.append(peer)
@@ -155,7 +154,6 @@ class GossipCluster:
             self.problems.append(f"at {self.kernel.now:.3f} s: {text}")
 
     def member_changed(self, peer: GossipPeer, change: MemberChange) -> None:
-        """A peer changed its mind about another."""
         self.on_change(peer, change)
 
     def disconnect(self, peer: GossipPeer, other: PeerId) -> None:
@@ -165,7 +163,6 @@ class GossipCluster:
             self.network.disconnect(peer.number, target.number)
 
     def close_spare(self, peer: GossipPeer) -> None:
-        """A peer closes connections that it does not need."""
         wanted = {
             target.number
             for peer_id in peer.gossip.view.neighbours()
@@ -191,7 +188,6 @@ class GossipCluster:
     # --- questions ---------------------------------------------------------------------------
 
     def totals(self) -> Totals:
-        """Traffic of all peers until now."""
         traffic = [peer.traffic for peer in self.peers]
         return Totals(
             sum(each.bytes_in for each in traffic),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, Answer, Ask, Contact, ControlKind, Later
 from p2pstore.wire import HEADER_BYTES, Failure, Message, decode_body, encode_body
+from simulation.gossip_data import first_outcome
 from simulation.gossip_network import CONNECTION_ROUND_TRIPS, CONNECTION_SECONDS, MESSAGE_SECONDS
 
 if TYPE_CHECKING:
@@ -54,16 +56,13 @@ class ControlTalk:
 
     @property
     def any_expired(self) -> bool:
-        """Whether `fail_expired` has something to do."""
         return bool(self._expired)
 
     def fail_expired(self) -> None:
-        """Fail the questions that ran out until now."""
         for _ in range(len(self._expired)):
             self._finish(self._expired.popleft(), None)
 
     def _finish(self, token: int, reply: Message | None) -> None:
-        """The outcome of a question: its reply, or None."""
         if token not in self._open:
             return
         self._open.discard(token)
@@ -97,7 +96,6 @@ class ControlTalk:
             self._send(target, self._peer, ask.kind, 0, self._cluster.kernel.now, arrives)
 
     def serve(self, asker: ControlTalk, ask: Ask, body: bytes) -> None:
-        """Answer what another asks."""
         peer = self._peer
         peer.charge(MESSAGE_SECONDS)
         peer.traffic.count_in(len(body))
@@ -162,37 +160,22 @@ class ControlTalk:
         by_address = self._cluster.by_address
         known = (by_address[each] for each in contact.addresses if each in by_address)
         target = next(known, None)
-        finish = _Contacting(self._peer, contact)
+        comes = first_outcome(self._peer, partial(self._contacted, contact))
         if target is not None:
             leaves_at = self._dial(target)
-            arrives = partial(self._contact_arrives, target, finish)
+            arrives = partial(self._contact_arrives, target, comes)
             self._send(self._peer, target, ControlKind.HELLO, 0, leaves_at, arrives)
-        self._cluster.kernel.after(
-            CONTACT_TIMEOUT_SECONDS, lambda: self._peer.arrive(self._life, partial(finish, None))
-        )
+        self._cluster.kernel.after(CONTACT_TIMEOUT_SECONDS, partial(comes, None))
 
-    def _contact_arrives(self, target: GossipPeer, finish: _Contacting) -> None:
+    def _contact_arrives(self, target: GossipPeer, comes: Callable[[GossipPeer | None], None]) -> None:
         if target.running or not target.silent:
-            answer = partial(finish, target if target.running else None)
-            arrives = partial(self._peer.arrive, self._life, answer)
+            arrives = partial(comes, target if target.running else None)
             now = self._cluster.kernel.now
             self._send(target, self._peer, ControlKind.HELLO, 0, now, arrives)
 
-
-class _Contacting:
-    """One contact under way: its first outcome counts."""
-
-    def __init__(self, peer: GossipPeer, contact: Contact) -> None:
-        self._peer = peer
-        self._contact = contact
-        self._done = False
-
-    def __call__(self, found: GossipPeer | None) -> None:
-        if self._done:
-            return
-        self._done = True
-        peer, addresses = self._peer, self._contact.addresses
+    def _contacted(self, contact: Contact, found: GossipPeer | None) -> None:
+        gossip, now = self._peer.gossip, self._peer.now
         if found is None:
-            peer.carry_out(peer.gossip.contact_failed(addresses, peer.now))
+            gossip.contact_failed(contact.addresses, now)
         else:
-            peer.carry_out(peer.gossip.contacted(found.peer_id, addresses, peer.now))
+            gossip.contacted(found.peer_id, contact.addresses, now)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, ParamSpec
 
 from p2pstore.core.serving import pushed_reply, rivals_of
 from p2pstore.gossip.gossip_messages import FetchSnapshot, HomePush, SnapshotHead
@@ -19,6 +20,7 @@ from simulation.gossip_network import MESSAGE_SECONDS
 if TYPE_CHECKING:
     from simulation.gossip_peer import GossipPeer
 
+P = ParamSpec("P")
 SNAPSHOT_BYTES_PER_SECOND: Final = 1e9
 DATA_KIND: Final = 0x80
 """Marks messages of data connections in traces."""
@@ -26,106 +28,81 @@ SNAPSHOT: Final = DATA_KIND | data.DataKind.SNAPSHOT
 PUSH: Final = DATA_KIND | data.DataKind.PUSH
 
 
-class SnapshotFetch:
-    """One snapshot that a peer asked another for; its first outcome counts."""
+def fetch_snapshot(peer: GossipPeer, fetch: FetchSnapshot) -> None:
+    cluster, network = peer.cluster, peer.cluster.network
 
-    def __init__(self, peer: GossipPeer, fetch: FetchSnapshot) -> None:
-        self._peer = peer
-        self._life = peer.life
-        self._fetch = fetch
-        self._done = False
+    def take(head: SnapshotHead | None, packed: bytes) -> None:
+        peer.traffic.data_bytes_in += HEADER_BYTES + len(packed)
+        cluster.snapshots += head is not None
+        peer.install_snapshot(fetch, head, packed)
 
-    def start(self) -> None:
-        """Ask."""
-        peer, cluster = self._peer, self._peer.cluster
-        seconds = self._fetch.timeout_seconds / peer.clock_rate
-        cluster.kernel.after(seconds, lambda: self._comes(None, b""))
-        target = cluster.by_peer_id.get(self._fetch.peer_id)
-        if target is None:
-            return
-        leaves_at = peer.charge(MESSAGE_SECONDS)
-        arrives = partial(self._arrives, target)
-        cluster.network.send(peer.number, target.number, HEADER_BYTES, SNAPSHOT, leaves_at, arrives)
+    comes = first_outcome(peer, take)
+    cluster.kernel.after(fetch.timeout_seconds / peer.clock_rate, lambda: comes(None, b""))
+    target = cluster.by_peer_id.get(fetch.peer_id)
+    if target is None:
+        return
 
-    def _arrives(self, target: GossipPeer) -> None:
-        if target.running:
-            target.arrive(target.life, partial(self._serve, target))
-
-    def _serve(self, target: GossipPeer) -> None:
-        head, packed = log_snapshot(target.gossip, self._fetch.member) or (None, b"")
-        size_bytes = HEADER_BYTES + len(packed)
-        target.traffic.data_bytes_out += size_bytes
+    def serve() -> None:
+        head, packed = log_snapshot(target.gossip, fetch.member) or (None, b"")
         leaves_at = target.charge(MESSAGE_SECONDS) + len(packed) / SNAPSHOT_BYTES_PER_SECOND
-        comes = partial(self._comes, head, packed)
-        network = self._peer.cluster.network
-        network.send(target.number, self._peer.number, size_bytes, SNAPSHOT, leaves_at, comes)
+        size_bytes = HEADER_BYTES + len(packed)
+        deliver = partial(comes, head, packed)
+        network.send(target.number, peer.number, size_bytes, SNAPSHOT, leaves_at, deliver)
 
-    def _comes(self, head: SnapshotHead | None, packed: bytes) -> None:
-        self._peer.arrive(self._life, partial(self._take, head, packed))
-
-    def _take(self, head: SnapshotHead | None, packed: bytes) -> None:
-        if self._done:
-            return
-        self._done = True
-        self._peer.traffic.data_bytes_in += HEADER_BYTES + len(packed)
-        self._peer.cluster.snapshots += head is not None
-        self._peer.install_snapshot(self._fetch, head, packed)
+    leaves_at = peer.charge(MESSAGE_SECONDS)
+    arrives = partial(_serve_in_turn, target, serve)
+    network.send(peer.number, target.number, HEADER_BYTES, SNAPSHOT, leaves_at, arrives)
 
 
-class TravellingPush:
-    """One push to a home peer; its first outcome counts."""
+def send_push(peer: GossipPeer, push: HomePush) -> None:
+    cluster, network = peer.cluster, peer.cluster.network
 
-    def __init__(self, peer: GossipPeer, push: HomePush) -> None:
-        self._peer = peer
-        self._life = peer.life
-        self._push = push
-        self._done = False
-
-    def start(self) -> None:
-        """Send it."""
-        peer, cluster = self._peer, self._peer.cluster
-        cluster.kernel.after(self._push.timeout_seconds / peer.clock_rate, partial(self._comes, None, 0))
-        target = cluster.by_peer_id.get(self._push.peer_id)
-        if target is None:
-            return
-        message = self._push.message
-        size_bytes = HEADER_BYTES + len(encode_body(message))
-        peer.traffic.data_bytes_out += size_bytes
-        peer.traffic.data_messages_out += 1
-        leaves_at = peer.charge(MESSAGE_SECONDS)
-        take = partial(self._serve, target, message, size_bytes)
-        cluster.network.send(
-            peer.number,
-            target.number,
-            size_bytes,
-            PUSH,
-            leaves_at,
-            lambda: target.arrive(target.life, take),
-        )
-
-    def _serve(self, target: GossipPeer, message: Push, size_bytes: int) -> None:
-        target.charge(MESSAGE_SECONDS)
-        target.traffic.data_bytes_in += size_bytes
-        reply = pushed_reply(*take_push(target.gossip, self._peer.member, message, target.now))
-        reply_bytes = HEADER_BYTES + len(encode_body(reply))
-        target.traffic.data_bytes_out += reply_bytes
-        leaves_at = target.charge(MESSAGE_SECONDS)
-        comes = partial(self._comes, reply, reply_bytes)
-        network = self._peer.cluster.network
-        network.send(target.number, self._peer.number, reply_bytes, PUSH, leaves_at, comes)
-
-    def _comes(self, reply: Pushed | None, reply_bytes: int) -> None:
-        self._peer.arrive(self._life, partial(self._take, reply, reply_bytes))
-
-    def _take(self, reply: Pushed | None, reply_bytes: int) -> None:
-        if self._done:
-            return
-        self._done = True
-        peer = self._peer
+    def take(reply: Pushed | None, reply_bytes: int) -> None:
         peer.traffic.data_bytes_in += reply_bytes
         behind = None if reply is None else reply.behind
         rivals = [] if reply is None else rivals_of(reply)
-        peer.gossip.partitions.pushed(self._push.token, behind, rivals, peer.now)
+        peer.gossip.partitions.pushed(push.token, behind, rivals, peer.now)
+
+    comes = first_outcome(peer, take)
+    cluster.kernel.after(push.timeout_seconds / peer.clock_rate, partial(comes, None, 0))
+    target = cluster.by_peer_id.get(push.peer_id)
+    if target is None:
+        return
+    size_bytes = HEADER_BYTES + len(encode_body(push.message))
+    peer.traffic.data_messages_out += 1
+
+    def serve() -> None:
+        target.charge(MESSAGE_SECONDS)
+        target.traffic.data_bytes_in += size_bytes
+        reply = pushed_reply(*take_push(target.gossip, peer.member, push.message, target.now))
+        reply_bytes = HEADER_BYTES + len(encode_body(reply))
+        leaves_at = target.charge(MESSAGE_SECONDS)
+        deliver = partial(comes, reply, reply_bytes)
+        network.send(target.number, peer.number, reply_bytes, PUSH, leaves_at, deliver)
+
+    leaves_at = peer.charge(MESSAGE_SECONDS)
+    arrives = partial(_serve_in_turn, target, serve)
+    network.send(peer.number, target.number, size_bytes, PUSH, leaves_at, arrives)
+
+
+def first_outcome(peer: GossipPeer, take: Callable[P, None]) -> Callable[P, None]:
+    """`take` in a turn of the process that runs now, and only the first time."""
+    life, done = peer.life, False
+
+    def turn(*outcome: P.args, **named: P.kwargs) -> None:
+        nonlocal done
+        if not done:
+            done = True
+            take(*outcome, **named)
+
+    def comes(*outcome: P.args, **named: P.kwargs) -> None:
+        peer.arrive(life, partial(turn, *outcome, **named))
+
+    return comes
+
+
+def _serve_in_turn(target: GossipPeer, serve: Callable[[], None]) -> None:
+    target.arrive(target.life, serve)
 
 
 def take_push(

@@ -14,6 +14,7 @@ from simulation.network import Faults
 
 LOSSY: Final = Faults(loss=0.05, duplication=0.02, slow=0.05, slow_latency=0.4)
 HARD: Final = Faults(loss=0.2, duplication=0.05, slow=0.1, slow_latency=1.0)
+LEVELS: Final = ("none", "lossy", "hard", "stalls", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,6 @@ def plan_of(level: str, rng: Random) -> FaultPlan:
     if level == "random":
         return _random_plan(rng)
     raise ValueError(f"faults are {', '.join(LEVELS)}, not {level!r}")
-
-
-LEVELS: Final = ("none", "lossy", "hard", "stalls", "random")
 
 
 def _stalls(rng: Random) -> FaultPlan:

@@ -27,12 +27,10 @@ SHORTEST_TICK_SECONDS: Final = 0.0005
 class Traffic:
     """Frames of control connections, and of data connections (pushes, snapshots), of one host."""
 
-    messages_in: int = 0
     messages_out: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
     data_bytes_in: int = 0
-    data_bytes_out: int = 0
     data_messages_out: int = 0
     bytes_by_kind: Counter[int] = field(default_factory=Counter)
 
@@ -44,7 +42,6 @@ class Traffic:
 
     def count_in(self, body_bytes: int) -> None:
         """A control message has come."""
-        self.messages_in += 1
         self.bytes_in += HEADER_BYTES + body_bytes
 
 
@@ -111,7 +108,6 @@ class GossipHost(ABC):
         return self._busy_until
 
     def start(self) -> None:
-        """A new process begins."""
         self.life += 1
         self.stalled = False
         self._busy_until = self.kernel.now

@@ -42,7 +42,6 @@ class TraceHash:
         self._hash = xxhash.xxh3_128()
 
     def add(self, now: float, source: int, target: int, size_bytes: int, kind: int) -> None:
-        """One message."""
         self._hash.update(_TRACED.pack(now, source, target, size_bytes, kind))
 
     def __str__(self) -> str:
@@ -60,7 +59,6 @@ class GossipNetwork:
         self.faults = faults
         self.blocked: set[tuple[int, int]] = set()
         self.messages = 0
-        self.bytes_sent = 0
         self.limits = ConnectionLimits()
         self.opened = 0
         self.trace = TraceHash()
@@ -74,12 +72,10 @@ class GossipNetwork:
         self._groups = {host: number for number, group in enumerate(groups) for host in group}
 
     def heal(self) -> None:
-        """Undo all partitions."""
         self._groups = {}
         self.blocked.clear()
 
     def reaches(self, source: int, target: int) -> bool:
-        """Whether a message from `source` would get to `target`."""
         groups = self._groups
         if groups and groups.get(source) != groups.get(target):
             return False
@@ -100,7 +96,6 @@ class GossipNetwork:
         kernel, faults = self.kernel, self.faults
         rng = kernel.rng
         self.messages += 1
-        self.bytes_sent += size_bytes
         self.trace.add(kernel.now, source, target, size_bytes, kind)
         copies = 2 if faults.duplication and rng.random() < faults.duplication else 1
         for _ in range(copies):
@@ -110,7 +105,6 @@ class GossipNetwork:
             kernel.at(leaves_at + latency, lambda: self._arrive(source, target, deliver))
 
     def latency(self) -> float:
-        """One way, in seconds."""
         rng, faults = self.kernel.rng, self.faults
         if faults.slow and rng.random() < faults.slow:
             return faults.slow_latency * rng.random()
@@ -135,12 +129,7 @@ class GossipNetwork:
         self._connections.setdefault(target, {})[source] = connection
         return True
 
-    def connection_count(self, host: int) -> int:
-        """How many are open."""
-        return len(self._connections.get(host, ()))
-
     def connected(self, host: int) -> list[int]:
-        """The hosts at the other ends."""
         return list(self._connections.get(host, ()))
 
     def close_spare(self, host: int, wanted: set[int]) -> None:

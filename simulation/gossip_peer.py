@@ -34,7 +34,7 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.objects import clock_from_unix_seconds
 from simulation.gossip_control import ControlTalk
-from simulation.gossip_data import SnapshotFetch, TravellingPush
+from simulation.gossip_data import fetch_snapshot, send_push
 from simulation.gossip_host import GossipHost
 from simulation.gossip_truth import LogTruth
 from simulation.signer import SimulatedSigner, SimulatedVerifier, peer_id_of
@@ -83,7 +83,6 @@ class GossipPeer(GossipHost):
 
     @property
     def running(self) -> bool:
-        """Whether there is a process, if only a stopped one."""
         return self._gossip is not None
 
     @property
@@ -177,14 +176,12 @@ class GossipPeer(GossipHost):
     # --- work --------------------------------------------------------------------------------
 
     def hold(self, record: LocationRecord) -> None:
-        """Hold a location from now on."""
         if self.held.get(record.digest) != record:
             self.held[record.digest] = record
             self.gossip.hold(record, self.now)
             self._note_operation(record.digest, record.encode())
 
     def release(self, digest: bytes) -> None:
-        """Hold it no longer."""
         record = self.held.pop(digest)
         self.gossip.release(digest, record.version, self.now)
         self._note_operation(digest, None)
@@ -197,7 +194,6 @@ class GossipPeer(GossipHost):
             self.settle()
 
     def offer(self, record: ClusterRecord) -> SignedRecord:
-        """Sign a cluster record and spread it."""
         signed = sign_cluster_record(record, self.signer)
         self.gossip.cluster_records.offer(record, signed)
         self._next_tick = None
@@ -214,17 +210,14 @@ class GossipPeer(GossipHost):
     # --- turns -------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """See `GossipHost`."""
         if self._inbox or self.control.any_expired:
             self._next_tick = None
         super().drain()
 
     def fail_expired(self) -> None:
-        """Fail the questions that ran out."""
         self.control.fail_expired()
 
     def tick_if_due(self) -> None:
-        """Let the machine do what is due."""
         gossip, now = self.gossip, self.now
         if self._next_tick is None or gossip.membership.version != self._seen_version:
             self._next_tick = gossip.next_tick(now)
@@ -238,7 +231,7 @@ class GossipPeer(GossipHost):
         now = self.now
         pushes = gossip.partitions.take_pushes(now)
         for push in pushes:
-            TravellingPush(self, push).start()
+            send_push(self, push)
         if pushes or gossip.membership.version != self._seen_version:
             self._next_tick, self._seen_version = None, gossip.membership.version
         for change in gossip.take_changes():
@@ -260,12 +253,11 @@ class GossipPeer(GossipHost):
     # --- what the machine asks for -----------------------------------------------------------
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """Do what the machine asks for."""
         for effect in effects:
             if isinstance(effect, Ask):
                 self.control.ask(effect)
             elif isinstance(effect, FetchSnapshot):
-                SnapshotFetch(self, effect).start()
+                fetch_snapshot(self, effect)
             elif isinstance(effect, Contact):
                 self.control.contact(effect)
             elif isinstance(effect, Answer):
@@ -278,18 +270,14 @@ class GossipPeer(GossipHost):
                 raise TypeError(f"the simulator does not know the effect {effect!r}")
 
     def connection_lost(self, peer_id: PeerId) -> None:
-        """The connection to a peer was reset."""
         self.carry_out(self.gossip.connection_lost(peer_id, self.now))
 
     def install_snapshot(self, fetch: FetchSnapshot, head: SnapshotHead | None, packed: bytes) -> None:
-        """Hand a snapshot to the machine."""
         try:
-            effects = self.gossip.snapshot_fetched(fetch.token, head, packed, self.now)
+            self.gossip.snapshot_fetched(fetch.token, head, packed, self.now)
         except ProtocolError as error:
             # The head that it is checked against may have come meanwhile: it is fetched again.
             self.cluster.snapshots_refused.append(str(error))
-            return
-        self.carry_out(effects)
 
 
 def address_of(number: int) -> str:

@@ -11,7 +11,6 @@ class LogTruth:
     def __init__(self) -> None:
         self.hashes = [0]
         """By sequence: XOR of the hashes of the held records."""
-        self.counts = [0]
         self._held: dict[bytes, bytes] = {}
         self._by_digest: dict[bytes, list[tuple[int, bytes | None]]] = {}
 
@@ -25,11 +24,9 @@ class LogTruth:
             self._held[digest] = packed
             change ^= location_hash(packed)
         self.hashes.append(self.hashes[-1] ^ change)
-        self.counts.append(len(self._held))
         self._by_digest.setdefault(digest, []).append((len(self.hashes) - 1, packed))
 
     def at(self, digest: bytes, sequence: int) -> bytes | None:
-        """The record of a digest after that operation."""
         found = None
         for number, packed in self._by_digest.get(digest, ()):
             if number > sequence:

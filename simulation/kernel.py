@@ -28,7 +28,6 @@ class Kernel:
         heapq.heappush(self._queue, (max(when, self.now), self._order, action))
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run `action` after `seconds`."""
         self.at(self.now + seconds, action)
 
     def run_until(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
@@ -44,10 +43,8 @@ class Kernel:
             self.now = max(self.now, until)
 
     def trace(self, *words: object) -> None:
-        """Add to the trace hash."""
         self._trace.update(repr((round(self.now, 9), *words)).encode())
 
     @property
     def trace_hash(self) -> str:
-        """A hash of everything traced so far."""
         return self._trace.hexdigest()

@@ -7,7 +7,7 @@ from `lies`, which are put in and taken out at any time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -20,14 +20,7 @@ from p2pstore.gossip.gossip_messages import (
     Leave,
     SnapshotHead,
 )
-from p2pstore.gossip.records import (
-    Member,
-    PeerId,
-    PeerRecord,
-    SignedRecord,
-    read_peer_record,
-    sign_peer_record,
-)
+from p2pstore.gossip.records import Member, PeerId, SignedRecord, read_peer_record, sign_peer_record
 from p2pstore.transfer.data_messages import REPLIES as DATA_REPLIES
 from p2pstore.transfer.data_messages import DataKind, ObjectReply
 from p2pstore.wire import Failure, Message, decode_body, encode_body
@@ -35,40 +28,9 @@ from simulation.peer import SimulatedPeer
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
+    from simulation.lies import Behaviour
 
 TOLD_TIMEOUT_SECONDS: Final = 2.0
-
-
-class Lie(Protocol):
-    """One way to lie. Each method is given the truth, and returns what is told in its place."""
-
-    def step(self) -> None:
-        """Called several times a second: send messages that were not asked for."""
-        ...
-
-    def told(self, message: Message, to: PeerId) -> Message | None:
-        """A request or a reply that goes to `to`. None keeps it back for good."""
-        ...
-
-    def record(self, record: PeerRecord) -> PeerRecord:
-        """The liar's own peer record."""
-        ...
-
-    def shown(self, digest: bytes, truth: ObjectReply | None) -> ObjectReply | None:
-        """Slot and trailer of an object that is about to be read."""
-        ...
-
-    def sending_seconds(self, size_bytes: int) -> float:
-        """How long it takes to answer who reads an object."""
-        ...
-
-    def snapshot(self, truth: tuple[SnapshotHead, bytes]) -> tuple[SnapshotHead, bytes]:
-        """The liar's own log as a whole."""
-        ...
-
-    def heard(self, sender: PeerId, kind: int, request: Message) -> None:
-        """A request of another peer."""
-        ...
 
 
 class LyingPeer(SimulatedPeer):
@@ -76,7 +38,7 @@ class LyingPeer(SimulatedPeer):
 
     def __init__(self, cluster: SimulatedCluster, number: int, memory_bytes: int) -> None:
         super().__init__(cluster, number, memory_bytes)
-        self.lies: list[Lie] = []
+        self.lies: list[Behaviour] = []
         self.lies_told = 0
 
     @property
@@ -201,7 +163,6 @@ class LyingPeer(SimulatedPeer):
         return changed
 
     def _with_own_record(self, message: Message) -> Message:
-        """The message with the liar's own record as its lies have it."""
         if isinstance(message, Delta):
             records = [self.forged(signed) for signed in message.records]
             return (

@@ -75,7 +75,7 @@ CLAIMS_A_STEP: Final = 3
 
 
 class Behaviour:
-    """Tells the truth: what all behaviours have in common."""
+    """One way to lie. Each method is given the truth, and returns what is told in its place; here, the truth."""
 
     def __init__(self, liar: LyingPeer, rng: Random) -> None:
         self.liar = liar
@@ -88,25 +88,29 @@ class Behaviour:
         return name
 
     def step(self) -> None:
-        """See `liar.Lie`, here and below."""
+        """Called several times a second: send messages that were not asked for."""
 
     def told(self, message: Message, to: PeerId) -> Message | None:
+        """A request or a reply that goes to `to`. None keeps it back for good."""
         return message
 
     def record(self, record: PeerRecord) -> PeerRecord:
         return record
 
     def shown(self, digest: bytes, truth: ObjectReply | None) -> ObjectReply | None:
+        """Slot and trailer of an object that is about to be read."""
         return truth
 
     def sending_seconds(self, size_bytes: int) -> float:
+        """How long it takes to answer a reader of an object."""
         return 0.0
 
     def snapshot(self, truth: tuple[SnapshotHead, bytes]) -> tuple[SnapshotHead, bytes]:
+        """The liar's own log as a whole."""
         return truth
 
     def heard(self, sender: PeerId, kind: int, request: Message) -> None:
-        pass
+        """A request of another peer."""
 
     def end(self) -> None:
         """The behaviour is over."""
@@ -132,7 +136,6 @@ class Behaviour:
         return sorted(peer.core.segment.entries(), key=lambda entry: entry.digest)
 
     def some_held(self, count: int) -> Iterator[tuple[SimulatedPeer, ObjectEntry]]:
-        """Some objects of others, and who holds each."""
         for _ in range(count):
             victims = self.liar.victims
             holder = self.rng.choice(victims) if victims else None

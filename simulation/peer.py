@@ -438,7 +438,6 @@ class SimulatedPeer:
     def serve_control(
         self, sender: PeerId, kind: int, request: Message, reply: Callable[[Message], None]
     ) -> None:
-        """Answer a control request, now or later."""
         assert self.core is not None
         try:
             answer, effects = self.core.gossip.serve(sender, kind, request, self.cluster.kernel.now)
@@ -467,7 +466,6 @@ class SimulatedPeer:
         timeout_seconds: float,
         finish: Callable[[Any], None],
     ) -> None:
-        """Ask on a data connection."""
         body = encode_body(request)
 
         def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
@@ -480,7 +478,6 @@ class SimulatedPeer:
     def serve_data(
         self, sender: PeerId, kind: int, request: Message, reply: Callable[[Any], None]
     ) -> None:
-        """Answer a data request as the data server does."""
         assert self.core is not None
         now = self.cluster.kernel.now
         if isinstance(request, data.Get):
@@ -524,7 +521,6 @@ class SimulatedPeer:
         )
 
     def when_done(self, operation: Operation | PutAmongMany, action: Callable[[], None]) -> None:
-        """Run `action` when the operation has its result."""
         if isinstance(operation, PutAmongMany):
             operation = operation.operation
         if operation.done:
@@ -548,12 +544,9 @@ class SimulatedPeer:
             head, packed = snapshot or (None, b"")
             now = self.cluster.kernel.now
             try:
-                effects = self.core.gossip.snapshot_fetched(effect.token, head, packed, now)
+                self.core.gossip.snapshot_fetched(effect.token, head, packed, now)
             except ProtocolError:
                 self.cluster.protocol_errors += 1
-                return
-            for more in effects:
-                self.core.emit(more)
 
         self._round_trip(effect.peer_id, 64, 2.0, serve, finish)
 
@@ -572,11 +565,9 @@ class SimulatedPeer:
             assert self.core is not None
             now = self.cluster.kernel.now
             if peer_id is None:
-                more = self.core.gossip.contact_failed(effect.addresses, now)
+                self.core.gossip.contact_failed(effect.addresses, now)
             else:
-                more = self.core.gossip.contacted(peer_id, effect.addresses, now)
-            for follow_up in more:
-                self.core.emit(follow_up)
+                self.core.gossip.contacted(peer_id, effect.addresses, now)
 
         peer_id = target.signer.peer_id if target is not None else b""
         self._round_trip(peer_id, 64, 1.0, serve, finish)
@@ -648,7 +639,6 @@ class SimulatedPeer:
         self.settle()
 
     def remove(self, key: str, namespace: str = NAMESPACE) -> RemoveOperation:
-        """Remove everywhere."""
         assert self.core is not None
         operation = RemoveOperation(self.core, namespace, [key])
         self.core.operations.start(operation, self.cluster.kernel.now)

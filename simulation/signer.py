@@ -25,7 +25,6 @@ class SimulatedSigner:
 
 
 def simulated_signature(peer_id: PeerId, message: bytes) -> bytes:
-    """64 bytes that depend on signer and message."""
     return hashlib.blake2b(message, key=peer_id, digest_size=64).digest()
 
 

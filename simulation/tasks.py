@@ -61,7 +61,6 @@ class Task(Generic[T]):
         self.ended = True
 
     def _waker(self) -> Wake:
-        """The wake-up of the wait that begins now."""
         self._waits += 1
         number = self._waits
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import json
 import os
 import pickle
 import select
@@ -19,10 +20,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 COMMAND: Final = (sys.executable, "-m", "mooncake_p2p")
 REQUEST_BYTES: Final = 1 << 18
+READY_SECONDS: Final = 90.0
 
 
 class Forked(subprocess.Popen[bytes]):
@@ -83,6 +85,23 @@ def run(*arguments: str, seconds: float, **options: Any) -> subprocess.Completed
             process.kill()
             raise
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def ready_document(
+    output: IO[bytes] | None, log: Path, seconds: float = READY_SECONDS
+) -> dict[str, Any]:
+    """The line that a peer prints when it serves; fails with the end of its log when it does not."""
+    assert output is not None
+    readable, _, _ = select.select([output], [], [], seconds)
+    line = output.readline() if readable else b""
+    assert line.startswith(b"ready "), f"{log.name}: {log.read_text()[-4000:]}"
+    document: dict[str, Any] = json.loads(line.removeprefix(b"ready "))
+    return document
+
+
+def unconfigured(**changes: str) -> dict[str, str]:
+    """This process's environment without the settings of a peer, but with these changes."""
+    return {key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key} | changes
 
 
 @functools.cache

@@ -26,6 +26,10 @@ SMALL_PAGES_BYTES: Final = 2 * MIB
 
 Advance = Callable[[int], None]
 """Called with the number of bytes that were done since the last call."""
+NO_UNNAMED_FILES: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
+"""How file systems and kernels say that they have no files without a name."""
+NO_LOCKS: Final = frozenset({errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS})
+TAKEOVERS: Final = 8
 
 
 @contextmanager
@@ -157,12 +161,6 @@ def standard_output(*, binary_to_terminal: bool) -> int:
             ExitCode.USAGE,
         )
     return sys.stdout.fileno()
-
-
-NO_UNNAMED_FILES: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
-"""How file systems and kernels say that they have no files without a name."""
-NO_LOCKS: Final = frozenset({errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS})
-TAKEOVERS: Final = 8
 
 
 class NewFile:

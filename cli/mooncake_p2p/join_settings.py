@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 CONFIG_VARIABLE: Final = "MOONCAKE_P2P_CONFIG"
 INVITE_VARIABLE: Final = "MOONCAKE_P2P_INVITE"
 MAX_LINE: Final = 64 * 1024
+DETACHED_VARIABLE: Final = "MOONCAKE_P2P_DETACHED"
+"""Set for the process that is to serve on its own."""
+START_SECONDS: Final = 60.0
+"""Until a peer serves, beside the time it may take to join."""
+STOP_SECONDS: Final = 5.0
 
 
 def gather(given: Mapping[str, Any]) -> tuple[Settings, Invite | None]:
@@ -150,13 +155,6 @@ def _choice_of(socket: str) -> str:
     if os.environ.get(SOCKET_VARIABLE) == socket or live == [path]:
         return ""
     return f" -p {shlex.quote(path.stem)}" if path in live else f" --socket {shlex.quote(socket)}"
-
-
-DETACHED_VARIABLE: Final = "MOONCAKE_P2P_DETACHED"
-"""Set for the process that is to serve on its own."""
-START_SECONDS: Final = 60.0
-"""Until a peer serves, beside the time it may take to join."""
-STOP_SECONDS: Final = 5.0
 
 
 def start_detached(given: Mapping[str, Any], for_people: bool) -> None:

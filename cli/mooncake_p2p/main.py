@@ -119,12 +119,10 @@ class ManualCommand(TyperCommand):
 
 
 def function_name(command: str) -> str:
-    """The name of a command's function in its module."""
     return re.sub("[ -]", "_", command)
 
 
 def function_of(command: str) -> Callable[..., Any]:
-    """The function that is the command; its module is imported."""
     module = import_module(f"mooncake_p2p.commands.{COMMANDS[command][0]}")
     function: Callable[..., Any] = getattr(module, function_name(command))
     return function

@@ -26,17 +26,14 @@ DEFAULT_TIMEOUT: Final = "5"
 
 
 def argument(metavar: str, help: str, **more: Any) -> Any:
-    """A positional argument."""
     return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
 
 
 def option(metavar: str, help: str, *names: str, **more: Any) -> Any:
-    """An option with a value."""
     return typer.Option(*names, metavar=metavar, help=help, **more)
 
 
 def flag(name: str, help: str) -> Any:
-    """An option that is given or not."""
     return typer.Option(name, help=help)
 
 
@@ -74,7 +71,6 @@ class AtPeer:
     json: Json = False
 
     def connected(self) -> AbstractContextManager[BlockingClient]:
-        """See `connected`."""
         return connected(self.socket, self.namespace, self.timeout)
 
 

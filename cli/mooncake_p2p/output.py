@@ -34,6 +34,10 @@ RATE_AFTER_SECONDS: Final = 0.2
 FOLDED_COLUMNS: Final = 8
 """A column that is folded gets no narrower."""
 PIPE_COLUMNS: Final = 10_000  # nothing is folded for a program that reads
+T = TypeVar("T")
+STANDARD_OUTPUT: Final = "standard output"
+"""The name of stdout in errors."""
+ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class JsonOutput:
@@ -45,7 +49,6 @@ class JsonOutput:
         self._has_lines = False
 
     def begin(self) -> None:
-        """Another command runs."""
         self._document, self._has_lines = None, False
 
     def end(self, error: dict[str, Any] | None = None, *, stopped: bool = False) -> None:
@@ -74,7 +77,6 @@ print_json_line: Final = json_output.line
 
 
 def remark(text: str) -> None:
-    """One line on stderr."""
     print(text, file=sys.stderr)
 
 
@@ -130,7 +132,6 @@ def short_id(peer_id: str) -> str:
     return f"..{peer_id[-8:]}"
 
 
-T = TypeVar("T")
 Columns = Mapping[str, Callable[[T], str]]
 """Header -> the cell of an item. A header that begins with > aligns right, one that begins with ~ may be folded."""
 
@@ -214,7 +215,6 @@ class ProgressBar:
         self._bar: Any = None
 
     def advance(self, count: int) -> None:
-        """`count` more bytes are done."""
         self.at(self._done + count, self._total)
 
     def at(self, done_bytes: int, total_bytes: int | None) -> None:
@@ -299,10 +299,6 @@ def shortfall(client: BlockingClient, result: PutResult) -> str:
     return f"{result.copies:,} of {result.wanted:,} copies: {why}"
 
 
-STANDARD_OUTPUT: Final = "standard output"
-"""The name of stdout in errors."""
-
-
 class ExitCode(IntEnum):
     """Exit statuses of `mooncake-p2p`."""
 
@@ -348,7 +344,6 @@ EXIT_CODES: Final[tuple[tuple[type[BaseException], ExitCode], ...]] = (
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit status for an error."""
     if isinstance(error, CommandFailed):
         return error.code
     if isinstance(error, AlreadyTold):
@@ -413,9 +408,6 @@ def _describe_os_error(error: OSError) -> str:
     return text
 
 
-ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 class Interrupts:
     """While entered, Ctrl-C, SIGTERM and SIGHUP end what runs inside `allowed`, and only that.
 
@@ -458,7 +450,6 @@ class Interrupts:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Signals may interrupt the body."""
         self._allowed = True
         try:
             self._raise_pending()

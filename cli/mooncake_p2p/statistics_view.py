@@ -51,7 +51,6 @@ class Activity:
         return 1 - self.gets_elsewhere / self.gets if self.gets else None
 
     def document(self) -> Document:
-        """For JSON, as rates."""
         return {
             "puts_per_second": round(self.puts, 3),
             "put_bytes_per_second": round(self.put_bytes),
@@ -361,7 +360,6 @@ def _fact(label: str, value: str) -> str:
 
 
 def memory_bar(used: int, capacity: int, blocks: bool) -> str:
-    """How full memory is, as a bar and in numbers."""
     if not capacity:
         return "none"
     filled = min(BAR_COLUMNS, round(BAR_COLUMNS * used / capacity))

@@ -31,6 +31,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MIN_PEERS: Final = 2
+PAGE_BYTES: Final = 4096
+TRAILER_BYTES: Final = PAGE_BYTES
+"""Key, sums and header of a block in memory: the value is shorter by that, so that a block takes whole pages."""
+BLOCK_BYTES: Final = 16 * 1024
+MIN_BLOCK_BYTES: Final = 2 * PAGE_BYTES
+MIN_COLD_BLOCK_BYTES: Final = 32 * 1024
+"""The SSD tier does not take less than 16 KiB."""
+SSD_HEADER_BYTES: Final = PAGE_BYTES
+SSD_UNUSED: Final = 0.35
+"""Of an SSD as small as here: segments that are being written, or kept free, and what does not fill them."""
+MIN_SSD_BYTES: Final = 512 * MIB
+LOOK_SECONDS: Final = 1.0
+"""Counters of a peer that is killed are those of the last look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +90,6 @@ class Outages:
             self._take_back(self._away, peer)
 
     def close(self) -> None:
-        """No peer is killed any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
@@ -106,21 +118,6 @@ class Outages:
         self._cluster.peers[number].kill()
 
 
-PAGE_BYTES: Final = 4096
-TRAILER_BYTES: Final = PAGE_BYTES
-"""Key, sums and header of a block in memory: the value is shorter by that, so that a block takes whole pages."""
-BLOCK_BYTES: Final = 16 * 1024
-MIN_BLOCK_BYTES: Final = 2 * PAGE_BYTES
-MIN_COLD_BLOCK_BYTES: Final = 32 * 1024
-"""The SSD tier does not take less than 16 KiB."""
-SSD_HEADER_BYTES: Final = PAGE_BYTES
-SSD_UNUSED: Final = 0.35
-"""Of an SSD as small as here: segments that are being written, or kept free, and what does not fill them."""
-MIN_SSD_BYTES: Final = 512 * MIB
-LOOK_SECONDS: Final = 1.0
-"""Counters of a peer that is killed are those of the last look."""
-
-
 @dataclass(frozen=True, slots=True)
 class Scale:
     """How large things are here."""
@@ -132,7 +129,6 @@ class Scale:
         return self.block_bytes - TRAILER_BYTES
 
     def memory_bytes(self, blocks: int) -> int:
-        """Memory for `blocks` blocks."""
         return blocks * self.block_bytes
 
     def ssd_bytes(self, blocks: int) -> int:

@@ -59,7 +59,8 @@ def put_results(keys: Sequence[str], outcome: PutOutcome, peer_name: str) -> lis
         raise ProtocolError(f"the local peer answered a put with status {outcome.status}")
     status, copies, wanted = STATUS_NAMES[outcome.status], outcome.copies, outcome.wanted
     version = outcome.clock, outcome.writer
-    return [PutResult(key, status, copies, wanted, peer_name, version) for key in keys]
+    alike = status, copies, wanted, peer_name, version
+    return list(map(PutResult, keys, *map(repeat, alike)))
 
 
 def accepted(result: PutResult, policy: OnConflict) -> PutResult:

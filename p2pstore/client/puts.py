@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import struct
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from p2pstore.errors import GpuCopyFailed
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MAX_ITEMS
-from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
+from p2pstore.objects import MIB, chunk_bounds, chunk_count
 from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.values import SMALL_COPY_BYTES, Source
+
+_pack_sum: Final = struct.Struct("<Q").pack
 
 AHEAD_MAX_BYTES: Final = MIB
 """Beyond this a round trip is little beside the copy, and the idle reservation much."""
@@ -29,6 +34,8 @@ FIRST_ITEMS: Final = 64
 """Of the first window: the peer has something to do while the next one is written."""
 WINDOW_BYTES: Final = 16 * MIB
 MIN_WINDOW_BYTES: Final = 4 * MIB
+COPIED_WINDOW_BYTES: Final = 32 * MIB
+"""Of those that other peers copy, from the second one on: each takes these 1 ms beside the copy."""
 WINDOW_SHARE: Final = 16
 """A window takes at most this fraction of the peer's memory: up to three have room at a time."""
 
@@ -58,7 +65,7 @@ def copy_and_sum(target: memoryview, source: memoryview) -> bytes:
     """
     if len(source) <= SMALL_COPY_BYTES:
         target[:] = source
-        return chunk_sum(target).to_bytes(8, "little") if source else b""
+        return _pack_sum(xxh3_64_intdigest(target)) if source else b""
     into = np.frombuffer(target, np.uint8)
     out_of = np.frombuffer(source, np.uint8)
     sums = []
@@ -109,7 +116,7 @@ async def fill_many(
     if threads == 1 or not all(isinstance(source, memoryview) for source in sources):
         made: list[bytes | GpuCopyFailed] = []
         for target, source in zip(targets, sources, strict=True):
-            if isinstance(source, memoryview) and len(source) <= PIECE_BYTES:
+            if type(source) is memoryview and len(source) <= PIECE_BYTES:
                 made.append(copy_and_sum(target, source))
                 continue
             try:
@@ -147,22 +154,20 @@ def windows(
     """Cut a batch into runs of at most 256 items (the first: 64) and `most_bytes` (or one item). Reserved memory cannot
     be evicted, so a run is small; and while the peer publishes one run, the client writes the next. Large values: a run
     has at most half of the bytes that are left, so that little remains to be published behind the last copy.
-    `is_copied`: other peers copy each run, for some 3 ms of processor time beside the copy, so runs are few."""
+    `is_copied`: other peers copy each run; runs are few."""
     cuts: list[range] = []
-    start = total = 0
-    left = sum(sizes)
-    share = 1 if is_copied else 2
-    limit = min(most_bytes, max(MIN_WINDOW_BYTES, left // share))
-    for index, size in enumerate(sizes):
+    ends = list(accumulate(sizes, initial=0))
+    start = 0
+    while start < len(sizes):
+        left = ends[-1] - ends[start]
+        limit = max(MIN_WINDOW_BYTES, left // 2)
+        if is_copied:
+            limit = most_bytes if cuts else WINDOW_BYTES
         most_items = WINDOW_ITEMS if cuts or is_copied else FIRST_ITEMS
-        if index > start and (total + size > limit or index - start >= most_items):
-            cuts.append(range(start, index))
-            left -= total
-            limit = min(most_bytes, max(MIN_WINDOW_BYTES, left // share))
-            start, total = index, 0
-        total += size
-    if start < len(sizes):
-        cuts.append(range(start, len(sizes)))
+        fitting = bisect_right(ends, ends[start] + min(most_bytes, limit)) - 1
+        stop = max(start + 1, min(fitting, start + most_items))
+        cuts.append(range(start, stop))
+        start = stop
     return cuts
 
 

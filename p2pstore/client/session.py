@@ -110,7 +110,7 @@ class PutCalls(OpenSession):
         options = put_options(replicas, pin, ttl, policy, durable)
         (keys, values), live = arguments.item_columns(items), self._live
         sources, staging = await self._sources(values)
-        results = await live.writer.put_many(list(zip(keys, sources, strict=True)), options)
+        results = await live.writer.put_many(keys, sources, options)
         for number, staged in staging.items():
             if isinstance(staged, Exception):
                 results[number] = ItemResult(keys[number], error=plain_error(staged))

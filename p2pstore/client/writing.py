@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import groupby, islice
-from typing import Final, NamedTuple
+from itertools import groupby
+from typing import Final, NamedTuple, TypeVar
 
 from p2pstore import arguments
 from p2pstore.client import answers
@@ -14,6 +14,7 @@ from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.presence_calls import PrefixChains
 from p2pstore.client.put_elsewhere import ElsewhereWriter
 from p2pstore.client.puts import (
+    COPIED_WINDOW_BYTES,
     WINDOW_BYTES,
     WINDOW_SHARE,
     Room,
@@ -34,6 +35,8 @@ from p2pstore.results import Buffer, ItemResult, OnConflict, PutResult
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.values import Source, value_of
 from p2pstore.wire import Code
+
+T = TypeVar("T")
 
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A copy on another peer may take this long before a put stops waiting for it."""
@@ -63,6 +66,14 @@ def put_options(
     )
 
 
+def _checked(keys: Sequence[str], values: Sequence[Buffer]) -> tuple[int, list[Source]]:
+    """The length of the longest key, and the sources of the values' bytes. Raises what is wrong with one of them."""
+    key_bytes = max(map(len, map(encode_key, keys)), default=0)
+    sources = list(map(value_of, values))
+    check_object_length(max(map(len, sources), default=0))
+    return key_bytes, sources
+
+
 class Writer:
     """Puts into one namespace over one link. A put that ends early, by an error or by cancellation,
     gives its room back."""
@@ -76,11 +87,15 @@ class Writer:
         self._elsewhere = ElsewhereWriter(link, namespace)
         memory_bytes = max((reader.geometry.data_bytes for reader in link.readers), default=0)
         self._peer_has_memory = memory_bytes > 0
-        self.window_bytes = min(WINDOW_BYTES, memory_bytes // WINDOW_SHARE)
+        self._window_share = memory_bytes // WINDOW_SHARE
 
     def close(self) -> None:
         """Close the connections to other peers."""
         self._elsewhere.close()
+
+    def window_bytes(self, *, is_copied: bool) -> int:
+        """Upper bound of the bytes of one window."""
+        return min(COPIED_WINDOW_BYTES if is_copied else WINDOW_BYTES, self._window_share)
 
     async def put(
         self,
@@ -108,7 +123,7 @@ class Writer:
             return await self._elsewhere.put(key, whole, options, refusal, seconds, progress)
         try:
             # Closed by another task or thread, the peer gives this room to another client.
-            check, target = link.connection.check_usable, self.target(room, len(source))
+            check, [target] = link.connection.check_usable, self.targets([room], [len(source)])
             sums = await fill(link.driver, target, source, check, progress)
             again = link.ahead.wanted(item)
             columns = [key], [(room[0], 1)], [len(source)], sums, [options], follows, again
@@ -154,29 +169,31 @@ class Writer:
             self._link.abort(self._link.ahead.granted(item, rooms))
 
     async def put_many(
-        self, items: Sequence[tuple[str, Buffer]], options: PutOptions
+        self, keys: list[str], values: Sequence[Buffer], options: PutOptions
     ) -> list[ItemResult]:
         """Store many values; one result per item. Each follows the one before it, as far as eviction is concerned:
         a batch is a chain of prefix blocks, or it does not matter which of it goes first."""
         unfit: dict[int, ItemResult[PutResult]] = {}
-        keys: list[str] = []
-        sources: list[Source] = []
-        for place, (key, value) in enumerate(items):
-            try:
-                encode_key(key)
-                source = value_of(value)
-                check_object_length(len(source))
-            except (P2PStoreError, ValueError, TypeError) as error:
-                unfit[place] = ItemResult(key, error=answers.plain_error(error))
-                continue
-            keys.append(key)
-            sources.append(source)
+        try:
+            key_bytes, sources = _checked(keys, values)
+        except (P2PStoreError, ValueError, TypeError):
+            for place, (key, value) in enumerate(zip(keys, values, strict=True)):
+                try:
+                    _checked([key], [value])
+                except (P2PStoreError, ValueError, TypeError) as error:
+                    unfit[place] = ItemResult(key, error=answers.plain_error(error))
+            keys = [key for place, key in enumerate(keys) if place not in unfit]
+            key_bytes, sources = _checked(
+                keys, [value for place, value in enumerate(values) if place not in unfit]
+            )
         if not keys:
             return list(unfit.values())
-        batch = PutBatch(self._link, self, options, keys, sources)
+        batch = PutBatch(self._link, self, options, keys, sources, key_bytes)
         await batch.put()
+        if not unfit:
+            return batch.results
         results = iter(batch.results)
-        return [unfit.get(place) or next(results) for place in range(len(items))]
+        return [unfit.get(place) or next(results) for place in range(len(keys) + len(unfit))]
 
     def before(self, key: str) -> bytes:
         """The digest of the block that it seems to follow, or nothing."""
@@ -212,9 +229,12 @@ class Writer:
             on_late_reply=lambda late: self._link.abort(numbers_in(late.spans)),
         )
 
-    def target(self, room: Room, length: int) -> memoryview:
-        """Where the value goes."""
-        return self._link.connection.segment(0)[room[1] : room[1] + length]
+    def targets(self, rooms: Iterable[Room], lengths: Iterable[int]) -> list[memoryview]:
+        """Where the values go."""
+        memory = self._link.connection.segment(0)
+        return [
+            memory[offset : offset + length] for (_, offset), length in zip(rooms, lengths, strict=True)
+        ]
 
     def commit_ahead(self, commit: local.Commit) -> Request[local.Committed]:
         """The request, to be sent, that values be published, and room reserved for others. The answer is received
@@ -242,20 +262,29 @@ class PutBatch:
     """One batch, whose values all have the same options; a row is the number of a key. `results` has one for each."""
 
     def __init__(
-        self, link: PeerLink, writer: Writer, options: PutOptions, keys: list[str], sources: list[Source]
+        self,
+        link: PeerLink,
+        writer: Writer,
+        options: PutOptions,
+        keys: list[str],
+        sources: list[Source],
+        key_bytes: int,
     ) -> None:
+        """`key_bytes`: of the longest key."""
         self._link = link
         self._writer = writer
         self._options = options
         self._keys = keys
         self._sources = sources
         self._follows = writer.before(keys[0])
-        self._key_bytes = max(map(len, map(str.encode, keys)))
+        self._key_bytes = key_bytes
         self.results: list[ItemResult[PutResult]] = [ItemResult("")] * len(keys)
         sizes = self._lengths = list(map(len, sources))
-        self._windows = windows(sizes, writer.window_bytes, is_copied=options.replicas > 1)
+        is_copied = options.replicas > 1
+        window_bytes = writer.window_bytes(is_copied=is_copied)
+        self._windows = windows(sizes, window_bytes, is_copied=is_copied)
         largest = max(sum(sizes[some.start : some.stop]) for some in self._windows)
-        self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, writer.window_bytes // max(1, largest)))
+        self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, window_bytes // max(1, largest)))
         """Windows that have room before the first one is published."""
         self._rooms: list[Room | None] = [None] * len(keys)
         """Room that was granted, until the peer has said what became of it."""
@@ -343,9 +372,9 @@ class PutBatch:
         before = rows[0] - 1
         return local.Commit(
             self._writer.namespace,
-            [self._keys[row] for row in rows],
-            runs_of(room[0] for row in rows if (room := self._rooms[row])),
-            one_if_alike([self._lengths[row] for row in rows]),
+            _these(self._keys, rows),
+            runs_of([room[0] for room in _these(self._rooms, rows) if room]),
+            one_if_alike(_these(self._lengths, rows)),
             b"".join(sums),
             [self._options],
             self._follows if before < 0 else self._writer.digest(self._keys[before]),
@@ -353,20 +382,26 @@ class PutBatch:
             at_hand=at_hand,
         )
 
-    async def _fill(self, window: range) -> tuple[list[int], list[bytes]]:
+    async def _fill(self, window: range) -> tuple[Sequence[int], list[bytes]]:
         """Write those that have room; the rows that were, and their sums."""
-        target, lengths = self._writer.target, self._lengths
-        rows = [row for row in window if self._rooms[row] is not None]
-        targets = [target(room, lengths[row]) for row in rows if (room := self._rooms[row])]
-        sources = [self._sources[row] for row in rows]
+        rows = self._with_room(window)
+        rooms = [room for room in _these(self._rooms, rows) if room]
+        targets = self._writer.targets(rooms, _these(self._lengths, rows))
+        sources = _these(self._sources, rows)
         # Closed by another task or thread, the peer gives this room to another client.
         made = await fill_many(self._link.driver, targets, sources, self._link.connection.check_usable)
-        sums = [each for each in made if isinstance(each, bytes)]
-        for row, each in zip(rows, made, strict=True):
-            if isinstance(each, GpuCopyFailed):
-                self._give_back(row)
-                self._failed(row, answers.plain_error(each))
-        return [row for row in rows if self._rooms[row] is not None], sums
+        sums = [each for each in made if type(each) is bytes]
+        if len(sums) < len(made):
+            for row, each in zip(rows, made, strict=True):
+                if isinstance(each, GpuCopyFailed):
+                    self._give_back(row)
+                    self._failed(row, answers.plain_error(each))
+        return self._with_room(rows), sums
+
+    def _with_room(self, rows: Sequence[int]) -> Sequence[int]:
+        if None not in _these(self._rooms, rows):
+            return rows
+        return [row for row in rows if self._rooms[row] is not None]
 
     async def _take_answer(self) -> None:
         """The results of the oldest window, and the rows of a later one that have room."""
@@ -379,19 +414,25 @@ class PutBatch:
         else:
             self._writer.keep_ahead(sent.again, reply)
         name = self._link.connection.hello.name
-        left = iter(sent.rows)
+        begin = 0
         for count, outcome in reply.outcomes:
-            rows = list(islice(left, count))
+            rows = sent.rows[begin : begin + count]
+            begin += count
+            keys = _these(self._keys, rows)
             try:
-                made = answers.put_results([self._keys[row] for row in rows], outcome, name)
+                made = answers.put_results(keys, outcome, name)
             except (P2PStoreError, ValueError) as error:
                 for row in rows:
                     self._give_back(row)
                     self._failed(row, answers.plain_error(error))
                 continue
-            for row, result in zip(rows, made, strict=True):
-                self._rooms[row] = None
-                self.results[row] = ItemResult(result.key, result)
+            results = map(ItemResult, keys, made)
+            if type(rows) is range:  # nearly always
+                self._rooms[rows.start : rows.stop] = [None] * count
+                self.results[rows.start : rows.stop] = results
+                continue
+            for row, result in zip(rows, results, strict=True):
+                self._rooms[row], self.results[row] = None, result
 
     async def _put_alone(self, row: int) -> None:
         key = self._keys[row]
@@ -412,6 +453,13 @@ class PutBatch:
 
     def _failed(self, row: int, error: P2PStoreError | ValueError) -> None:
         self.results[row] = ItemResult(self._keys[row], error=error)
+
+
+def _these(column: list[T], rows: Sequence[int]) -> list[T]:
+    """The column's values in these rows."""
+    if type(rows) is range:  # nearly always
+        return column[rows.start : rows.stop]
+    return [column[row] for row in rows]
 
 
 def _check_count(reply: local.Committed, count: int) -> None:

@@ -211,7 +211,8 @@ class CheckpointNames:
         for head in others:
             owner = head if head.publisher == trusted else owner
         peer_id = format_peer_id(owner.publisher)
-        away = "" if self._is_there(owner) else ", which is not there now"
+        is_there = self._core.gossip.membership.is_live
+        away = "" if is_there(owner.publisher) else ", which is not there now"
         raise CheckpointRefused(
             f"checkpoint {name!r} belongs to {self._core.name_of(owner.publisher)} ({peer_id}){away}: whoever trusts "
             "that publisher would ignore this one, so nothing was published. Choose another name, or publish there; if "
@@ -230,13 +231,10 @@ class CheckpointNames:
             if others
             else ""
         )
-        if others and not any(map(self._is_there, others)):
+        is_there = self._core.gossip.membership.is_live
+        if others and not any(is_there(head.publisher) for head in others):
             says += ", or forget it, if that peer is gone for good (`checkpoint rm --forget`)"
         raise NoSuchKey(f"this peer publishes no checkpoint {name!r}{says}")
-
-    def _is_there(self, head: Head) -> bool:
-        state = self._core.gossip.membership.get(head.publisher)
-        return state is not None and state.live
 
     def heads(self, namespace: str | None = None, name: str | None = None) -> list[Head]:
         """All published heads: of a namespace, of a name in it. Sorted, without removed and forgotten ones."""

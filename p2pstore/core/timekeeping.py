@@ -32,6 +32,7 @@ from p2pstore.objects import (
     clock_from_unix_seconds,
     newest_accepted_clock,
 )
+from p2pstore.runtime.stepping import Steps
 from p2pstore.wire import decode_body
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Timekeeping:
         self._highest_offset = core.unix_offset_seconds
         self.newest_found = 0
         """The highest stamp of what is left of an earlier life."""
-        self._work: Iterator[float] | None = None
+        self._work: Iterator[float | None] | None = None
         self._work_at = 0.0
         self._look_at = -math.inf
         self._now = 0.0
@@ -219,24 +220,23 @@ class Timekeeping:
                 self._work = self._renew(self._error(now))
                 self._work_at = now
         if self._work is not None and now >= self._work_at:
-            self._step(now)
+            self._step(self._work, now)
 
     @property
     def due_at(self) -> float:
         return math.inf if self._work is None else self._work_at
 
-    def _step(self, now: float) -> None:
-        assert self._work is not None
-        wait = 0.0
+    def _step(self, work: Iterator[float | None], now: float) -> None:
+        self._work_at = now
         for _ in range(UNITS_PER_STEP):
-            ended = next(self._work, None)
-            if ended is None:
+            try:
+                wait_seconds = next(work)
+            except StopIteration:
                 self._work = None
                 return
-            wait = ended
-            if wait:
-                break
-        self._work_at = now + wait
+            if wait_seconds is not None:
+                self._work_at = now + wait_seconds
+                return
 
     def _is_renewal_due(self, now: float) -> bool:
         over = self._highest - newest_accepted_clock(self._core.unix(now))
@@ -276,8 +276,8 @@ class Timekeeping:
             )
         self._said_of = set(wrong)
 
-    def _renew(self, by: int) -> Iterator[float]:
-        """All steps; each gives the seconds to wait before the next."""
+    def _renew(self, by: int) -> Iterator[float | None]:
+        """All units of work; one may give the seconds to wait before the next."""
         core = self._core
         counters = core.counters
         before = counters["stamps_renewed"], counters["stamps_dropped"]
@@ -298,23 +298,17 @@ class Timekeeping:
             f"{renewed - before[0]:,} objects and records got new stamps, {dropped - before[1]:,} were dropped"
         )
 
-    def _renew_records(self, limit: int, by: int) -> Iterator[float]:
+    def _renew_records(self, limit: int, by: int) -> Steps[None]:
         records = self._core.gossip.cluster_records
-        dump, found = records.dump_in_steps(), None
-        while found is None:
-            try:
-                next(dump)
-            except StopIteration as end:
-                found = end.value
-            yield 0.0
+        found = yield from records.dump_in_steps()
         for number, signed in enumerate(found):
             if number % RECORDS_PER_UNIT == 0:
-                yield 0.0
+                yield
             record = decode_body(ClusterRecord, signed.body)  # it was verified when it came
             if record.clock > limit:
                 records.take_out(record, signed)
                 self._renew_record(record, self._lowered(record.clock, by))
-                yield 0.0
+                yield
 
     def _lowered(self, clock: int, by: int) -> int:
         wall = clock_from_unix_seconds(self._core.unix(self._now))
@@ -333,21 +327,21 @@ class Timekeeping:
             return
         core.counters["stamps_renewed"] += 1
 
-    def _renew_memory(self, limit: int, by: int) -> Iterator[float]:
+    def _renew_memory(self, limit: int, by: int) -> Steps[None]:
         core = self._core
         for first in range(0, core.segment.geometry.slots, SLOTS_PER_UNIT):
-            yield 0.0
+            yield
             for number, entry in enumerate(core.segment.objects.in_slots(first, SLOTS_PER_UNIT)):
                 if entry.version.clock <= limit:
                     continue
                 if number % COLD_PER_UNIT == 0:
-                    yield 0.0
+                    yield
                 if core.segment.find(entry.digest, core.unix(self._now)) is entry:
                     clock = self._lowered(entry.version.clock, by)
                     core.objects.renew_version(entry, clock, self._now)
                     core.counters["stamps_renewed"] += 1
 
-    def _drop_cold(self, limit: int) -> Iterator[float]:
+    def _drop_cold(self, limit: int) -> Steps[None]:
         core = self._core
         store = core.cold.store
         if store is None:
@@ -355,7 +349,7 @@ class Timekeeping:
         for some in store.digests(None):
             for number, digest in enumerate(some):
                 if number % COLD_PER_UNIT == 0:
-                    yield 0.0
+                    yield
                 cold = store.find(digest)
                 if cold is not None and cold.version.clock > limit:
                     core.cold.discard(digest, cold.version, self._now)

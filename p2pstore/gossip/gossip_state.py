@@ -167,7 +167,7 @@ class GossipState:
         """`release` of many that were told of, each of another key."""
         operations = self.log.remove_many(gone)
         self._note_operations(operations, now)
-        self.directory.hide_own([operation[:DIGEST_BYTES] for operation in operations])
+        self.directory.hide_own(operation[:DIGEST_BYTES] for operation in operations)
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed; its head's operations are signed with it."""

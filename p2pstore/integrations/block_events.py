@@ -60,14 +60,12 @@ class BlockEvents(Generic[K]):
             return some
 
     def checked(self, keys: Sequence[K], there: Sequence[bool]) -> None:
-        """The end of a check."""
         with self._lock:
             new, self._new = self._new or (), None
             absent = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
             self._remove([key for key in absent if key in self._told and key not in new])
 
     def gone(self, keys: Sequence[K]) -> None:
-        """These blocks were removed."""
         with self._lock:
             self._remove([key for key in dict.fromkeys(keys) if key in self._told])
 
@@ -77,7 +75,6 @@ class BlockEvents(Generic[K]):
             self._remove(list(self._told))
 
     def take(self) -> list[BlockEvent[K]]:
-        """The events since the last call."""
         with self._lock:
             events, self._events = self._events, []
             return events
@@ -117,13 +114,11 @@ class CountedBlocks(Generic[K]):
             self._tell()
 
     def gone(self, keys: Sequence[K]) -> None:
-        """These blocks were removed."""
         with self._lock:
             self._events.gone(keys)
             self._tell()
 
     def check(self, contains: Callable[[list[K]], Sequence[bool]]) -> None:
-        """Ask for the blocks that are next in turn."""
         keys = self._events.to_check()
         there = contains(keys)
         with self._lock:

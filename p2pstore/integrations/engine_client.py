@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from p2pstore import blocking
@@ -21,7 +21,7 @@ from p2pstore.blocking import BlockingClient
 from p2pstore.errors import ConfigError, DeadlineExceeded, StoreClosed
 from p2pstore.integrations.retention import Retention, retention
 from p2pstore.objects import MAX_KEY_BYTES
-from p2pstore.results import ItemResult
+from p2pstore.results import ItemResult, KeyPage
 from p2pstore.routing import worth_fetching
 
 T = TypeVar("T")
@@ -52,6 +52,8 @@ KEPT_BYTES: Final = 900
 """Of a text that is too long for a key, its beginning that the key keeps: for people, and listings by prefix."""
 _KEY_PERSON: Final = b"p2pstore.engine"
 PROBE_KEY: Final = "p2pstore engine/"
+NAME_BYTES: Final = 12
+PAGE_KEYS: Final = 10_000
 
 
 def legal_key(text: str) -> str:
@@ -72,8 +74,17 @@ def _is_utf8(packed: bytes) -> bool:
     return True
 
 
+def pages_of_keys(client: BlockingClient) -> Iterator[KeyPage]:
+    """All keys of the namespace, a page at a time. Raises what the client raises."""
+    after, more = "", True
+    while more:
+        page = client.list_keys(after=after, limit=PAGE_KEYS)
+        yield page
+        more = page.more and bool(page.keys)
+        after = page.keys[-1].key if page.keys else ""
+
+
 def leading(answers: Sequence[bool | None]) -> int:
-    """How many of these are true, from the first one on."""
     return next((number for number, each in enumerate(answers) if not each), len(answers))
 
 
@@ -128,7 +139,6 @@ class Breaker:
             self._probe_at = now
 
     def probed(self, now: float, *, answered: bool) -> None:
-        """The end of a probe."""
         self.closed = answered
         self._probe_at = now + PAUSE_SECONDS
 
@@ -170,11 +180,9 @@ class Lookups:
         return False if self._late else None
 
     def take(self) -> list[str]:
-        """The keys of the next batch."""
         return [self.wanted.popleft() for _ in range(min(len(self.wanted), MAX_BATCH))]
 
     def answered(self, keys: Sequence[str], there: Sequence[bool]) -> None:
-        """The end of a batch."""
         for key, is_there in zip(keys, there, strict=True):
             self._answers.pop(key, None)
             self._answers[key] = is_there, math.inf
@@ -182,6 +190,22 @@ class Lookups:
         while len(self._answers) > MAX_LOOKUPS:
             self._answers.pop(next(iter(self._answers)), None)
         self._late = False
+
+
+class QuietLog:
+    """Warnings for people: the same text every ten seconds at most."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._quiet_until: dict[str, float] = {}
+
+    def warn(self, text: str) -> None:
+        now = time.monotonic()
+        if now >= self._quiet_until.get(text, 0.0):
+            if len(self._quiet_until) > 100:
+                self._quiet_until.clear()
+            self._quiet_until[text] = now + QUIET_SECONDS
+            self._log.warning("%s", text)
 
 
 class EngineClient:
@@ -207,7 +231,7 @@ class EngineClient:
         self._lookups = Lookups()
         self._chores: deque[Callable[[BlockingClient], None]] = deque(maxlen=MAX_CHORES)
         self._check_at = 0.0
-        self._quiet_until: dict[str, float] = {}
+        self.warn = QuietLog(LOG).warn
         self._absence_said = False
         self._closed = False
         self._probed_once = threading.Event()
@@ -298,15 +322,6 @@ class EngineClient:
         if now >= self._check_at and self.answers:
             self._check_at = now + CHECK_SECONDS
             self.run_in_worker(check)
-
-    def warn(self, text: str) -> None:
-        """Log a text, the same one every ten seconds at most."""
-        now = time.monotonic()
-        if now >= self._quiet_until.get(text, 0.0):
-            if len(self._quiet_until) > 100:
-                self._quiet_until.clear()
-            self._quiet_until[text] = now + QUIET_SECONDS
-            LOG.warning("%s", text)
 
     def warn_unknown(self, given: Iterable[str], known: Sequence[str]) -> None:
         """Log which of the given settings mean nothing here."""
@@ -431,7 +446,6 @@ class FetchLimit:
             self._client.run_in_worker(functools.partial(self._judge, gathered))
 
     def forget(self, request: str) -> None:
-        """The request has ended."""
         self._verdicts.pop(request, None)
 
     def _judge(self, gathered: dict[str, dict[str, int]], client: BlockingClient) -> None:
@@ -444,6 +458,12 @@ class FetchLimit:
 
 def _asking(keys: list[str]) -> Callable[[BlockingClient], list[bool]]:
     return lambda client: client.contains_many(keys)
+
+
+def digest_of(layout: dict[str, Any]) -> str:
+    """The part of keys that stands for a layout of blocks: the same for engines whose blocks are alike."""
+    packed = json.dumps(layout, sort_keys=True).encode()
+    return hashlib.blake2b(packed, digest_size=NAME_BYTES).hexdigest()
 
 
 def _compare(engine: str, facts: dict[str, Any], client: BlockingClient) -> None:

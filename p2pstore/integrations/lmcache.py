@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -36,11 +37,13 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.block_events import CountedBlocks
 from p2pstore.integrations.engine_client import (
+    PAGE_KEYS,
     PROBE_KEY,
     EngineClient,
     leading,
     legal_key,
     miss_on_error,
+    pages_of_keys,
 )
 from p2pstore.results import ItemResult
 
@@ -48,7 +51,6 @@ T = TypeVar("T")
 Keys = list[str]
 Chunks = list[Any]
 THREADS = 4
-PAGE_KEYS = 10_000
 PREFIX = "lmcache/"
 
 
@@ -158,7 +160,11 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
 
     @miss_on_error(lambda *_, **__: [])
     async def list(self) -> Keys:
-        return await self._in_thread(lambda: self._client.call(_all_keys, Keys()))
+        def ask(client: BlockingClient) -> Keys:
+            keys = (each.key for page in pages_of_keys(client) for each in page.keys)
+            return [key for key in keys if not key.startswith(PROBE_KEY)]
+
+        return await self._in_thread(lambda: self._client.call(ask, Keys()))
 
     @miss_on_error(lambda *_, **__: False)
     def remove_sync(self, key: Any) -> bool:
@@ -207,7 +213,6 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
                 self._client.warn(f"a chunk was not stored: {result.error}")
 
     def _value_of(self, memory_obj: Any) -> Any:
-        """The value that is stored for a chunk."""
         view = _bytes_of(memory_obj)
         if not self.save_chunk_meta:
             return view
@@ -266,15 +271,6 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         return room
 
 
-def _all_keys(client: BlockingClient) -> Keys:
-    keys, more = Keys(), True
-    while more:
-        page = client.list_keys(after=keys[-1] if keys else "", limit=PAGE_KEYS)
-        keys += [each.key for each in page.keys]
-        more = page.more and bool(page.keys)
-    return [key for key in keys if not key.startswith(PROBE_KEY)]
-
-
 # --- in its server --------------------------------------------------------------------------------
 
 
@@ -292,14 +288,9 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         )
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="p2pstore-l2-lookups")
         """Of its own, so that no lookup waits behind transfers from a peer that hangs."""
-        self._stored_event = create_event_notifier()
-        self._found_event = create_event_notifier()
-        self._loaded_event = create_event_notifier()
+        self._numbers = itertools.count(1)
+        self._stored, self._found, self._loaded = _Ended(), _Ended(), _Ended()
         self._lock = threading.Lock()
-        self._number = 0
-        self._stored: dict[int, Any] = {}
-        self._found: dict[int, Any] = {}
-        self._loaded: dict[int, Any] = {}
         self._leases: defaultdict[str, list[memoryview]] = defaultdict(list)
         """A view for each lock of a chunk."""
         self._counted: CountedBlocks[Any] = CountedBlocks(
@@ -307,31 +298,27 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         )
 
     def get_store_event_fd(self) -> int:
-        return int(self._stored_event.fileno())
+        return int(self._stored.event.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        return int(self._found_event.fileno())
+        return int(self._found.event.fileno())
 
     def get_load_event_fd(self) -> int:
-        return int(self._loaded_event.fileno())
+        return int(self._loaded.event.fileno())
 
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         def store() -> Any:
-            items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
-            done = self._client.put(items)
-            views = zip(keys, items, done, strict=True)
+            items = _items(keys, objects)
+            views = zip(keys, items, self._client.put(items), strict=True)
             stored = {key: len(view) for key, (_, view), is_there in views if is_there}
             self._counted.found(stored)
             self._client.now_and_then(self._check)
             return L2StoreResult(len(stored) == len(items), sum(stored.values()))
 
-        return self._submit(store, L2StoreResult(False, 0), self._stored, self._stored_event)
+        return self._submit(store, L2StoreResult(False, 0), self._stored)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        with self._lock:
-            done = dict(self._stored)
-            self._stored.clear()
-        return done
+        return {number: self._stored.pop(number) for number in list(self._stored)}
 
     def submit_lookup_and_lock_task(
         self, keys: Sequence[Any], group_layout_descs: dict[int, Any]
@@ -345,11 +332,10 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
             return _bitmap(found)
 
         nothing = _bitmap([False] * len(keys))
-        return self._submit(look_up, nothing, self._found, self._found_event, pool=self._lookups)
+        return self._submit(look_up, nothing, self._found, pool=self._lookups)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        with self._lock:
-            return self._found.pop(task_id, None)
+        return self._found.pop(task_id, None)
 
     def _lease(self, client: BlockingClient, names: Keys) -> None:
         """Of these chunks lease those in the local peer's memory, from the first on. A lease of another one would bring
@@ -372,17 +358,16 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         def load() -> Any:
-            items = [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
+            items = _items(keys, objects)
             whole = self._client.read(items)
             came = [key for key, is_whole in zip(keys, whole, strict=True) if is_whole]
             self._notify_keys_accessed(came)
             return _bitmap(whole)
 
-        return self._submit(load, _bitmap([False] * len(keys)), self._loaded, self._loaded_event)
+        return self._submit(load, _bitmap([False] * len(keys)), self._loaded)
 
     def query_load_result(self, task_id: int) -> Any:
-        with self._lock:
-            return self._loaded.pop(task_id, None)
+        return self._loaded.pop(task_id, None)
 
     @miss_on_error(lambda *_, **__: None)
     def delete(self, keys: Sequence[Any]) -> None:
@@ -433,20 +418,17 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         self._pool.shutdown()
         self._leases.clear()
         self._client.close()
-        for event in (self._stored_event, self._found_event, self._loaded_event):
-            event.close()
+        for ended in (self._stored, self._found, self._loaded):
+            ended.event.close()
 
     def _submit(
         self,
         action: Callable[[], Any],
         failure: Any,
-        done: dict[int, Any],
-        event: Any,
+        ended: _Ended,
         pool: ThreadPoolExecutor | None = None,
     ) -> int:
-        with self._lock:
-            self._number += 1
-            number = self._number
+        number = next(self._numbers)
 
         def run() -> None:
             try:
@@ -454,22 +436,33 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
             except Exception as error:  # the controller must hear that the task has ended
                 self._client.warn(f"a task failed: {error!r}")
                 result = failure
-            self._ended(number, result, done, event)
+            self._end(number, result, ended)
 
         try:
             (pool or self._pool).submit(run)
         except RuntimeError as error:  # it was closed
             self._client.warn(f"a task was not begun: {error}")
-            self._ended(number, failure, done, event)
+            self._end(number, failure, ended)
         return number
 
-    def _ended(self, number: int, result: Any, done: dict[int, Any], event: Any) -> None:
-        with self._lock:
-            done[number] = result
+    def _end(self, number: int, result: Any, ended: _Ended) -> None:
+        ended[number] = result
         try:
-            event.notify()
+            ended.event.notify()
         except (OSError, ValueError) as error:  # closed meanwhile
             self._client.warn(f"the end of a task could not be signalled: {error}")
+
+
+class _Ended(dict[int, Any]):
+    """Results of the tasks of one kind that have ended, by their numbers, and the event that tells of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event = create_event_notifier()
+
+
+def _items(keys: Sequence[Any], objects: Sequence[Any]) -> list[tuple[str, memoryview]]:
+    return [(_name(key), _bytes_of(each)) for key, each in zip(keys, objects, strict=True)]
 
 
 def _name(key: Any) -> str:

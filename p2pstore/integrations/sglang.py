@@ -10,8 +10,6 @@ layout `page_head`, engines of all tensor-parallel sizes that divide it share pa
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,14 +20,26 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from p2pstore.integrations.engine_client import EngineClient, leading, legal_key, miss_on_error
+from p2pstore.integrations.engine_client import (
+    EngineClient,
+    digest_of,
+    leading,
+    legal_key,
+    miss_on_error,
+)
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.results import ItemResult
 from p2pstore.values import source_view
 
-NAME_BYTES = 12
 KV_POOL = "kv"
 MAMBA_POOL = "mamba"
+KNOWN = (
+    *("weight_version", "socket"),
+    *("backend_name", "module_path", "class_name", "interface_v1", "allocator"),
+)
+"""Settings of ours, and of SGLang's that it passes on."""
+MAX_NOTED = 1000
+"""Moves of which a store keeps the figures until SGLang collects them."""
 
 
 def _no_pages(_: Any, keys: Sequence[str], *__: Any, **___: Any) -> list[bool]:
@@ -46,14 +56,6 @@ def _nothing_found() -> Any:
     return PoolTransferResult(0, {}, [])
 
 
-KNOWN = (
-    *("weight_version", "socket"),
-    *("backend_name", "module_path", "class_name", "interface_v1", "allocator"),
-)
-"""Settings of ours, and of SGLang's that it passes on."""
-MAX_NOTED = 1000
-"""Moves of which a store keeps the figures until SGLang collects them."""
-
 Place = Callable[[torch.Tensor], tuple[Sequence[int], Sequence[int]]]
 """Addresses and sizes of all pieces of pages, by their indices."""
 
@@ -69,7 +71,6 @@ class _Pool:
 
     @property
     def each(self) -> int:
-        """How many objects a page is."""
         return len(self.prefixes) * self.pieces
 
     def objects(self, keys: Sequence[str]) -> list[str]:
@@ -99,7 +100,6 @@ class _Figures:
         self._backed_up: deque[tuple[int, float]] = deque(maxlen=MAX_NOTED)
 
     def note(self, pages: int, moved_bytes: int, seconds: float, *, read: bool) -> None:
-        """A call has ended."""
         if moved_bytes and seconds > 0:
             (self._prefetched if read else self._backed_up).append((pages, moved_bytes / seconds / 1e9))
 
@@ -326,7 +326,6 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Put one tensor."""
         source = value if value is not None else target_location
         if source is None:
             return False
@@ -365,7 +364,6 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     @miss_on_error(lambda *_, **__: None)
     def close(self) -> None:
-        """Disconnect."""
         self._client.close()
 
     def _named(
@@ -381,11 +379,10 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             "attn_cp_size": config.attn_cp_size,
             "dcp_size": config.dcp_size,
         }
-        digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=NAME_BYTES)
         ranks = [config.pp_rank, config.attn_cp_rank, config.dcp_rank]
         if by_rank:
             ranks.append(config.tp_rank if tp_rank is None else tp_rank)
-        return f"sglang/{config.model_name}/{digest.hexdigest()}/{'.'.join(map(str, ranks))}/"
+        return f"sglang/{config.model_name}/{digest_of(fields)}/{'.'.join(map(str, ranks))}/"
 
 
 def _nowhere(_: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:

@@ -16,8 +16,6 @@ A request's `kv_transfer_params` may say `p2pstore_pin_seconds` (its blocks are 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import threading
 import time
@@ -45,11 +43,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.block_events import BlockEvents
-from p2pstore.integrations.engine_client import EngineClient, FetchLimit, legal_key, miss_on_error
+from p2pstore.integrations.engine_client import (
+    EngineClient,
+    FetchLimit,
+    digest_of,
+    legal_key,
+    miss_on_error,
+)
 
 LOST_SECONDS = 5.0
 MAX_LOST = 100_000
-NAME_BYTES = 12
 WAIT_PARAMETER = "p2pstore_wait_seconds"
 """In a request's `kv_transfer_params`: the time to wait for blocks that another engine has just computed."""
 LIMIT = "max_fetch_seconds_per_token"
@@ -90,7 +93,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._rows: Any = np.asarray(primary_kv_view).view(np.uint8).reshape(len(primary_kv_view), -1)
         self._row_bytes = self._rows.shape[1]
         self._layout = _layout(offloading_spec, self._row_bytes, options.get("model"))
-        self._prefix = _prefix(self._layout)
+        self._prefix = f"vllm/{self._layout['model_name']}/{digest_of(self._layout)}/"
         self._pool = ThreadPoolExecutor(options.get("threads", 4), thread_name_prefix="p2pstore-tier")
         self._lock = threading.Lock()
         self._running: set[Future[None]] = set()
@@ -366,9 +369,3 @@ def _model_name(path: str) -> str:
     if before[-1:] == ["snapshots"] and before[-2:-1]:
         return before[-2].rpartition("--")[2]
     return last
-
-
-def _prefix(layout: dict[str, Any]) -> str:
-    """The prefix of all keys: the same for engines whose blocks are alike."""
-    digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=NAME_BYTES)
-    return f"vllm/{layout['model_name']}/{digest.hexdigest()}/"

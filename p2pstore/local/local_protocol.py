@@ -171,39 +171,32 @@ class LocalBackend(Protocol):
     @property
     def request_types(self) -> Mapping[int, type[Message]]:
         """The requests that it answers, by `LocalKind`."""
-        ...
 
     def welcome(self, client: LocalClient, version: int) -> tuple[HelloReply, list[int]]:
         """The answer to a client's hello, and a descriptor for each memory of each segment in it: read-only ones for
         READ access, writable ones for WRITE; then, where the hello names one and the client reads it, a read-only
         one of the table of locations; then a writable one of its page of hazards; then one of the checkpoint that it
         wants. The descriptors stay the backend's."""
-        ...
 
     def welcomed(self, client: LocalClient) -> None:
         """It has what `welcome` gave: descriptors that were for it alone are not needed any more."""
-        ...
 
     def handle(
         self, client: LocalClient, kind: LocalKind, message: Message
     ) -> Message | Awaitable[Message | None] | None:
         """The answer to a request, at once or as something to await (which is cancelled when the
         client is gone). None for kinds without an answer."""
-        ...
 
     def make_ready(self) -> None:
         """Answers are on their way as far as the socket takes them, and the client may ask again within microseconds:
         the time to prepare for that."""
-        ...
 
     def handled(self) -> None:
         """The time for what must not keep answers waiting: before anything but requests of the same client is handled,
         and at most half a millisecond after `make_ready`."""
-        ...
 
     def client_gone(self, client: LocalClient) -> None:
         """End the leases and reservations of this client. Called once per welcomed client."""
-        ...
 
 
 class RequestObserver(Protocol):
@@ -211,7 +204,6 @@ class RequestObserver(Protocol):
 
     def began(self, kind: LocalKind, message: Message) -> object:
         """A request is not answered at once; the returned value comes back with its answer."""
-        ...
 
     def answered(
         self,
@@ -223,4 +215,3 @@ class RequestObserver(Protocol):
         began: object | None,
     ) -> None:
         """A request was answered, `seconds` after it was taken from the socket."""
-        ...

@@ -88,7 +88,7 @@ def newer(message: Message) -> Message:
     return Commit(
         message.namespace,
         [item.key for item in items],
-        runs_of(item.reservation for item in items),
+        runs_of([item.reservation for item in items]),
         [item.length for item in items],
         b"".join(item.sums for item in items),
         [PutOptions(*[getattr(item, name) for name in names]) for item in items],

@@ -15,8 +15,10 @@ from p2pstore.put_facts import PutFacts
 Item = TypeVar("Item")
 
 
-def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+def runs_of(numbers: list[int]) -> list[tuple[int, int]]:
     """Numbers as runs of consecutive ones: the first, how many."""
+    if numbers and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:  # nearly always
+        return [(numbers[0], len(numbers))]
     runs: list[tuple[int, int]] = []
     first = count = 0
     for number in numbers:
@@ -34,9 +36,15 @@ def one_if_alike(column: list[int]) -> list[int]:
     return column[:1] if column and column.count(column[0]) == len(column) else column
 
 
-def sizes_of(rooms: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Length and trailer length of each room. Raises `ValueError` for negative counts, or over 16,384 in all."""
+def checked(rooms: Sequence[tuple[int, int, int]]) -> Sequence[tuple[int, int, int]]:
+    """The rooms. Raises `ValueError` for negative counts, or over 16,384 in all."""
     _check_counts([count for *_, count in rooms])
+    return rooms
+
+
+def sizes_of(rooms: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Length and trailer length of each room. Raises what `checked` raises."""
+    rooms = checked(rooms)
     return [(length, trailer) for length, trailer, count in rooms for _ in range(count)]
 
 
@@ -50,7 +58,11 @@ def values_of(commit: Commit, digests_of: Callable[[Sequence[str]], list[bytes]]
     options = _for_each(commit.options, count, "options")
     if lengths and not 0 <= min(lengths) <= max(lengths) <= MAX_OBJECT_BYTES:
         raise ValueError("a length is no object's")
-    sums = _sums_of_each(commit.sums, lengths)
+    sizes = _for_each([8 * chunk_count(length) for length in commit.lengths], count, "lengths")
+    ends = list(accumulate(sizes, initial=0))
+    if ends[-1] != len(commit.sums):
+        raise ValueError("the sums are not those of all chunks")
+    sums = [commit.sums[start:end] for start, end in pairwise(ends)]
     digests = digests_of(keys)
     follows = [commit.follows, *digests[:-1]] if commit.follows else [b""] * count
     roots = root_checksums(lengths, sums)
@@ -72,13 +84,6 @@ def _for_each(column: list[Item], count: int, name: str) -> list[Item]:
     if len(column) != count:
         raise ValueError(f"{count:,} keys come with {len(column):,} {name}")
     return column
-
-
-def _sums_of_each(sums: bytes, lengths: Sequence[int]) -> list[bytes]:
-    ends = list(accumulate((8 * chunk_count(length) for length in lengths), initial=0))
-    if ends[-1] != len(sums):
-        raise ValueError("the sums are not those of all chunks")
-    return [sums[start:end] for start, end in pairwise(ends)]
 
 
 def rooms_in(spans: Sequence[Span], count: int) -> list[tuple[int, int] | ItemError]:

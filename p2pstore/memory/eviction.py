@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import Final
@@ -77,7 +77,8 @@ class EvictionOrder:
         self._held: set[int] = set()
         self.aside: dict[ObjectEntry, None] = {}
         """Entries that are to go for one large value, and are no candidates for others."""
-        self._to_end_aside: deque[ObjectEntry] = deque()
+        self.to_end_aside: deque[ObjectEntry] = deque()
+        """Of these, those that stay after all: `end_some_aside` puts them back."""
 
     def __contains__(self, entry: ObjectEntry) -> bool:
         return entry.rank is not None and entry.offset not in self._held
@@ -106,6 +107,8 @@ class EvictionOrder:
     def update(self, *entries: ObjectEntry) -> None:
         """Take in that the entries' references, pins or states changed; they count as just used, in this order."""
         by_queue: dict[tuple[int, int], list[ObjectEntry]] = {}
+        some: list[ObjectEntry] = []
+        last: tuple[int, int] | None = None
         for entry in entries:
             if entry.rank is not None:
                 self.discard(entry)
@@ -117,7 +120,10 @@ class EvictionOrder:
             self._evictable_bytes[group] += entry.extent_bytes
             if rank == _CHEAP:
                 self._cheap_bytes[group] += entry.extent_bytes
-            by_queue.setdefault((group, rank), []).append(entry)
+            if last is None or last[0] != group or last[1] != rank:
+                last = group, rank
+                some = by_queue.setdefault(last, [])
+            some.append(entry)
             if self.on_evictable is not None:
                 self.on_evictable(entry.offset)
         for (group, rank), some in by_queue.items():
@@ -161,25 +167,16 @@ class EvictionOrder:
             self._cheap_bytes[entry.group] += more_bytes
 
     def set_aside(self, offset: int) -> ObjectEntry:
-        """Take the evictable entry there out of the order, for one large value, until it is `gone` or `end_aside`."""
+        """Take the evictable entry there out of the order for one large value, until it is `gone` or `to_end_aside`."""
         entry = self._at[offset // GRANULE_BYTES]
         self.discard(entry)
         self.aside[entry] = None
         return entry
 
-    def end_aside(self, entries: Iterable[ObjectEntry]) -> None:
-        """Entries that were set aside stay after all: `end_some_aside` puts them back."""
-        self._to_end_aside.extend(entries)
-
-    @property
-    def any_to_end_aside(self) -> bool:
-        """Whether `end_some_aside` has something to do."""
-        return bool(self._to_end_aside)
-
     def end_some_aside(self) -> None:
         """Put up to 512 entries back into the order."""
-        for _ in range(min(SET_ASIDE_PER_STEP, len(self._to_end_aside))):
-            entry = self._to_end_aside.popleft()
+        for _ in range(min(SET_ASIDE_PER_STEP, len(self.to_end_aside))):
+            entry = self.to_end_aside.popleft()
             self.aside.pop(entry, None)
             if entry not in self:
                 self.update(entry)
@@ -187,9 +184,10 @@ class EvictionOrder:
     def gone(self, *entries: ObjectEntry, evicted: bool) -> None:
         """The entries were withdrawn: for others that needed their room (`evicted`), or for another reason."""
         self.discard(*entries)
-        for entry in entries:
-            if self.aside:
+        if self.aside:
+            for entry in entries:
                 self.aside.pop(entry, None)
+        for entry in entries:
             if entry.follows is not None:
                 entry.follows.followers -= 1
                 entry.follows = None
@@ -259,6 +257,11 @@ class EvictionOrder:
             self._look_up([entry], now)
         return self.policy.cost(entry, now) * _RANK_WEIGHTS[entry.rank]
 
+    def costs(self, entries: Sequence[ObjectEntry], now: float) -> list[float]:
+        """The cost of evicting each of these `candidates`."""
+        cost = self.policy.cost
+        return [cost(entry, now) * _RANK_WEIGHTS[entry.rank or _CHEAP] for entry in entries]
+
     def _look_up(self, entries: Sequence[ObjectEntry], now: float) -> None:
         """Ask which of these another peer keeps, unless that is known."""
         due = [entry for entry in entries if now >= entry.known_until]
@@ -274,14 +277,16 @@ class EvictionOrder:
 
     def candidates(
         self, needed_bytes: int, groups: Sequence[int], now: float, share: int = 1, windows: int = 1
-    ) -> list[int]:
-        """Offsets of the entries of each rank that would go first, the lowest rank first: at least `windows`, more of
-        them for large `needed_bytes`, and fewer of each group where `share` places divide the work."""
+    ) -> list[ObjectEntry]:
+        """The entries of each rank that would go first, the lowest rank first: at least `windows`, more of them for
+        large `needed_bytes`, and fewer of each group where `share` places divide the work."""
         count = CANDIDATES_PER_RANK if needed_bytes < LARGE_BYTES else CANDIDATES_FOR_LARGE
         count = max(count, windows)
         entries: list[ObjectEntry] = []
         for rank in range(3):
             for group in groups:
                 entries += islice(self._groups[group][rank].coldest(), -(-count // share))
+        if self._held:
+            entries = [entry for entry in entries if entry.offset not in self._held]
         self._look_up(entries, now)
-        return [entry.offset for entry in entries]
+        return entries

@@ -37,7 +37,8 @@ def choose_windows(found: Sequence[Window], count: int = 1) -> list[int]:
         if not count or cost > limit:
             break
         if victims.keys().isdisjoint(window):
-            victims.update(dict.fromkeys(window))
+            for extent in window:
+                victims[extent] = None
             count -= 1
     return list(victims)
 

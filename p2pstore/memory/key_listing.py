@@ -20,8 +20,8 @@ RUN_KEYS: Final = 2_048
 GONE_BESIDE: Final = 1_000
 GONE_SHARE: Final = 8
 _LIVE: Final = SlotState.LIVE
-LOOKED_AT: Final = 4
-"""Waiting entries that are looked at for each one that comes or goes: at most a third of them are gone ones."""
+LOOKED_AT: Final = 3
+"""Waiting entries that are looked at for each one that goes: about a third of them are gone ones."""
 
 
 class _Namespace:
@@ -109,7 +109,6 @@ class KeyListing:
             return
         self._added.append(entries)
         self._waiting += len(entries)
-        self._forget_gone(LOOKED_AT * len(entries))
 
     def _forget_gone(self, looks: int) -> None:
         """Where many entries that wait are gone, look for some: usually among those that were added first."""

@@ -222,7 +222,7 @@ class RoomMaker:
             else:
                 self._objects.evict(self._order.at(*victims))
                 extent = self._areas.take(size, places)
-            while self._order.any_to_end_aside:
+            while self._order.to_end_aside:
                 self._order.end_some_aside()
                 yield
             if extent is not None:
@@ -262,7 +262,7 @@ class RoomMaker:
                 self._areas.shrink(at, size)
             return at if whole else None
         finally:
-            self._order.end_aside(entries[gone:])
+            self._order.to_end_aside.extend(entries[gone:])
             self.in_making.discard(at)
             if at >= 0 and not whole:
                 self._areas.free(at)

@@ -8,8 +8,6 @@ reused only when nothing refers to it. Readers that merely map the segment need 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from itertools import groupby
-from operator import attrgetter
 from typing import Final
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
@@ -46,7 +44,6 @@ from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, SegmentObjects
 from p2pstore.objects import MAX_OBJECT_BYTES, are_sums_of
 from p2pstore.runtime.stepping import Steps, call_now, run_through
 
-_named: Final = attrgetter("namespace", "key", "expires_unix_ms", "replicas")
 _NO_PIN: Final = Pin.NONE
 _SOFT_PIN: Final = Pin.SOFT
 
@@ -181,29 +178,20 @@ class Segment:
         return self._reserved(session, [extent], length, capacity, [slot])[0]
 
     def reserve_free(
-        self, sizes: Sequence[tuple[int, int]], *, session: Hashable, namespace: str = ""
+        self, length: int, trailer_length: int, count: int = 1, *, session: Hashable, namespace: str = ""
     ) -> list[Reservation]:
-        """Room for the first ones of these values, by length and trailer length: for as many as find some where it is
-        looked for first, without anything that has to go."""
+        """Room for up to `count` such values: for as many as find some where it is looked for first, without anything
+        that has to go."""
         self.objects.check_open()
-        places = self.areas.searches(namespace)[0]
-        made: list[Reservation] = []
-        taken = 0
-        for (length, trailer_length), alike in groupby(sizes[: self.reservations.left_of(session)]):
-            if not (0 <= length <= MAX_OBJECT_BYTES and 0 <= trailer_length <= MAX_TRAILER_BYTES):
-                break
-            wanted = sum(1 for _ in alike)
-            capacity = extent_bytes(length, max(1, trailer_length))
-            above = self.areas.above_cap(namespace, taken + wanted * capacity)
-            fitting = wanted - max(0, -(-above // capacity))
-            slots = self.table.take_slots(fitting)
-            extents = self.areas.take_many(capacity, len(slots), places)
-            self.table.free_slots(slots[len(extents) :][::-1])
-            made += self._reserved(session, extents, length, capacity, slots[: len(extents)])
-            taken += len(extents) * capacity
-            if len(extents) < wanted:
-                break
-        return made
+        if not (0 <= length <= MAX_OBJECT_BYTES and 0 <= trailer_length <= MAX_TRAILER_BYTES):
+            return []
+        count = min(count, self.reservations.left_of(session))
+        capacity = extent_bytes(length, max(1, trailer_length))
+        above = self.areas.above_cap(namespace, count * capacity)
+        slots = self.table.take_slots(count - max(0, -(-above // capacity)))
+        extents = self.areas.take_many(capacity, len(slots), self.areas.searches(namespace)[0])
+        self.table.free_slots(slots[len(extents) :][::-1])
+        return self._reserved(session, extents, length, capacity, slots[: len(extents)])
 
     def _reserved(
         self, session: Hashable, extents: Sequence[int], length: int, capacity: int, slots: Sequence[int]
@@ -274,33 +262,31 @@ class Segment:
         fitting, follows = list[bytes](), dict[bytes, bytes]()
         trailers = pack_trailers([each.trailer for each in written])
         for place, (each, packed) in enumerate(zip(written, trailers, strict=True)):
-            number, digest, length = each.reservation, each.digest, each.length
-            reservation = reservations.get(number)
-            if reservation is None or number in ended or digest in new:
+            number, digest, length, trailer = each.reservation, each.digest, each.length, each.trailer
+            room = reservations.get(number)
+            if room is None or number in ended or digest in new:
                 continue
-            capacity, trailer_bytes = reservation.capacity, len(packed)
+            capacity, trailer_bytes = room.capacity, len(packed)
             end = (length + 7 & ~7) + trailer_bytes  # `trailer_offset`, without its call
-            if (
-                not 0 <= length <= reservation.length
-                or end > capacity
-                or trailer_bytes > MAX_TRAILER_BYTES
-            ):
+            if not 0 <= length <= room.length or end > capacity or trailer_bytes > MAX_TRAILER_BYTES:
                 continue
-            # Room for a time to live that a later put may give the object.
-            size = min(capacity, -(-(end + EXPIRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES)
-            if size < capacity:
-                self.areas.shrink(reservation.offset - self.geometry.data_offset, size)
-            trailer = each.trailer
+            size = capacity  # with room for a time to live that a later put may give the object
+            if (spare := capacity - end - EXPIRY_BYTES) >= GRANULE_BYTES:
+                size -= spare // GRANULE_BYTES * GRANULE_BYTES
+                self.areas.shrink(room.offset - self.geometry.data_offset, size)
             pin = pin_of(trailer) if trailer.pin else _NO_PIN
             entries[place] = new[digest] = ObjectEntry(
                 digest,
                 each.version,
-                reservation.slot,
-                reservation.offset,
+                room.slot,
+                room.offset,
                 length,
                 trailer_bytes,
                 size,
-                *_named(trailer),
+                trailer.namespace,
+                trailer.key,
+                trailer.expires_unix_ms,
+                trailer.replicas,
                 pin,
                 now + SOFT_PIN_SECONDS if pin is _SOFT_PIN else 0.0,
                 soft,
@@ -311,7 +297,7 @@ class Segment:
             if each.follows:
                 follows[digest] = each.follows
             fitting.append(packed)
-            ended[number] = reservation
+            ended[number] = room
         self.reservations.end(session, *ended.values())
         self.objects.publish(new, fitting, follows, now, keep)
         return entries

@@ -230,7 +230,7 @@ class SegmentObjects:
 
     def expires_on(self, now: float) -> bool:
         """Whether `expire` has something to do."""
-        return self.timers.any_due(now) or self.order.any_to_end_aside
+        return self.timers.any_due(now) or bool(self.order.to_end_aside)
 
     def evict(self, entries: list[ObjectEntry]) -> None:
         """Withdraw objects for the room they take."""

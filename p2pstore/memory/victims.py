@@ -46,9 +46,15 @@ class Victims:
             evictable = self._order.evictable_bytes(place.groups)
             if not evictable or evictable + place.area.allocator.free_bytes < size:
                 continue
-            offsets = self._order.candidates(size, place.groups, now, len(places), count)
-            least_used = (offset - self._base for offset in offsets)
-            windows = yield from self._windows(place, least_used, size, count, now)
+            candidates = self._order.candidates(size, place.groups, now, len(places), count)
+            windows: list[Window]
+            if all(each.extent_bytes >= size for each in candidates):
+                costs = self._order.costs(candidates, now)
+                extents = ([each.offset - self._base] for each in candidates)
+                windows = list(zip(costs, extents, strict=True))
+            else:
+                least_used = (each.offset - self._base for each in candidates)
+                windows = yield from self._windows(place, least_used, size, count, now)
             found += windows
             if not windows and not place.is_lent:
                 hemmed_in.append(place)
@@ -71,11 +77,11 @@ class Victims:
         matter."""
         count = min(alike, EVICTED_PER_STEP)
         candidates = self._order.candidates(1, groups, now, len(groups), count)
-        if len(candidates) <= count:
-            return [entry.offset for entry in self._order.at(*candidates)]
-        costs = ((self._order.cost_at(at, now, groups), at) for at in candidates)
-        cheapest = nsmallest(count, ((cost, at) for cost, at in costs if cost is not None))
-        return [at for _, at in cheapest]
+        offsets = [entry.offset for entry in candidates]
+        if len(offsets) <= count:
+            return offsets
+        costs = self._order.costs(candidates, now)
+        return [at for _, at in nsmallest(count, zip(costs, offsets, strict=True))]
 
     def _windows(
         self, place: SearchArea, candidates: Iterable[int], size: int, count: int, now: float

@@ -123,7 +123,7 @@ class Node:
         self._waiting: dict[int, trio.Event] = {}
         self._nap = trio.CancelScope()
         """Sleeps until the next tick."""
-        self._tick_due = float("inf")
+        self._tick_due = math.inf
         self._checkpoints_version: tuple[int, int, int] | None = None
         self._checkpoint_news = trio.Event()
         self._pins_version = 0
@@ -374,12 +374,10 @@ async def _to_the_end(steps: Steps[None]) -> None:
 
 
 def log_refused_locations(core: PeerCore, member: Member, count: int) -> None:
-    state = core.gossip.membership.resolve(member)
-    name = core.name_of(state.peer_id) if state is not None else f"{member:016x}"
     logger.error(
         "peer %s says that it holds %s objects, more than a peer can: its objects are ignored. Restart it "
         "with the version that the others run; if that does not help, take it out of the cluster",
-        name,
+        core.gossip.membership.name_of_member(member),
         f"{count:,}",
         extra={"event": "locations_refused"},
     )

@@ -83,8 +83,6 @@ class PeerSsd:
             if entry is not None:
                 yield ColdObject(digest, namespace_digest(entry.namespace), entry.version)
 
-    # --- what the core asks for --------------------------------------------------------------
-
     async def carry_out(self, effect: LoadObject | WriteObject | ColdSorted) -> None:
         """Do what the core decided."""
         if isinstance(effect, LoadObject):
@@ -167,8 +165,6 @@ class PeerSsd:
             await self.tier.discards_durable()
             core.earlier_life.cold_settled()
 
-    # --- leaving -----------------------------------------------------------------------------
-
     async def write_memory(self) -> None:
         """Write what is in memory only, the most recently used first, for the next life of this peer."""
         runs = await self._only_in_memory()
@@ -219,8 +215,6 @@ class PeerSsd:
         if await self._store_in_background(entry, durable=False):
             self._core.cold.written(entry, self._node.now)
 
-    # --- what clients ask for ----------------------------------------------------------------
-
     async def make_durable(self, digest: bytes) -> None:
         """Have what a client put on the SSD before this returns, so that it survives a crash of the machine.
         Raises `CapacityExceeded` when the tier does not take it, and `Unavailable` when it does not answer."""
@@ -270,14 +264,10 @@ class PeerSsd:
             raise outcome[0]
         return outcome[0]
 
-    # --- what others are told ----------------------------------------------------------------
-
     @property
     def capacity_bytes(self) -> int:
         """Capacity in bytes; 0 when the SSD has failed."""
         return self.tier.capacity_bytes if self.tier.state is TierState.OK else 0
-
-    # --- what the tier asks ------------------------------------------------------------------
 
     def withdraw(self, entries: Sequence[ColdEntry]) -> None:
         """These are about to leave the SSD, or were found to be damaged."""

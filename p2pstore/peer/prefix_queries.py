@@ -118,12 +118,11 @@ class PrefixQueries:
         holders = []
         for run in matched.runs:
             state = core.gossip.membership.resolve(run.member)
-            peer_id = core.peer_id if run.member == core.member else state and state.peer_id
-            if peer_id:
+            if state is not None:
                 holders.append(
                     {
-                        "peer_id": format_peer_id(peer_id),
-                        "peer": core.name_of(peer_id),
+                        "peer_id": format_peer_id(state.peer_id),
+                        "peer": core.name_of(state.peer_id),
                         "blocks": run.blocks,
                         "memory_blocks": run.memory_blocks,
                         "local": run.member == core.member,

@@ -27,13 +27,32 @@ from p2pstore.gossip.links.host import MAX_ADMITTED
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id
 from p2pstore.runtime.stepping import Steps
-from p2pstore.status.checkup import SHOWN_COUNTERS, Checkup
+from p2pstore.status.checkup import Checkup
 from p2pstore.status.doctor.finding import MAX_KEY_LETTERS, shown
 from p2pstore.status.operation_watch import PeerWatch
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
 
+SHOWN_COUNTERS: Final = (
+    "client_puts",
+    "client_put_bytes",
+    "client_puts_failed",
+    "client_reads",
+    "client_leases",
+    "client_reads_elsewhere",
+    "client_reads_from_ssd",
+    "client_misses",
+    "last_copies_dropped",
+    "copies_offered",
+    "offers_taken",
+    "offers_refused",
+    "offered_bytes",
+    "transport_fallbacks",
+    "objects_spoilt",
+    "repairs",
+    "repaired_bytes",
+)
 MEMBERS_PER_STEP: Final = 64
 """Members per step. Reading one record takes about 6 us."""
 JSON_PARTS_PER_STEP: Final = 1_024

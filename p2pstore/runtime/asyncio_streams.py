@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from p2pstore.runtime.streams import (
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
-    HelperTask,
+    HelperWork,
     NonblockingStream,
     StartHelper,
     connect_first,
@@ -144,7 +144,7 @@ class _AsyncioEvent:
 class _AsyncioHelper:
     """A helper of the asyncio driver."""
 
-    def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, work: HelperWork) -> None:
         self.task = asyncio.get_running_loop().create_task(work(self))
 
     def cancel(self) -> None:
@@ -218,7 +218,7 @@ class AsyncioDriver:
     async def helpers(self) -> AsyncIterator[StartHelper]:
         tasks: list[asyncio.Task[None]] = []
 
-        def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+        def start(work: HelperWork) -> None:
             tasks[:] = [each for each in tasks if not each.done() or _failure(each)]
             tasks.append(_AsyncioHelper(work).task)
 
@@ -251,6 +251,6 @@ async def _resolve(host: str, port: int) -> list[Any]:
 
 async def _connect(sock: socket.socket, address: Any) -> None:
     async def writable(sock: socket.socket) -> None:
-        await _Wait(sock.fileno(), writable=True).ready(float("inf"))
+        await _Wait(sock.fileno(), writable=True).ready(math.inf)
 
     await connect_nonblocking(sock, address, asyncio.sleep, writable)

@@ -29,7 +29,7 @@ from p2pstore.runtime.streams import (
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
-    HelperTask,
+    HelperWork,
     StartHelper,
     T,
     _set_kernel_timeout,
@@ -228,7 +228,7 @@ class _BlockingEvent:
 class _HelperThread(threading.Thread):
     """A helper of the blocking driver: a thread that runs a coroutine of its own."""
 
-    def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, work: HelperWork) -> None:
         super().__init__(name="p2pstore-helper")
         self._work = work
         self._state = threading.Lock()
@@ -338,7 +338,7 @@ class BlockingDriver:
         threads: list[_HelperThread] = []
         starting = threading.Lock()
 
-        def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+        def start(work: HelperWork) -> None:
             with starting:  # helpers may start others
                 threads[:] = [each for each in threads if each.is_alive() or each.error is not None]
                 thread = _HelperThread(work)

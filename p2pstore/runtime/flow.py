@@ -70,8 +70,12 @@ class Flow:
     """The bytes of one exchange, as one side receives or sends them."""
 
     __slots__ = (
-        *("_lag_seconds", "answer_seconds", "least_rate"),
-        *("moved_bytes", "patience_seconds", "waited_seconds"),
+        "_lag_seconds",
+        "answer_seconds",
+        "least_rate",
+        "moved_bytes",
+        "patience_seconds",
+        "waited_seconds",
     )
 
     def __init__(self, patience_seconds: float = math.inf) -> None:

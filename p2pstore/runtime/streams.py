@@ -24,13 +24,13 @@ from operator import not_
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.objects import KIB
+from p2pstore.objects import KIB, MIB
 from p2pstore.runtime.flow import Flow
 
 T = TypeVar("T")
 BytesLike = bytes | bytearray | memoryview
 
-SEND_PIECE_BYTES: Final = 2 * 1024 * 1024
+SEND_PIECE_BYTES: Final = 2 * MIB
 """Largest single send, and what is moved between two turns of an event loop: one send of 64 MiB would hold it for
 20 ms, and turns cost a server CPU time."""
 MAX_GATHER: Final = 512
@@ -55,31 +55,25 @@ class ByteStream(Protocol):
 
     async def send(self, *parts: BytesLike) -> None:
         """Send all parts, in order."""
-        ...
 
     async def send_whole(self, *parts: BytesLike) -> None:
         """`send`, but never a part of it: a cancellation takes effect when everything was sent, and
         whatever else interrupts it closes the stream. For frames on a connection that many share."""
-        ...
 
     async def receive_into(self, view: memoryview) -> int:
         """Receive at least one byte into `view`; 0 means the other side closed."""
-        ...
 
     async def receive_soon(self, view: memoryview) -> int:
         """`receive_into` of what should be here within microseconds: where that helps, without sleeping."""
-        ...
 
     def fileno(self) -> int: ...
 
     def abort(self) -> None:
         """End the connection under its users, in other tasks or threads: their waits fail at once.
         They close it; its descriptor stays theirs until then."""
-        ...
 
     def close(self) -> None:
         """Close at once; never blocks, may be called twice."""
-        ...
 
 
 class UnixStream(ByteStream, Protocol):
@@ -103,21 +97,17 @@ class AcceptedStream(ByteStream, Protocol):
 
     async def wait_readable_forever(self) -> None:
         """Wait, without a deadline, until a receive would not block."""
-        ...
 
     @property
     def can_lend(self) -> bool:
         """Whether `lend` works: the bytes of the socket are those of the stream."""
-        ...
 
     async def lend(self, work: Callable[[socket.socket], T]) -> T:
         """Have a thread run `work` on the non-blocking socket, which it has for itself meanwhile. A cancellation ends
         the connection. Raises the `OSError` that `work` raises."""
-        ...
 
     def stop_receiving(self) -> None:
         """A receive gets bytes that have arrived, and then 0 as if the other side had closed."""
-        ...
 
 
 class Event(Protocol):
@@ -127,7 +117,6 @@ class Event(Protocol):
 
     async def wait(self, timeout_seconds: float) -> bool:
         """Whether the event was set within that time."""
-        ...
 
 
 class HelperTask(Protocol):
@@ -135,14 +124,13 @@ class HelperTask(Protocol):
 
     def cancel(self) -> None:
         """End it where it waits. A thread only while it connects: elsewhere, close the connection that it uses."""
-        ...
 
     def connected(self) -> None:
         """It has the connection that it wanted: `cancel` leaves that alone."""
-        ...
 
 
-StartHelper = Callable[[Callable[[HelperTask], Coroutine[Any, Any, None]]], None]
+HelperWork = Callable[[HelperTask], Coroutine[Any, Any, None]]
+StartHelper = Callable[[HelperWork], None]
 """Starts `work(task)`. Raises `RuntimeError` where no more threads can be had. The work catches its own errors."""
 
 
@@ -156,27 +144,22 @@ class Driver(Protocol):
     async def run_in_thread(self, function: Callable[[], T]) -> T:
         """Run a long copy or hash (over 5 ms) where it does not stop others. It may be cancelled before it
         begins, but not then: the call returns only when `function` has."""
-        ...
 
     def helpers(self) -> AbstractAsyncContextManager[StartHelper]:
         """For what runs side by side with a block: tasks, or threads where this one can only do one thing at a time.
         All have ended when the block is left; when it ends, in whatever way, it sees to it that they do. Event loops
         cancel those that are left."""
-        ...
 
     async def sleep(self, seconds: float) -> None: ...
 
     def lock(self) -> AbstractAsyncContextManager[Any]:
         """A new mutual exclusion lock."""
-        ...
 
     def event(self) -> Event:
         """A new event, for one waiter."""
-        ...
 
     def interrupted(self, error: Exception) -> BaseException:
         """The exception to raise for an error of a signal handler that ran within a call."""
-        ...
 
 
 class NonblockingStream:

@@ -11,7 +11,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -24,7 +24,7 @@ from p2pstore.runtime.streams import (
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
-    HelperTask,
+    HelperWork,
     NonblockingStream,
     StartHelper,
     connect_first,
@@ -158,7 +158,7 @@ class _TrioEvent:
 class _TrioHelper:
     """A helper of the trio driver."""
 
-    def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, work: HelperWork) -> None:
         self._work = work
         self._scope = trio.CancelScope()
 
@@ -207,7 +207,7 @@ class TrioDriver:
         try:
             async with trio.open_nursery() as nursery:
 
-                def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+                def start(work: HelperWork) -> None:
                     nursery.start_soon(_TrioHelper(work).run)
 
                 try:

@@ -50,9 +50,8 @@ async def _go_on(steps: Generator[object, None, Result]) -> Result:
                 await trio.lowlevel.checkpoint()
                 ended, result = _turn(steps, TURN_SECONDS)
             if ended:
-                await (
-                    trio.lowlevel.checkpoint()
-                )  # the next work, such as encoding it, is a step of its own
+                # The next work, such as encoding it, is a step of its own.
+                await trio.lowlevel.checkpoint()
                 return result  # type: ignore[return-value]  # None until it ended
     finally:
         steps.close()

@@ -58,7 +58,6 @@ class ScratchMemory:
 
     @contextmanager
     def page(self) -> Iterator[memoryview]:
-        """One page."""
         memory = self._pages.pop() if self._pages else aligned_buffer(PAGE_BYTES)
         try:
             yield memory

@@ -38,6 +38,7 @@ WORKERS: Final = 4
 
 Result = TypeVar("Result")
 logger = logging.getLogger("p2pstore.ssd_tier")
+_CLOSED: Final = "the tier was closed before this was durable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +139,9 @@ class ColdLog:
         return self.superblock.segment_bytes
 
     def position(self, place: RecordPlace) -> int:
-        """Where on the disk a record begins."""
         return record_position(place, self.segment_bytes)
 
     def segment_position(self, segment: Segment) -> int:
-        """Where on the disk a segment begins."""
         return segment_position(segment.number, self.segment_bytes)
 
     # Records.
@@ -176,7 +175,6 @@ class ColdLog:
         return segment.generation == place.generation and segment.state in _TRUSTED
 
     def end_reads(self, segments: Iterable[int]) -> None:
-        """Each of these segments has a read less under way."""
         ended = [self.table.end_read(number) for number in segments]
         if any(ended):
             self.drained.unpark_all()
@@ -306,16 +304,12 @@ class Signal:
         self._event = trio.Event()
 
     def send(self) -> None:
-        """Something happened."""
         self._event.set()
 
     async def wait(self) -> None:
         """Returns when something happened since the last `wait` returned. For one task."""
         await self._event.wait()
         self._event = trio.Event()
-
-
-_CLOSED: Final = "the tier was closed before this was durable"
 
 
 @dataclass(slots=True, eq=False)

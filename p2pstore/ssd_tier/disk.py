@@ -65,7 +65,6 @@ class WriteGate:
         return not self._open and self._clock() - self._last_read < QUIET_SECONDS
 
     def read(self) -> None:
-        """A read begins."""
         self._last_read = self._clock()
 
     @contextmanager
@@ -161,7 +160,6 @@ class FileDisk:
         )
 
     def _write(self, position: int, parts: list[memoryview]) -> None:
-        """One piece. In a thread."""
         with self._write_gate.writing():
             if any(isinstance(part.obj, bytes) for part in parts):
                 _write_copied(self._spare_pages, self._descriptor, position, parts)

@@ -85,6 +85,15 @@ FLAG_SOFT: Final = 4
 FLAG_DESCRIBED: Final = 8
 """The object has a dtype and a shape. Records of older versions never say so."""
 MAX_REPLICAS: Final = 0xFFFF
+FOOTER_MAGIC: Final = b"P2PSFTR\0"
+FOOTER_FORMAT: Final = 1
+_TAIL: Final = struct.Struct("<8sII16sQIIIIIIQ")
+"""magic, format, segment, store id, generation, rows, bytes of a row, namespaces, bytes of namespaces, bytes of
+keys, 0, checksum of the body."""
+_TAIL_PAGE: Final = 0xFFFF_FFFF
+_BODY: Final = 0xFFFF_FFFE
+"""Stand for pages in seeds: no record is there."""
+_LENGTH: Final = struct.Struct("<H")
 
 
 def flags_of(pin: int, soft: bool, *, described: bool) -> int:
@@ -102,7 +111,6 @@ def pack_row(
     key_bytes: int,
     namespace: int,
 ) -> bytes:
-    """The row of a record."""
     return ROW_STRUCT.pack(
         facts.digest,
         facts.version.clock,
@@ -133,17 +141,6 @@ def parts_of(rows: Rows) -> npt.NDArray[np.int64]:
     """How many records each row's object has."""
     length = rows["length"].astype(np.int64)
     return np.maximum((length + PART_BYTES - 1) // PART_BYTES, 1)
-
-
-FOOTER_MAGIC: Final = b"P2PSFTR\0"
-FOOTER_FORMAT: Final = 1
-_TAIL: Final = struct.Struct("<8sII16sQIIIIIIQ")
-"""magic, format, segment, store id, generation, rows, bytes of a row, namespaces, bytes of namespaces, bytes of
-keys, 0, checksum of the body."""
-_TAIL_PAGE: Final = 0xFFFF_FFFF
-_BODY: Final = 0xFFFF_FFFE
-"""Stand for pages in seeds: no record is there."""
-_LENGTH: Final = struct.Struct("<H")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +176,6 @@ class Footer:
 
 
 def footer_from_headers(headers: Sequence[RecordHeader]) -> Footer:
-    """The footer that a segment with these records would have."""
     rows, namespaces, keys = bytearray(), dict[str, int](), bytearray()
     for header in headers:
         facts, key = header.facts, header.facts.key.encode()

@@ -28,6 +28,9 @@ FOUND_AGAIN: Final = (
     "put it back as it was, or leave it, and start this peer again: it makes a new log where none is"
 )
 _NOT_WRITABLE: Final = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}
+PATIENCE_SECONDS: Final = 4.0
+"""Less than the 5 s for which readers elsewhere wait without progress: so they hear of it, and go elsewhere."""
+BANDWIDTH_SECONDS: Final = 10
 
 
 class TierState(Enum):
@@ -144,9 +147,6 @@ class ColdMiss(P2PStoreError):
         self.reason = reason
 
 
-PATIENCE_SECONDS: Final = 4.0
-"""Less than the 5 s for which readers elsewhere wait without progress: so they hear of it, and go elsewhere."""
-
 Overdue = Callable[[str], None]
 """Told, once, that an object is not to be waited for any more, and why. It may come all the same."""
 
@@ -167,9 +167,6 @@ class Waiting:
         if not self.told and seconds >= self.patience_seconds:
             self.told = True
             self.overdue(f"the SSD did not answer within {self.patience_seconds:g} s")
-
-
-BANDWIDTH_SECONDS: Final = 10
 
 
 class Bandwidth:
@@ -228,7 +225,6 @@ class Measures:
         return self.written.total_bytes / self.stored_bytes if self.stored_bytes else 0.0
 
     def document(self, now: float) -> dict[str, Any]:
-        """For JSON."""
         return {
             "hits": self.hits,
             "misses": self.misses,

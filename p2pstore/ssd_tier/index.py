@@ -39,6 +39,7 @@ from p2pstore.ssd_tier.record_rows import END, RecordRows
 
 NOT_FOUND: Final = -1
 _MASK64: Final = (1 << 64) - 1
+MAX_HITS: Final = 0xFFFF
 
 
 class DigestSlots:
@@ -69,18 +70,15 @@ class DigestSlots:
         return NOT_FOUND
 
     def insert(self, digest: bytes, row: int) -> None:
-        """Add a digest that is not there."""
         entries, at = self._entries, self._home(digest)
         while entries[at]:
             at = (at + 1) & self._mask
         entries[at] = row + 1
 
     def replace(self, digest: bytes, row: int, by: int) -> None:
-        """The digest, so far in `row`, is now in the row `by`."""
         self._entries[self._entry_of(digest, row)] = by + 1
 
     def remove(self, digest: bytes, row: int) -> None:
-        """Take out a digest that is in `row`."""
         entries, mask = self._entries, self._mask
         hole = at = self._entry_of(digest, row)
         while number := entries[at := (at + 1) & mask]:
@@ -113,9 +111,6 @@ class DigestSlots:
                 raise KeyError(digest)
             at = (at + 1) & self._mask
         return at
-
-
-MAX_HITS: Final = 0xFFFF
 
 
 class ColdEntry(msgspec.Struct, frozen=True, gc=False):

@@ -19,6 +19,10 @@ RUN_KEYS: Final = 4_096
 _SEARCHED_ROWS: Final = 2_048
 _STALE_BESIDE: Final = 1_000
 _STALE_SHARE: Final = 1 / 8
+WALKED_ROWS: Final = 4_096
+"""Rows looked at in one step: 0.5 ms, if all are wanted."""
+WALKED_DIGESTS: Final = 64
+"""Most digests of one step: for each, the caller has some work."""
 
 
 class KeyOrder:
@@ -139,12 +143,6 @@ class _Run:
             else:
                 low = probe + 1
         return low
-
-
-WALKED_ROWS: Final = 4_096
-"""Rows looked at in one step: 0.5 ms, if all are wanted."""
-WALKED_DIGESTS: Final = 64
-"""Most digests of one step: for each, the caller has some work."""
 
 
 class KeyOrders:

@@ -46,6 +46,25 @@ FIRST_RECORD_PAGE: Final = 2
 
 PAGE_CONTENT_BYTES: Final = PAGE_BYTES - 8
 """A page that says what it is ends with its checksum."""
+SECTOR_BYTES: Final = 512
+_SECTOR_BITS_BYTES: Final = SECTOR_BYTES - 8
+_SECTORS: Final = PAGE_BYTES // SECTOR_BYTES
+_BITS_BYTES: Final = _SECTORS * _SECTOR_BITS_BYTES
+MAX_RECORDS_PER_SEGMENT: Final = _BITS_BYTES * 8
+"""32,256: no more records are placed in a segment."""
+SUPERBLOCK_MAGIC: Final = b"P2PSLOG\0"
+SUPERBLOCK_FORMAT: Final = 1
+SEGMENT_MAGIC: Final = b"P2PSLSG\0"
+SEGMENT_FORMAT: Final = 1
+SEGMENT_START_BYTES: Final = 2 * PAGE_BYTES
+MAX_SEGMENTS: Final = 1 << 20
+
+_SUPERBLOCK: Final = struct.Struct("<8sII16sQQ")
+"""magic, format, mark of the cluster, store id, segment bytes, segments; its xxh3-64 follows."""
+_SEGMENT: Final = struct.Struct("<8sII16sQII")
+"""magic, format, segment, store id, generation, flags, 0; its xxh3-64 follows."""
+_FLAG_OPENED: Final = 1
+FILE_NAME: Final = "cold.log"
 
 
 class DamagedRecord(P2PStoreError):
@@ -92,7 +111,6 @@ class ColdFacts:
 
 
 def round_up_to_page(length: int) -> int:
-    """The next multiple of 4 KiB."""
     return (length + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
 
 
@@ -102,7 +120,6 @@ def part_count(length: int) -> int:
 
 
 def part_bytes(length: int, part: int) -> int:
-    """Bytes of the value that its part number `part` has."""
     return min(PART_BYTES, length - part * PART_BYTES)
 
 
@@ -112,7 +129,6 @@ def record_bytes(stored_bytes: int) -> int:
 
 
 def segment_position(segment: int, segment_bytes: int) -> int:
-    """Where on the disk a segment begins."""
     return LOG_START_BYTES + segment * segment_bytes
 
 
@@ -140,14 +156,6 @@ def page_is_sealed(page: bytes | memoryview, seed: int) -> bool:
     return (
         len(page) == PAGE_BYTES and xxhash.xxh3_64_intdigest(page[:PAGE_CONTENT_BYTES], seed) == checksum
     )
-
-
-SECTOR_BYTES: Final = 512
-_SECTOR_BITS_BYTES: Final = SECTOR_BYTES - 8
-_SECTORS: Final = PAGE_BYTES // SECTOR_BYTES
-_BITS_BYTES: Final = _SECTORS * _SECTOR_BITS_BYTES
-MAX_RECORDS_PER_SEGMENT: Final = _BITS_BYTES * 8
-"""32,256: no more records are placed in a segment."""
 
 
 class DeadMarks:
@@ -178,12 +186,10 @@ class DeadMarks:
             self.dirty = True
 
     def is_dead(self, number: int) -> bool:
-        """Whether the record was marked."""
         byte = number >> 3
         return byte < len(self._bits) and bool(self._bits[byte] & 1 << (number & 7))
 
     def dead_of(self, numbers: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
-        """For each of many numbers, whether it was marked."""
         if not self._bits:
             return np.zeros(len(numbers), bool)
         bits = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little")
@@ -221,20 +227,6 @@ class DeadMarks:
         return marks
 
 
-SUPERBLOCK_MAGIC: Final = b"P2PSLOG\0"
-SUPERBLOCK_FORMAT: Final = 1
-SEGMENT_MAGIC: Final = b"P2PSLSG\0"
-SEGMENT_FORMAT: Final = 1
-SEGMENT_START_BYTES: Final = 2 * PAGE_BYTES
-MAX_SEGMENTS: Final = 1 << 20
-
-_SUPERBLOCK: Final = struct.Struct("<8sII16sQQ")
-"""magic, format, mark of the cluster, store id, segment bytes, segments; its xxh3-64 follows."""
-_SEGMENT: Final = struct.Struct("<8sII16sQII")
-"""magic, format, segment, store id, generation, flags, 0; its xxh3-64 follows."""
-_FLAG_OPENED: Final = 1
-
-
 @dataclass(frozen=True, slots=True)
 class Superblock:
     """The superblock: `store_id` are 16 random bytes, drawn when it was made."""
@@ -247,7 +239,6 @@ class Superblock:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the log on its disk."""
         return segment_position(self.segments, self.segment_bytes)
 
 
@@ -348,6 +339,3 @@ def _page(packed: bytes) -> bytes:
 def _page_is_good(page: bytes | memoryview, size: int) -> bool:
     """Whether the page is what `_page` makes of its first `size` bytes; the rest of it must be zeros."""
     return bytes(page) == _page(bytes(page[:size]))
-
-
-FILE_NAME: Final = "cold.log"

@@ -32,6 +32,10 @@ MOSTLY_DEAD: Final = 0.8
 """A segment with a larger dead share is reclaimed before older ones."""
 MOSTLY_RESERVED: Final = 0.5
 """A segment of which more is reserved is reclaimed after younger ones: that would have to be written again."""
+KEPT_SHARE: Final = 0.2
+"""At most this share of a segment is written again: each byte of the log costs at most 1.25 bytes of writing."""
+RESERVED_SHARE: Final = 0.5
+"""The same where it is reserved for its namespace: at most 2 bytes of writing."""
 
 
 class SegmentState(Enum):
@@ -117,7 +121,6 @@ class SegmentTable:
 
     @property
     def wanted_free(self) -> int:
-        """How many segments are to be free."""
         return max(KEEP_FREE, min(MAX_FREE, self.count // FREE_SHARE))
 
     def in_state(self, *states: SegmentState) -> list[Segment]:
@@ -284,11 +287,6 @@ class SegmentTable:
         if segment.state is not state:
             raise ValueError(f"segment {segment.number} is {segment.state.value}, not {state.value}")
 
-
-KEPT_SHARE: Final = 0.2
-"""At most this share of a segment is written again: each byte of the log costs at most 1.25 bytes of writing."""
-RESERVED_SHARE: Final = 0.5
-"""The same where it is reserved for its namespace: at most 2 bytes of writing."""
 
 Record = TypeVar("Record")
 

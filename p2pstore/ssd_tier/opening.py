@@ -49,6 +49,12 @@ IN_MEMORY: Final = ("tmpfs", "ramfs")
 _HOW: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK
 
 logger = logging.getLogger("p2pstore.ssd_tier")
+_GONE = (FileNotFoundError, NotADirectoryError)
+MIN_SEGMENTS: Final = 4
+"""Two that are open, and two free."""
+REQUESTS_AT_ONCE: Final = 16
+WINDOW_BYTES: Final = 1 << 20
+_UNKNOWN_GENERATIONS_BITS: Final = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,6 @@ class OpenPlace:
     """Whether reads and writes pass the page cache by."""
 
     def close(self) -> None:
-        """Close it, which unlocks it."""
         os.close(self.descriptor)
 
 
@@ -300,9 +305,6 @@ def _owner_of(path: Path) -> str:
     return "it is somewhere where this user may not look"
 
 
-_GONE = (FileNotFoundError, NotADirectoryError)
-
-
 def why_misplaced(path: Path, descriptor: int, size_bytes: int) -> str:
     """Why what is written there now would be lost, for people; empty when nothing speaks against it. `size_bytes` are
     what it must have. Some microseconds, unless the disk hangs. Raises `OSError` when the descriptor is closed."""
@@ -327,13 +329,6 @@ def why_misplaced(path: Path, descriptor: int, size_bytes: int) -> str:
     if not is_file and named.st_rdev != opened.st_rdev:
         return f"another device is at {path} now"
     return ""
-
-
-MIN_SEGMENTS: Final = 4
-"""Two that are open, and two free."""
-REQUESTS_AT_ONCE: Final = 16
-WINDOW_BYTES: Final = 1 << 20
-_UNKNOWN_GENERATIONS_BITS: Final = 48
 
 
 async def open_superblock(disk: Disk, segment_bytes: int, cluster: str = "") -> Superblock:
@@ -416,7 +411,6 @@ async def read_log(disk: Disk, superblock: Superblock) -> list[FoundSegment]:
 async def _read_some(
     disk: Disk, superblock: Superblock, numbers: Iterator[int], found: dict[int, FoundSegment]
 ) -> None:
-    """Segment after segment, as long as there are any."""
     memory = aligned_buffer(WINDOW_BYTES)
     for number in numbers:
         reading = read_segment(superblock, number)

@@ -48,6 +48,11 @@ _PREFIX: Final = struct.Struct("<8sIIIIQIIQ16s")
 """magic, format, body length, segment, page, generation, number, 0, sequence, store id."""
 _SUM_BYTES: Final = 8
 MAX_BODY_BYTES: Final = PAGE_CONTENT_BYTES - _PREFIX.size
+WORTH_RATIO: Final = 0.85
+"""A part that compresses to more than this share is stored as it is."""
+SAMPLES: Final = 4
+SAMPLE_BYTES: Final = 16 * KIB
+SMALLEST_SAMPLE_BYTES: Final = 2 * KIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,6 @@ class RecordHeader:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of the value that this part is."""
         return part_bytes(self.facts.length, self.part)
 
 
@@ -246,13 +250,6 @@ def joined_facts(headers: Sequence[RecordHeader]) -> ColdFacts:
     return replace(first, sums=sums)
 
 
-WORTH_RATIO: Final = 0.85
-"""A part that compresses to more than this share is stored as it is."""
-SAMPLES: Final = 4
-SAMPLE_BYTES: Final = 16 * KIB
-SMALLEST_SAMPLE_BYTES: Final = 2 * KIB
-
-
 def sample_ratio(value: memoryview) -> float:
     """Compressed size over size, of four pieces spread over the value, together at most a quarter of it and 64 KiB; of
     all of a small value; 1.0 for an empty one."""
@@ -332,7 +329,6 @@ def unpack_part(header: RecordHeader, stored: memoryview, into: memoryview) -> N
 
 
 def stored_chunk_bytes(header: RecordHeader) -> list[int]:
-    """The stored size of each chunk of the payload."""
     if header.codec is Codec.LZ4:
         return list(header.chunk_sizes)
     return [end - start for start, end in chunk_bounds(header.part_bytes)]

@@ -40,6 +40,12 @@ from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, record_bytes
 from p2pstore.ssd_tier.write_admission import NamespaceBytes
 
 _WORTH_CUTTING_BYTES: Final = 64 * 1024
+_REPLICAS_AT: Final = ROW.fields["replicas"][1] if ROW.fields is not None else 0
+_EXPIRES_AT: Final = ROW.fields["expires_unix_ms"][1] if ROW.fields is not None else 0
+_FLAGS_AT: Final = ROW.fields["flags"][1] if ROW.fields is not None else 0
+
+END: Final = -1
+"""There is no next row."""
 
 
 class KeyTexts:
@@ -59,7 +65,6 @@ class KeyTexts:
         return len(text) - len(key)
 
     def get(self, segment: int, offset: int, length: int) -> bytes:
-        """The bytes of a key."""
         return bytes(self._texts[segment][offset : offset + length])
 
     def set(self, segment: int, text: bytes, dead_bytes: int) -> None:
@@ -68,7 +73,6 @@ class KeyTexts:
         self._dead_bytes[segment] = dead_bytes
 
     def drop(self, segment: int) -> None:
-        """The segment has no records any more."""
         self._texts.pop(segment, None)
         self._dead_bytes.pop(segment, None)
 
@@ -117,11 +121,9 @@ class Namespaces:
             self._free.append(number)
 
     def is_used(self, number: int) -> bool:
-        """Whether any record is in the namespace of this number."""
         return self._uses[number] > 0
 
     def name(self, number: int) -> str:
-        """The name of a namespace that records are in."""
         return self._names[number]
 
     def number(self, name: str) -> int | None:
@@ -138,14 +140,6 @@ class Namespaces:
             self._uses.append(0)
         self._numbers[name] = self.digests[namespace_digest(name)] = number
         return number
-
-
-_REPLICAS_AT: Final = ROW.fields["replicas"][1] if ROW.fields is not None else 0
-_EXPIRES_AT: Final = ROW.fields["expires_unix_ms"][1] if ROW.fields is not None else 0
-_FLAGS_AT: Final = ROW.fields["flags"][1] if ROW.fields is not None else 0
-
-END: Final = -1
-"""There is no next row."""
 
 
 class RecordRows:
@@ -227,7 +221,6 @@ class RecordRows:
             self.memory[at : at + 8] = expires_unix_ms.to_bytes(8, "little")
 
     def release(self, row: int) -> None:
-        """The record is not in the index any more."""
         self._about_to_change(row)
         fields = self.fields(row)
         segment = self._segments[row] - 1
@@ -258,11 +251,9 @@ class RecordRows:
         return ROW_STRUCT.unpack_from(self.memory, row * ROW_BYTES)
 
     def digest(self, row: int) -> bytes:
-        """The digest of the record's object."""
         return bytes(self.memory[row * ROW_BYTES : row * ROW_BYTES + DIGEST_BYTES])
 
     def version(self, row: int) -> Version:
-        """The version of the record's object."""
         fields = self.fields(row)
         return Version(fields[CLOCK], fields[WRITER], fields[ROOT])
 
@@ -271,7 +262,6 @@ class RecordRows:
         return self._segments[row] > 0 and bool(self.fields(row)[SEQUENCE] == sequence)
 
     def place(self, row: int) -> RecordPlace:
-        """Where the record is."""
         return self.place_of(row, self.fields(row))
 
     def place_of(self, row: int, fields: tuple[Any, ...]) -> RecordPlace:
@@ -281,7 +271,6 @@ class RecordRows:
         return RecordPlace(segment, generation, fields[PAGE], fields[NUMBER], fields[SEQUENCE])
 
     def key(self, row: int) -> str:
-        """The key of the record's object."""
         return self.key_of(row, self.fields(row))
 
     def key_of(self, row: int, fields: tuple[Any, ...]) -> str:
@@ -290,7 +279,6 @@ class RecordRows:
         return self._texts.get(segment, fields[KEY_OFFSET], fields[KEY_BYTES]).decode()
 
     def namespace(self, row: int) -> int:
-        """The number of its namespace."""
         return self._namespaces[row]
 
     def next(self, row: int) -> int:
@@ -298,7 +286,6 @@ class RecordRows:
         return self._nexts[row] - 1
 
     def follow(self, row: int, following: int) -> None:
-        """Make `following` (or END) the row that comes after `row`."""
         self._nexts[row] = following + 1
 
     # --- many rows -----------------------------------------------------------------------------
@@ -339,7 +326,6 @@ class RecordRows:
         return list(dict.fromkeys(digests))
 
     def footer(self, segment: int) -> Footer:
-        """The footer that the segment's records make."""
         numbers = self.of_segment(segment)
         rows = self._rows[numbers]
         text, rows["key_offset"] = self._texts.gather(segment, rows["key_offset"], rows["key_bytes"])

@@ -55,6 +55,8 @@ _HOPPED_BYTES: Final = 64 * KIB
 _SEARCHED_BYTES: Final = MIB
 """Read where none was: it may be anywhere."""
 _MAGIC: Final = np.frombuffer(RECORD_MAGIC, "<u8")[0]
+_END_BYTES: Final = 32 * KIB
+"""Read at the end of a segment: the whole footer of some 200 records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +194,6 @@ def _candidates(window: memoryview) -> Iterator[int]:
     yield from np.flatnonzero(words[:, 0] == _MAGIC).tolist()
 
 
-_END_BYTES: Final = 32 * KIB
-"""Read at the end of a segment: the whole footer of some 200 records."""
-
-
 class FoundState(Enum):
     """The state of a segment that was read."""
 
@@ -229,7 +227,6 @@ bytes may be used again as soon as the next thing is asked for."""
 
 
 def read_segment(superblock: Superblock, segment: int) -> SegmentReading:
-    """Read one segment."""
     store_id, size = superblock.store_id, superblock.segment_bytes
     position = segment_position(segment, size)
     start = yield Read(position, SEGMENT_START_BYTES)

@@ -54,7 +54,6 @@ class SsdTier:
 
     @property
     def state(self) -> TierState:
-        """Whether it reads and writes."""
         return self._log.health.state
 
     @property
@@ -67,12 +66,10 @@ class SsdTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all segments."""
         return self._log.table.count * self._log.segment_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the objects on the disk."""
         return self._log.index.rows.live_bytes
 
     @property
@@ -81,7 +78,6 @@ class SsdTier:
         return self._log.index.rows.newest_clock
 
     def bytes_of(self, namespace: str) -> int:
-        """Bytes on the disk of a namespace with a share."""
         return self._log.index.rows.of_namespaces.bytes_of(namespace)
 
     # Looking.
@@ -187,7 +183,6 @@ class SsdTier:
 
     @property
     def waits(self) -> Waits:
-        """How long the disk has been at what it does now."""
         return self._log.disk.waits
 
     @property

@@ -165,7 +165,6 @@ class NamespaceBytes:
         self._in_segments = {name: np.zeros(segments, np.int64) for name in namespaces}
 
     def count(self, namespace: str, segment: int, size_bytes: int) -> None:
-        """Add `size_bytes`, which may be negative."""
         counted = self._in_segments.get(namespace)
         if counted is not None:
             counted[segment] += size_bytes

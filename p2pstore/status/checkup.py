@@ -6,9 +6,10 @@ A cluster may have thousands of members. Figures come from each `MemberState`; r
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import islice, pairwise
@@ -31,17 +32,6 @@ from p2pstore.status.problems import MAX_PROBLEMS, Facts, FailedCheckpoint, prob
 MAX_NAMES_LOOKED_AT: Final = 1000
 """Living members compared by name with the dead ones, which they may replace."""
 
-SHOWN_COUNTERS: Final = (
-    *("client_puts", "client_put_bytes", "client_puts_failed", "client_reads", "client_leases"),
-    *("client_reads_elsewhere", "client_reads_from_ssd", "client_misses", "last_copies_dropped"),
-    *("copies_offered", "offers_taken", "offers_refused", "offered_bytes"),
-    *("transport_fallbacks", "objects_spoilt", "repairs", "repaired_bytes"),
-)
-_ADDED_UP: Final = (
-    *("gets", "misses", "puts", "in_bytes", "in_objects", "in_failures", "out_bytes"),
-    *("stalls", "looks", "refused_by_members", "slow"),
-    *("control_refused", "data_refused", "hoarders_ended"),
-)
 INTERVAL_SECONDS: Final = 10.0
 INTERVALS: Final = 120
 """Twenty minutes of them."""
@@ -49,40 +39,33 @@ INTERVALS: Final = 120
 
 class _Sample(NamedTuple):
     at: float
-    totals: tuple[int, ...]
+    totals: Mapping[str, int]
 
 
 class RecentCounts:
-    """Counters that only grow, looked at every `INTERVAL_SECONDS`. Times are monotonic seconds."""
+    """Always the same counters, which only grow, looked at every `INTERVAL_SECONDS`. Times are monotonic seconds."""
 
-    def __init__(self, names: Sequence[str], intervals: int = INTERVALS) -> None:
-        self._names = tuple(names)
+    def __init__(self, intervals: int = INTERVALS) -> None:
         self._samples: deque[_Sample] = deque(maxlen=intervals + 1)
 
     def sample(self, totals: Mapping[str, int], now: float) -> None:
-        """The counters stand so; one that is missing stands at 0."""
-        self._samples.append(_Sample(now, self._values(totals)))
+        self._samples.append(_Sample(now, totals))
 
     def since(self, totals: Mapping[str, int], now: float) -> tuple[float, dict[str, int]]:
         """Over how many seconds up to now it is known what was counted, and how much each counter has grown."""
-        first = self._samples[0] if self._samples else _Sample(now, self._values(totals))
-        grown = map(int.__sub__, self._values(totals), first.totals)
-        return now - first.at, dict(zip(self._names, grown, strict=True))
+        first = self._samples[0] if self._samples else _Sample(now, totals)
+        return now - first.at, {name: count - first.totals[name] for name, count in totals.items()}
 
     def document(self, names: Sequence[str]) -> dict[str, Any]:
         """How much these grew in each interval, the oldest first, and how many seconds each interval took."""
         steps = list(pairwise(self._samples))
-        places = [self._names.index(name) for name in names]
         return {
             "seconds": [round(later.at - sooner.at, 1) for sooner, later in steps],
             "grown": {
-                name: [later.totals[place] - sooner.totals[place] for sooner, later in steps]
-                for name, place in zip(names, places, strict=True)
+                name: [later.totals[name] - sooner.totals[name] for sooner, later in steps]
+                for name in names
             },
         }
-
-    def _values(self, totals: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(totals.get(name, 0) for name in self._names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +115,7 @@ class Checkup:
         self._peer = peer
         self._gossip = peer.core.gossip
         self._known = peer.core.checkpoints
-        self.recent = RecentCounts((*_ADDED_UP, *SHOWN_COUNTERS))
+        self.recent = RecentCounts()
         self._checkpoints_version: tuple[int, int, int] | None = None
         self._checkpoints: list[Progress] = []
 
@@ -159,7 +142,7 @@ class Checkup:
             suspect=[name_of(member) for member in members.by_state["suspect"]],
             suspect_count=members.counts["suspect"],
             versions=versions_of([member for _, member in members.shown if member.alive]),
-            failed_checkpoints=failures(checkpoints, name_of),
+            failed_checkpoints=failures(checkpoints),
         )
         return Look(members, checkpoints, seconds, lately, problems(facts))
 
@@ -285,7 +268,7 @@ def versions_of(members: Sequence[MemberState]) -> list[str]:
 
 def _ago(then: float, now: float) -> float | None:
     """None for minus infinity: as long as this peer knows."""
-    return None if then == float("-inf") else round(max(0.0, now - then), 1)
+    return None if then == -math.inf else round(max(0.0, now - then), 1)
 
 
 MAX_CHECKPOINTS: Final = 20
@@ -359,9 +342,7 @@ def progress_document(each: Progress, publisher: str, *, is_switched_to: bool) -
     }
 
 
-def failures(
-    all_of_them: Sequence[Progress], name_of: Callable[[MemberState], str]
-) -> list[FailedCheckpoint]:
+def failures(all_of_them: Sequence[Progress]) -> list[FailedCheckpoint]:
     """Members that could not fetch a checkpoint, and why."""
     return [
         FailedCheckpoint(shown(each.head.name), name_of(member), shown(why, 120))

@@ -6,7 +6,8 @@ the namespaces that were used first.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -39,14 +40,14 @@ class Measures:
     """Since the peer's start."""
 
     def __init__(self) -> None:
-        self.requests: dict[str, Histogram] = {}
+        self.requests: defaultdict[str, Histogram] = defaultdict(Histogram)
         """Of clients, by kind, answered without waiting for something that they asked to wait for: microseconds."""
-        self.reads: dict[str, Histogram] = {}
+        self.reads: defaultdict[str, Histogram] = defaultdict(Histogram)
         """Objects read one by one, by transport, or from the own SSD (`ON_SSD`): microseconds."""
-        self.read_bytes: dict[str, Histogram] = {}
+        self.read_bytes: defaultdict[str, Histogram] = defaultdict(Histogram)
         """How long they were, those read in place (`IN_PLACE`) included."""
         self.put_bytes = Histogram()
-        self.asked: dict[str, Histogram] = {}
+        self.asked: defaultdict[str, Histogram] = defaultdict(Histogram)
         """Other peers, by what they were asked for: microseconds until they answered."""
         self.asked_in_vain: Counter[str] = Counter()
         """Peers that refused, or did not answer in time."""
@@ -77,7 +78,7 @@ class Measures:
         return dict(sorted(self._namespaces.items()))
 
     def requested(self, kind: str, seconds: float) -> None:
-        _of(self.requests, kind).add_seconds(seconds)
+        self.requests[kind].add_seconds(seconds)
 
     def put(self, namespace: str, length: int, count: int = 1) -> None:
         """A client put objects of this length."""
@@ -89,7 +90,7 @@ class Measures:
     def was_read(self, namespace: str, transport: str, objects: int, length_bytes: int) -> None:
         """A client read objects of about the same length; `length_bytes` in all."""
         if objects > 0:
-            _of(self.read_bytes, transport).add(length_bytes // objects, objects)
+            self.read_bytes[transport].add(length_bytes // objects, objects)
             self.read_of(namespace, objects, length_bytes)
 
     def read_of(self, namespace: str, objects: int, length_bytes: int) -> None:
@@ -106,14 +107,14 @@ class Measures:
     def pulled(self, transport: str, seconds: float, length: int, count: int = 1) -> None:
         """`count` objects of this length came to this peer's memory, from another peer or from its own SSD, each in so
         many seconds."""
-        _of(self.reads, transport).add_seconds(seconds, count)
-        _of(self.read_bytes, transport).add(length, count)
+        self.reads[transport].add_seconds(seconds, count)
+        self.read_bytes[transport].add(length, count)
 
     def client_pulled(self, transport: str, pulls: PullCount) -> None:
         """A client read objects of another peer by itself, by a transport that is one of few."""
         if pulls.durations:
-            _of(self.reads, transport).merge(pulls.durations, pulls.microseconds)
-        lengths = _of(self.read_bytes, transport)
+            self.reads[transport].merge(pulls.durations, pulls.microseconds)
+        lengths = self.read_bytes[transport]
         if pulls.lengths:
             lengths.merge(pulls.lengths, pulls.bytes)
         elif pulls.objects > 0:  # an older client
@@ -122,7 +123,7 @@ class Measures:
     def answered(self, what: str, seconds: float, *, served: bool) -> None:
         """Another peer was asked for something; `served` unless it refused or was silent."""
         if served:
-            _of(self.asked, what).add_seconds(seconds)
+            self.asked[what].add_seconds(seconds)
         else:
             self.asked_in_vain[what] += 1
 
@@ -135,13 +136,6 @@ class Measures:
             "pings": _quantiles({"ping": self.pings}),
             "event_loop_lag": _quantiles({"lag": self.loop_lag}),
         }
-
-
-def _of(histograms: dict[str, Histogram], label: str) -> Histogram:
-    histogram = histograms.get(label)
-    if histogram is None:
-        histogram = histograms[label] = Histogram()
-    return histogram
 
 
 def _quantiles(histograms: dict[str, Histogram]) -> dict[str, dict[str, float]]:
@@ -355,7 +349,7 @@ class SlowOperations:
         """How many there were, those that have left the ring included."""
         self._ring: deque[SlowOperation] = deque(maxlen=entries)
         self._under_way: dict[bytes, list[Watched]] = {}
-        self._log_at = float("-inf")
+        self._log_at = -math.inf
         self._unlogged = 0
 
     def begin(self, digests: Sequence[bytes], now: float, *, may_wait_seconds: float = 0.0) -> Watched:
@@ -443,7 +437,7 @@ def _described(stage: Stage) -> str:
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    total, end = 0.0, float("-inf")
+    total, end = 0.0, -math.inf
     for start, stop in sorted(intervals):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, get_args
 
 from p2pstore.config import TransportName
+from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.operation import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import Member, PeerId, member_of
@@ -57,13 +58,8 @@ MAX_REMEMBERED: Final = 4096
 MAX_REPORTED: Final = 1024
 """Entries of one client's report that are looked at."""
 
-TAKE_THEIR_TIME: Final = frozenset(
-    {
-        *(LocalKind.CHECKPOINT_PUBLISH, LocalKind.CHECKPOINT_FETCH, LocalKind.CHECKPOINT_PROGRESS),
-        *(LocalKind.CHECKPOINT_FOLLOW, LocalKind.CHECKPOINT_FOLLOW_NEWS),
-        *(LocalKind.CHECKPOINT_UPDATE, LocalKind.CHECKPOINT_UPDATE_NEWS),
-    }
-)
+_QUICK: Final = frozenset({LocalKind.CHECKPOINT_LIST, LocalKind.CHECKPOINT_REMOVE})
+TAKE_THEIR_TIME: Final = {each for each in LocalKind if each.name.startswith("CHECKPOINT_")} - _QUICK
 """By their nature: these are never slow."""
 
 _REQUEST_NAMES: Final = {kind: kind.name.lower() for kind in LocalKind}
@@ -89,9 +85,7 @@ class PeerWatch:
         """A request was not answered at once."""
         wait_ms = getattr(message, "wait_ms", 0)
         may_wait_seconds = math.inf if kind in TAKE_THEIR_TIME else max(0, wait_ms) / 1000
-        return self.slow.begin(
-            _digests_of(kind, message), time.monotonic(), may_wait_seconds=may_wait_seconds
-        )
+        return self.slow.begin(_digests_of(message), time.monotonic(), may_wait_seconds=may_wait_seconds)
 
     def answered(
         self,
@@ -124,7 +118,7 @@ class PeerWatch:
         count = len(keys)
         key = keys[0] if keys else ""
         if not keys:
-            digests = _digests_of(kind, message)
+            digests = _digests_of(message)
             count = len(getattr(message, "digests", b"")) // DIGEST_BYTES or len(digests)
             said = getattr(message, "key", "")
             key = self._key_text(digests[0], said, client.namespace) if digests else ""
@@ -219,7 +213,10 @@ class PeerWatch:
 
     def _take_slow_read(self, client: LocalClient, read: local.SlowRead) -> None:
         outcome = "ok" if not read.code else _code_name(read.code)
-        name, transport = self._name_of_member(read.member), _transport(read.transport)
+        name, transport = (
+            self._core.gossip.membership.name_of_member(read.member),
+            _transport(read.transport),
+        )
         key = self._key_text(read.digest, read.key, client.namespace)
         reader = client.name or str(client.process_id)
         request = Request("get", key, 1, reader, time.time(), outcome)
@@ -310,7 +307,7 @@ class PeerWatch:
             logger.warning(
                 "%s to %s did not work (%s): falling back to another transport",
                 transport,
-                self._name_of_member(member),
+                self._core.gossip.membership.name_of_member(member),
                 text,
                 extra={"event": "transport_fallback", "transport": transport},
             )
@@ -319,21 +316,14 @@ class PeerWatch:
         self.traffic.pinged(peer_id, seconds)
         self.measures.pings.add_seconds(seconds)
 
-    def _name_of_member(self, member: Member) -> str:
-        state = self._core.gossip.membership.resolve(member)
-        return self._core.name_of(state.peer_id) if state is not None else f"{member:016x}"
-
 
 def _parts(trace: FetchTrace | None) -> tuple[tuple[str, float], ...]:
     """Where the time of a read that delivered went, once a connection was there."""
     if trace is None:
         return ()
     verify = trace.verify_seconds
-    return (
-        ("queue", trace.queue_seconds),
-        ("transfer", trace.transfer_seconds),
-        *(() if verify is None else (("verify", verify),)),
-    )
+    parts = ("queue", trace.queue_seconds), ("transfer", trace.transfer_seconds)
+    return parts if verify is None else (*parts, ("verify", verify))
 
 
 _ASKED_FOR: Final = {
@@ -366,17 +356,15 @@ def _asked_about(request: Message) -> Sequence[bytes]:
 
 
 def _split(packed: bytes, limit: int = 1 << 20) -> list[bytes]:
-    whole = min(len(packed) // DIGEST_BYTES, limit)
-    return [packed[at : at + DIGEST_BYTES] for at in range(0, whole * DIGEST_BYTES, DIGEST_BYTES)]
+    return split_digests(packed[: min(len(packed) // DIGEST_BYTES, limit) * DIGEST_BYTES])
 
 
-def _digests_of(kind: LocalKind, message: Message) -> list[bytes]:
+def _digests_of(message: Message) -> list[bytes]:
     """The first keys that a client's request is about."""
     if isinstance(message, local.Replicate):
         return [message.digest]
     if isinstance(message, local.Commit | local.Remove):
-        keys = _keys_of(message)[:MAX_DIGESTS]
-        return list(_digests(keys, message.namespace))
+        return list(_digests(message.keys[:MAX_DIGESTS], message.namespace))
     return _split(getattr(message, "digests", b""), MAX_DIGESTS)
 
 
@@ -389,9 +377,7 @@ def _digests(keys: Iterable[str], namespace: str) -> Iterable[bytes]:
 
 
 def _keys_of(message: Message) -> Sequence[str]:
-    if isinstance(message, local.Commit | local.Remove):
-        return message.keys
-    return ()
+    return message.keys if isinstance(message, local.Commit | local.Remove) else ()
 
 
 def _outcome(answer: Message | Exception | None) -> str:

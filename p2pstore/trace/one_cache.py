@@ -26,6 +26,11 @@ _MAX_TOKENS: Final = 2**32
 BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
 Block = TypeVar("Block")
+SEGMENTS: Final = 64
+OPEN_SEGMENTS: Final = 2
+"""One for new blocks, one for those that reclaim keeps."""
+_MIN_SEGMENT: Final = int(1 / KEPT_SHARE)
+MIN_BLOCKS: Final = _MIN_SEGMENT * (OPEN_SEGMENTS + 1)
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
@@ -39,11 +44,9 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def seconds(self) -> float:
-        """When it came."""
         return self.timestamp / 1000
 
     def tokens_in(self, blocks: int) -> int:
-        """Tokens of its first blocks."""
         return min(self.input_length, blocks * TOKENS_PER_BLOCK)
 
 
@@ -115,7 +118,6 @@ class Model:
 
     @property
     def block_bytes(self) -> int:
-        """Of a full block."""
         return TOKENS_PER_BLOCK * self.kv_bytes_per_token
 
     def prefill_operations(self, tokens: int, reused: int = 0) -> int:
@@ -143,7 +145,6 @@ class HitCounts:
     operations_left: int = 0
 
     def count(self, request: Request, hits: int, model: Model = LLAMA3_70B) -> None:
-        """Take in a request whose first `hits` blocks were there."""
         reused = request.tokens_in(hits)
         self.requests += 1
         self.blocks += len(request.hash_ids)
@@ -193,11 +194,9 @@ class BlockCache:
         return iter(self._entries)
 
     def get(self, block: int) -> ObjectEntry | None:
-        """The entry of a block that is here."""
         return self._entries.get(block)
 
     def read(self, block: int, now: float) -> None:
-        """A block that is here is read."""
         self.order.read(self._entries[block], 1, now)
 
     def put(
@@ -226,7 +225,6 @@ class BlockCache:
         self.order.update(entry)
 
     def left_ssd(self, block: int) -> None:
-        """The SSD has a block no longer, and memory still has it."""
         entry = self._entries[block]
         entry.on_ssd = False
         self.order.update(entry)
@@ -240,7 +238,6 @@ class BlockCache:
 
 
 def block_of(entry: ObjectEntry) -> int:
-    """Which block an entry of a `BlockCache` is."""
     return int.from_bytes(entry.digest, "little")
 
 
@@ -269,13 +266,6 @@ def _entry(
     )
 
 
-SEGMENTS: Final = 64
-OPEN_SEGMENTS: Final = 2
-"""One for new blocks, one for those that reclaim keeps."""
-_MIN_SEGMENT: Final = int(1 / KEPT_SHARE)
-MIN_BLOCKS: Final = _MIN_SEGMENT * (OPEN_SEGMENTS + 1)
-
-
 class ColdBlocks:
     """Room for `capacity` blocks of one size. Segments are written one after the other; when there is no other room the
     oldest one is reclaimed: up to a fifth of it is written again, the rest is gone."""
@@ -302,7 +292,6 @@ class ColdBlocks:
         return iter(self._hits)
 
     def read(self, block: int) -> None:
-        """A block that is here is read."""
         self._hits[block] += 1
 
     def put(self, block: int) -> list[int]:

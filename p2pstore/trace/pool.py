@@ -47,6 +47,11 @@ DEFAULT_LOAD_BOUND: Final = 1.05
 
 UNEQUAL_TENTHS: Final = 7
 """Of the requests, with unequal load, that the first peer serves."""
+PRIVATE: Final = "each peer alone"
+ONE_CACHE: Final = "one cache of all memory"
+ENDLESS: Final = "one cache without end"
+SCALES: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Of the memory that was asked for, in `by_memory`."""
 
 
 class Source(StrEnum):
@@ -86,8 +91,6 @@ class PoolOutcome:
     """Soft ones."""
     blocks_lost: int = 0
     """Last copies that were evicted, from memory or from the SSD."""
-    blocks_offered: int = 0
-    """Copied to another peer before they were evicted."""
     ssd_blocks_written: int = 0
 
 
@@ -260,7 +263,6 @@ class Pool:
         )
         for entry, room in offers:
             block = block_of(entry)
-            self.outcome.blocks_offered += 1
             self._put(block, None, room.peer, now, version=OFFERED)
             memory.set_soft(block, True)
         return bool(offers)
@@ -289,14 +291,8 @@ class Pool:
 
     def _write_back(self, peer: _Peer, number: int) -> None:
         """The coldest part of a memory has been written all along; only a peer that dies has anything of it."""
-        if peer.ssd is None:
-            return
         for entry in islice(peer.memory.order.coldest(), peer.memory.capacity // WRITTEN_SHARE):
-            block = block_of(entry)
-            if not entry.soft and block not in peer.ssd:
-                self._on_ssd.setdefault(block, []).append(number)
-                for other in peer.ssd.put(block):
-                    self._lost_on_ssd(other, number)
+            self._to_ssd(entry, number)
 
     @staticmethod
     def _no_longer(where: dict[int, list[int]], block: int, number: int) -> None:
@@ -313,15 +309,20 @@ class Pool:
     # --- what had to go --------------------------------------------------------------------------
 
     def _evicted(self, entry: ObjectEntry, number: int) -> None:
-        block, ssd = block_of(entry), self._peers[number].ssd
+        block = block_of(entry)
         self._no_longer(self._in_memory, block, number)
         self._keep_a_firm_copy(block)
+        self._to_ssd(entry, number)
+        if block not in self._in_memory and block not in self._on_ssd:
+            self.outcome.blocks_lost += 1
+
+    def _to_ssd(self, entry: ObjectEntry, number: int) -> None:
+        """Soft copies are not worth a write."""
+        block, ssd = block_of(entry), self._peers[number].ssd
         if ssd is not None and not entry.soft and block not in ssd:
             self._on_ssd.setdefault(block, []).append(number)
             for other in ssd.put(block):
                 self._lost_on_ssd(other, number)
-        if block not in self._in_memory and block not in self._on_ssd:
-            self.outcome.blocks_lost += 1
 
     def _is_soft(self, block: int, number: int) -> bool:
         entry = self._peers[number].memory.get(block)
@@ -360,7 +361,6 @@ Router = Callable[[Sequence[int]], int]
 
 
 def _unequal(turn: int, peers: int) -> int:
-    """The first peer in 70 of 100 cases, else the others in turns."""
     return 0 if turn % 10 < UNEQUAL_TENTHS or peers == 1 else 1 + turn % (peers - 1)
 
 
@@ -384,7 +384,6 @@ class PrefixAffine:
 
 
 def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
-    """A new router."""
     if name == "affine":
         return PrefixAffine(load_bound).choose
     if name == "random":
@@ -393,13 +392,6 @@ def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
     if name == "unequal":
         return lambda local: _unequal(next(turns) + 1, len(local))
     return lambda local: next(turns) % len(local)
-
-
-PRIVATE: Final = "each peer alone"
-ONE_CACHE: Final = "one cache of all memory"
-ENDLESS: Final = "one cache without end"
-SCALES: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-"""Of the memory that was asked for, in `by_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +427,6 @@ def cases(settings: PoolSettings, blocks: int) -> list[Case]:
 
 
 def compare(requests: Sequence[Request], compared: Iterable[Case], model: Model) -> Iterator[Replayed]:
-    """Replay each case."""
     for case in compared:
         yield Replayed(case, Pool(case.settings, model).replay(requests))
 

@@ -93,18 +93,15 @@ class Transport(Protocol):
 
     def why_not(self, copy: RemoteCopy) -> str:
         """For people: the reason when it makes no sense to try this transport for that copy, else nothing."""
-        ...
 
     def cost(self, copy: RemoteCopy) -> float:
         """Cheaper transports are tried first. 1.0 is a TCP connection."""
-        ...
 
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
         """Read one object, verified. Raises `PullFailed`, or what `destination.prepare` raises.
 
         After return, error or cancellation nothing writes to the destination.
         """
-        ...
 
 
 @runtime_checkable
@@ -116,7 +113,6 @@ class TeamTransport(Transport, Protocol):
     ) -> Pulled:
         """`pull`, helped by others as far as that is worth it. Nothing of it runs any more after return, error or
         cancellation."""
-        ...
 
 
 def check_object(slot_bytes: bytes, trailer_bytes: bytes, digest: bytes) -> tuple[Slot, TrailerBody]:

@@ -28,7 +28,6 @@ KEYS_PER_PEER: Final = 1000
 
 
 def measure(case: Case) -> Measured:
-    """Idle first, then loaded."""
     cluster = settled_cluster(case, settle_seconds=10.0)
     idle = _Window(cluster)
     idle.run(10.0 if case.quick else 60.0)

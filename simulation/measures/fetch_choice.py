@@ -31,6 +31,7 @@ LATENCY_SECONDS: Final = 0.001
 JITTER: Final = 0.15
 """Standard deviation of the logarithm of the time of a read."""
 MAX_WORSE: Final = 0.02
+GB: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,6 @@ class Links:
     """Limit of the regret; None where reads are too rare to tell of a change in time."""
 
 
-GB: Final = 1e9
 PARTS: Final = {
     "fast": Links((12.5 * GB,)),
     "slow": Links((0.3 * GB,)),

@@ -41,6 +41,7 @@ LOOKUPS: Final = 5000
 ABSENT: Final = 500
 OLD_SECONDS: Final = 1.0
 HOUSEKEEPING_SECONDS: Final = 0.25
+_MISS: Final = 99
 
 
 def measure(case: Case) -> Measured:
@@ -89,7 +90,6 @@ class _Sample:
         )
 
     def digest(self) -> bytes:
-        """Of a random key in one of the partitions."""
         partition, rest = self._rng.choice(self.partitions), self._rng.randbytes(15)
         return bytes((partition >> 2, (partition & 3) << 6 | rest[0] & 63)) + rest[1:]
 
@@ -216,9 +216,6 @@ class _Work:
             if peer.gossip.partitions.vouches(digest, peer.now):
                 return trips if owner is None else _MISS
         return _MISS
-
-
-_MISS: Final = 99
 
 
 class _Window:

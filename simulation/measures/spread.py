@@ -73,7 +73,6 @@ class _Spread:
         self._seconds: dict[int, float] = {}
 
     def removed(self) -> _Spread:
-        """The removal of what was put."""
         return _Spread(self._cluster, self._number, self._owner)
 
     def run(self) -> _Spread:

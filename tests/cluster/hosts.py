@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from tests.commands import ran
-from tests.forked import COMMAND
+from tests.forked import COMMAND, unconfigured
 
 COMMAND_SECONDS = 60.0
 NAMES = Path("/etc/netns")
@@ -54,14 +54,12 @@ class Host:
         self.state = self.folder / "mooncake-p2p" / name
         ip("netns", "add", self.name)
         ip("-n", self.name, "link", "set", "lo", "up")
-        kept = {key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key}
-        self.environment = {
-            **kept,
-            "XDG_RUNTIME_DIR": str(self.folder),
-            "XDG_STATE_HOME": str(self.folder),
-            "MOONCAKE_P2P_MEMORY": "16MiB",
-            "MOONCAKE_P2P_NAME": name,
-        }
+        self.environment = unconfigured(
+            XDG_RUNTIME_DIR=str(self.folder),
+            XDG_STATE_HOME=str(self.folder),
+            MOONCAKE_P2P_MEMORY="16MiB",
+            MOONCAKE_P2P_NAME=name,
+        )
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:

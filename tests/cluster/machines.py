@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import select
 import shutil
 import signal
 import subprocess
@@ -16,9 +13,8 @@ from typing import Any
 
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
-from tests.forked import COMMAND, run, start
+from tests.forked import COMMAND, ready_document, run, start, unconfigured
 
-READY_SECONDS = 90.0
 COMMAND_SECONDS = 120.0
 
 
@@ -41,11 +37,7 @@ class Peer:
         machine.peers.append(self)
 
     def wait_until_ready(self) -> Peer:
-        assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], READY_SECONDS)
-        line = self.process.stdout.readline() if readable else b""
-        assert line.startswith(b"ready "), self.log.read_text()
-        self.ready = json.loads(line.removeprefix(b"ready "))
+        self.ready = ready_document(self.process.stdout, self.log)
         return self
 
     def run(self, *arguments: str, input: bytes = b"") -> subprocess.CompletedProcess[bytes]:
@@ -85,16 +77,14 @@ class Machine:
         self.peers: list[Peer] = []
         for name in ("run", "home"):
             (folder / name).mkdir(mode=0o700)
-        kept = {key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key}
-        self.environment = {
-            **kept,
-            "HOME": str(folder / "home"),
-            "XDG_RUNTIME_DIR": str(folder / "run"),
-            "XDG_STATE_HOME": str(folder / "home"),
-            "MOONCAKE_P2P_CLUSTER": f"test-{folder.name}",
-            "MOONCAKE_P2P_MEMORY": "64MiB",
-            "MOONCAKE_P2P_LISTEN": "127.0.0.1:0",
-        }
+        self.environment = unconfigured(
+            HOME=str(folder / "home"),
+            XDG_RUNTIME_DIR=str(folder / "run"),
+            XDG_STATE_HOME=str(folder / "home"),
+            MOONCAKE_P2P_CLUSTER=f"test-{folder.name}",
+            MOONCAKE_P2P_MEMORY="64MiB",
+            MOONCAKE_P2P_LISTEN="127.0.0.1:0",
+        )
 
     def join(self, name: str, *options: str) -> Peer:
         """A peer that serves."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
@@ -20,12 +17,11 @@ from p2pstore import blocking
 from p2pstore.access.keyring import new_cluster_key
 from p2pstore.blocking import BlockingClient
 from tests.cluster.hosts import Host, Network, why_not
-from tests.forked import COMMAND, start
+from tests.forked import COMMAND, READY_SECONDS, ready_document, start, unconfigured
 from tests.ports import free_port
+from tests.waiting import eventually
 
-READY_SECONDS: Final = 90.0
 END_SECONDS: Final = 15.0
-POLL_SECONDS: Final = 0.02
 FIRST_PORT: Final = 18_000
 CLIENT_SECONDS: Final = 20.0
 """Timeout of the clients by which the tests look at peers."""
@@ -101,11 +97,7 @@ class PeerProcess:
     def wait_until_ready(self, seconds: float = READY_SECONDS) -> None:
         """Wait until it serves; fails with its log when it does not."""
         assert self._process is not None
-        assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], seconds)
-        line = self._process.stdout.readline() if readable else b""
-        assert line.startswith(b"ready "), f"{self.name}: {self.log.read_text()[-4000:]}"
-        self.ready = json.loads(line.removeprefix(b"ready "))
+        self.ready = ready_document(self._process.stdout, self.log, seconds)
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
@@ -204,9 +196,8 @@ class ProcessCluster:
         self.key.write_text(new_cluster_key() + "\n")
         self._network = network
         self._cable = ""
-        kept = {key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key}
         places = {name: str(folder) for name in ("HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME")}
-        self.environment = {**kept, **places}
+        self.environment = unconfigured(**places)
         hosts = self._make_hosts()
         self.peers: list[PeerProcess] = []
         for number in range(count):
@@ -244,7 +235,7 @@ class ProcessCluster:
 
     def wait_until_whole(self, seconds: float = 60.0) -> None:
         """Wait until every peer sees all of them alive."""
-        until(self.is_whole, seconds, lambda: {peer.name: peer.view() for peer in self.peers})
+        eventually(self.is_whole, seconds, lambda: {peer.name: peer.view() for peer in self.peers})
 
     @property
     def can_split(self) -> bool:
@@ -275,17 +266,6 @@ class ProcessCluster:
 def sees(observers: Sequence[PeerProcess], statuses: dict[str, str]) -> bool:
     """Whether every observer sees these members, by name, in these states."""
     return all(statuses.items() <= observer.view().items() for observer in observers)
-
-
-def until(
-    condition: Callable[[], bool], seconds: float, explain: Callable[[], object] = lambda: ""
-) -> float:
-    """Poll a condition until it holds. Returns how long it took; fails after `seconds`, with what `explain` says."""
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() < begin + seconds, f"not within {seconds:g} s: {explain()}"
-        time.sleep(POLL_SECONDS)
-    return time.monotonic() - begin
 
 
 @contextlib.contextmanager

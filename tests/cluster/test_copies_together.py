@@ -2,20 +2,29 @@
 
 import random
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
 from p2pstore.client.puts import WINDOW_SHARE, windows
+from p2pstore.core.copies.copy_destination import ReservedCopy, TakeCopiesOperation
 from p2pstore.core.copies.proofs import MAX_LEAVES
-from p2pstore.errors import ProtocolMismatch
+from p2pstore.errors import ProtocolMismatch, StoreClosed
+from p2pstore.gossip.records import PeerId
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
+from p2pstore.peer.for_peers import data_requests
+from p2pstore.runtime import trio_tasks
+from p2pstore.runtime.stepping import Steps
+from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.reading.segment_reader import SegmentReader, Spots
+from p2pstore.transfer.reading.shm_transport import copy_spots
 from simulation.segment_checks import check_segment
 from tests.cluster.machines import new_machine
 from tests.cluster.test_hung_ssd import peer
@@ -97,6 +106,29 @@ async def test_all_copies_are_made(sizes: str, replicas: int, transport: str, tm
             assert [result.unwrap() for result in got] == [value for _, value in items]
 
 
+@pytest.mark.parametrize("lengths", [[33 * MIB], [MIB + 1, 20 * MIB, 4 * KIB]])
+async def test_threads_copy_what_is_large_and_where_there_are_many_cores(
+    lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+
+    def counted(driver: Driver, reader: SegmentReader, spots: Spots, rooms: Sequence[memoryview]) -> Any:
+        used.extend(spots.lengths)
+        return copy_spots(driver, reader, spots, rooms)
+
+    monkeypatch.setattr(data_requests, "copy_spots", counted)
+    monkeypatch.setattr(data_requests, "threads_for", lambda length: 4 if len(lengths) > 1 else 1)
+    async with cluster(tmp_path, 2, memory="256MiB") as peers:
+        for turn, length in enumerate(lengths):  # a batch of one goes another way
+            items = [(f"{turn}", random.Random(turn).randbytes(length)), (f"{turn} small", b"1")]
+            results = await peers[0].put_many(items, replicas=2)
+            assert [result.unwrap().copies for result in results] == [2, 2]
+            there = held(peers[1])
+            assert all(there[key] == value for key, value in items)
+        assert set(lengths) <= set(used)
+        await check_idle(peers)
+
+
 async def test_full_memory_makes_room_for_copies(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2, memory="8MiB") as peers:
         for turn in range(6):
@@ -139,6 +171,96 @@ async def test_a_client_that_gives_up_leaves_nothing_held(tmp_path: Path) -> Non
         with trio.move_on_after(0.01):
             await peers[0].put_many(items, replicas=2)
         await check_idle(peers)
+
+
+class CutOff:
+    """Ends each task of a peer that takes copies at one step, as the end of its connection would."""
+
+    def __init__(self, taker: Peer, step: str) -> None:
+        self.operations: list[TakeCopiesOperation] = []
+        self._step = step
+        self._taking = taker.node.requests.copies
+        self._take, self._pull = self._taking.take, self._taking._pull
+        self._scope = trio.CancelScope()
+        if step == "waiting":
+            self._taking._limiter = trio.CapacityLimiter(1)
+            self._taking._limiter.acquire_on_behalf_of_nowait(self)
+
+    async def take(self, operation: TakeCopiesOperation) -> None:
+        self.operations.append(operation)
+        copies, self._scope = operation.copies, trio.CancelScope()
+        reserve, publish = copies.reserve, copies.publish
+
+        def reserve_less(now: float) -> Steps[None]:
+            steps = reserve(now)
+            next(steps)
+            self._scope.cancel()
+            yield
+            yield from steps
+
+        def publish_last(brought: Collection[int], now: float) -> None:
+            publish(brought, now)
+            self._scope.cancel()
+
+        with self._scope:
+            if self._step == "waiting":
+                self._scope.cancel()
+            if self._step == "reserving":
+                copies.reserve = reserve_less  # type: ignore[method-assign]
+            if self._step == "published":
+                copies.publish = publish_last  # type: ignore[method-assign]
+            await self._take(operation)
+        assert self._scope.cancelled_caught is (self._step != "published")
+
+    async def pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> dict[int, str]:
+        if self._step == "copying":
+            self._scope.cancel()
+        return await self._pull(holder, rooms)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("step", ["waiting", "reserving", "copying", "published"])
+async def test_a_request_that_ends_at_any_step_leaves_nothing(
+    step: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster(tmp_path, 2, memory="128MiB") as peers:
+        if transport == "tcp":
+            peers[1].node.shm = None
+        cut = CutOff(peers[1], step)
+        monkeypatch.setattr(peers[1].node.requests.copies, "take", cut.take)
+        monkeypatch.setattr(peers[1].node.requests.copies, "_pull", cut.pull)
+        for name in ("FIRST_TURN_SECONDS", "TURN_SECONDS"):  # each step is a turn
+            monkeypatch.setattr(trio_tasks, name, -1.0)
+        items = values(LENGTHS["large"])
+        results = await peers[0].put_many(items, replicas=2)
+        is_whole = step == "published"
+        assert [result.unwrap().copies for result in results] == [1 + is_whole] * len(items)
+        assert cut.operations
+        assert held(peers[1]) == (dict(items) if is_whole else {})
+        await check_idle(peers)
+
+
+def test_a_writer_killed_in_the_middle_leaves_no_room_taken() -> None:
+    """The target is stopped first: it finds the request, and the end of its connection."""
+    with new_machine() as machine, ThreadPoolExecutor(1) as thread:
+        memory = ("--network", "local", "--memory", "128MiB")
+        target = machine.join("first", *memory)
+        dying = machine.join("second", *memory, "--bootstrap", target.ready["control"])
+        eventually(lambda: target.alive() == dying.alive() == 2)
+        items = values([MIB] * 40)
+        target.process.send_signal(signal.SIGSTOP)
+        putting = thread.submit(dying.client.put_many, items, replicas=2)
+        eventually(lambda: dying.client.contains("k0"))
+        dying.stop(signal.SIGKILL)
+        target.process.send_signal(signal.SIGCONT)
+        with pytest.raises(StoreClosed):
+            putting.result(60.0)
+        found = target.client.get_many([key for key, _ in items])
+        came = [(result.key, result.unwrap()) for result in found if result.error is None]
+        assert set(came) <= set(items)
+        whole = bytes(100 * MIB)
+        target.client.put("whole", whole)
+        assert target.client.get("whole") == whole
 
 
 @pytest.mark.parametrize("replicas", [2, 3])

@@ -13,10 +13,11 @@ import zmq
 from p2pstore import blocking
 from p2pstore.objects import MIB
 from p2pstore.peer.event_stream import COMMAND, GREETING, MORE, READY, frame
-from tests.cluster.processes import ProcessCluster, new_cluster, until
+from tests.cluster.processes import ProcessCluster, new_cluster
 from tests.cluster.test_roles import keys
 from tests.event_consumer import Consumers
 from tests.ports import free_port
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -186,5 +187,5 @@ def test_strangers_leave_nothing_in_a_peer_s_memory(
 def test_an_endpoint_that_is_none(cluster: ProcessCluster) -> None:
     peer = cluster.peers[0]
     peer.start("--kv-events", "nonsense")
-    until(lambda: not peer.running, 60.0)
+    eventually(lambda: not peer.running, 60.0)
     assert "kv-events: 'nonsense' is no endpoint" in peer.log.read_text()

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, sees, until
+from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, sees
+from tests.waiting import eventually
 
 PEERS = 10
 BY_TCP = ("--transport", "tcp")
@@ -53,10 +54,12 @@ def test_a_location_is_visible_everywhere_and_so_is_its_removal(cluster: Process
     keys = [f"seen-{peer.name}" for peer in cluster.peers]
     for key, peer in zip(keys, cluster.peers, strict=True):
         peer.client.put(key, key.encode())
-    until(lambda: all(all(p.client.contains_many(keys)) for p in cluster.peers), VISIBLE_SECONDS)
+    eventually(lambda: all(all(p.client.contains_many(keys)) for p in cluster.peers), VISIBLE_SECONDS)
     assert cluster.peers[0].get(keys[-1]) == keys[-1].encode()
     cluster.peers[4].client.remove_many(keys)
-    until(lambda: not any(any(p.client.contains_many(keys)) for p in cluster.peers), VISIBLE_SECONDS)
+    eventually(
+        lambda: not any(any(p.client.contains_many(keys)) for p in cluster.peers), VISIBLE_SECONDS
+    )
 
 
 def test_idle_peers_sleep(cluster: ProcessCluster) -> None:
@@ -75,7 +78,7 @@ def test_idle_peers_sleep(cluster: ProcessCluster) -> None:
             100 * (seconds - seconds_before) / of_all < CPU_PERCENT
         )
 
-    until(is_idle, 45)
+    eventually(is_idle, 45)
 
 
 def cpu_seconds(cluster: ProcessCluster) -> float:
@@ -88,8 +91,8 @@ def test_readers_do_not_wait_for_the_verdict_on_a_killed_holder(cluster: Process
     killed.client.put_many([(key, b"value") for key in [*both, "lost"]])
     for key in both:
         other.client.take_lease(key, wait=VISIBLE_SECONDS, here=True)  # a copy stays there
-    until(lambda: is_held(reader, both, other, killed), VISIBLE_SECONDS)
-    until(lambda: is_held(reader, ["lost"], killed), VISIBLE_SECONDS)
+    eventually(lambda: is_held(reader, both, other, killed), VISIBLE_SECONDS)
+    eventually(lambda: is_held(reader, ["lost"], killed), VISIBLE_SECONDS)
     while not failures_and_objects(reader, killed)[1]:  # there is a connection to break
         reader.get(both[0])
     failed_before = failures_and_objects(reader, killed)[0]
@@ -103,7 +106,7 @@ def test_readers_do_not_wait_for_the_verdict_on_a_killed_holder(cluster: Process
     assert failures_and_objects(reader, killed)[0] - failed_before <= 3
 
     others = all_but(cluster, killed)
-    until(lambda: sees(others, {killed.name: "dead"}), DETECTION_SECONDS)
+    eventually(lambda: sees(others, {killed.name: "dead"}), DETECTION_SECONDS)
     assert not any(peer.client.contains("lost") for peer in others)
     killed.start(*BY_TCP)  # it finds the others by its address book
     killed.wait_until_ready()
@@ -122,13 +125,13 @@ def test_a_stopped_peer_is_missed_and_accuses_nobody_when_it_goes_on(cluster: Pr
     stopped = cluster.peers[8]
     others = all_but(cluster, stopped)
     stopped.client.put("held", b"value")
-    until(lambda: all(peer.client.contains("held") for peer in others), VISIBLE_SECONDS)
+    eventually(lambda: all(peer.client.contains("held") for peer in others), VISIBLE_SECONDS)
     log_sizes = [peer.log_size() for peer in cluster.peers]
     with stopped.stopped():
-        until(lambda: sees(others, {stopped.name: "dead"}), DETECTION_SECONDS)
+        eventually(lambda: sees(others, {stopped.name: "dead"}), DETECTION_SECONDS)
         assert not any(peer.client.contains("held") for peer in others)
     cluster.wait_until_whole()
-    until(lambda: all(peer.client.contains("held") for peer in others), VISIBLE_SECONDS)
+    eventually(lambda: all(peer.client.contains("held") for peer in others), VISIBLE_SECONDS)
     for peer, size in zip(cluster.peers, log_sizes, strict=True):
         verdicts = [line for line in peer.logged(" is dead", size) if stopped.name not in line]
         assert not verdicts, f"{peer.name} gave up somebody who was there"
@@ -137,7 +140,7 @@ def test_a_stopped_peer_is_missed_and_accuses_nobody_when_it_goes_on(cluster: Pr
 def test_all_are_killed_and_started_again_at_once(cluster: ProcessCluster) -> None:
     """No peer is told where the others are: that is in their state directories."""
     cluster.peers[3].client.put("gone", b"value")
-    until(lambda: all(peer.client.contains("gone") for peer in cluster.peers), VISIBLE_SECONDS)
+    eventually(lambda: all(peer.client.contains("gone") for peer in cluster.peers), VISIBLE_SECONDS)
     identities = [peer.ready["peer_id"] for peer in cluster.peers]
     for peer in cluster.peers:
         peer.kill()
@@ -146,7 +149,7 @@ def test_all_are_killed_and_started_again_at_once(cluster: ProcessCluster) -> No
     assert [peer.ready["peer_id"] for peer in cluster.peers] == identities
     assert not any(peer.client.contains("gone") for peer in cluster.peers)
     cluster.peers[3].client.put("gone", b"again")
-    until(lambda: all(peer.client.contains("gone") for peer in cluster.peers), VISIBLE_SECONDS)
+    eventually(lambda: all(peer.client.contains("gone") for peer in cluster.peers), VISIBLE_SECONDS)
 
 
 def test_a_split_cluster_works_in_halves_and_heals(cluster: ProcessCluster) -> None:
@@ -155,7 +158,7 @@ def test_a_split_cluster_works_in_halves_and_heals(cluster: ProcessCluster) -> N
         pytest.skip("network namespaces cannot be made here")
     left, right = cluster.half(0), cluster.half(1)
     with cluster.split():
-        until(
+        eventually(
             lambda: (
                 sees(left, dict.fromkeys((p.name for p in right), "dead"))
                 and sees(right, dict.fromkeys((p.name for p in left), "dead"))
@@ -164,10 +167,10 @@ def test_a_split_cluster_works_in_halves_and_heals(cluster: ProcessCluster) -> N
         )
         for half, key in ((left, "from-left"), (right, "from-right")):
             half[0].client.put(key, key.encode())
-            until(lambda key=key, half=half: half[-1].client.contains(key), VISIBLE_SECONDS)  # type: ignore[misc]
+            eventually(lambda key=key, half=half: half[-1].client.contains(key), VISIBLE_SECONDS)  # type: ignore[misc]
         assert not left[0].client.contains("from-right")
     cluster.wait_until_whole()
     keys = ["from-left", "from-right"]
-    until(lambda: all(all(p.client.contains_many(keys)) for p in cluster.peers), VISIBLE_SECONDS)
+    eventually(lambda: all(all(p.client.contains_many(keys)) for p in cluster.peers), VISIBLE_SECONDS)
     assert left[-1].get("from-right") == b"from-right"
     assert right[-1].get("from-left") == b"from-left"

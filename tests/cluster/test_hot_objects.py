@@ -10,7 +10,8 @@ import pytest
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.objects import MIB
-from tests.cluster.processes import PeerProcess, new_cluster, until
+from tests.cluster.processes import PeerProcess, new_cluster
+from tests.waiting import eventually
 
 SECONDS = 30.0
 PEERS = 16
@@ -57,7 +58,7 @@ def test_the_first_holder_sends_it_a_few_times(peers: list[PeerProcess], how: st
     value = random.Random(how).randbytes(MIB if how == "batch of one chunk" else 4 * MIB)
     key = f"hot by {how}"
     holder.client.put(key, value)
-    until(lambda: all(each.client.contains(key) for each in readers), SECONDS)
+    eventually(lambda: all(each.client.contains(key) for each in readers), SECONDS)
     before = served(holder)
 
     def read(client: BlockingClient) -> bytes:
@@ -89,7 +90,7 @@ def test_a_peer_too_small_for_all_that_is_hot_reads_it_where_it_is() -> None:
         keys = [f"one of many {number}" for number in range(50)]
         for key in keys:
             holder.client.put(key, random.Random(key).randbytes(MIB))
-        until(lambda: all(reader.client.contains_many(keys)), SECONDS)
+        eventually(lambda: all(reader.client.contains_many(keys)), SECONDS)
         room = bytearray(MIB)
 
         def sent_on_in_a_round() -> int:
@@ -99,8 +100,8 @@ def test_a_peer_too_small_for_all_that_is_hot_reads_it_where_it_is() -> None:
                 assert room == random.Random(key).randbytes(MIB)
             return sent_on(holder) - before
 
-        until(lambda: sent_on_in_a_round() > len(keys) // 2, SECONDS)
-        until(lambda: sent_on_in_a_round() == 0, SECONDS)
+        eventually(lambda: sent_on_in_a_round() > len(keys) // 2, SECONDS)
+        eventually(lambda: sent_on_in_a_round() == 0, SECONDS)
 
 
 def sent_on(peer: PeerProcess) -> int:

@@ -19,7 +19,7 @@ import pytest
 
 from p2pstore import blocking
 from tests.commands import ran
-from tests.forked import COMMAND
+from tests.forked import COMMAND, unconfigured
 from tests.waiting import eventually
 
 COMMAND_SECONDS = 60.0
@@ -32,14 +32,12 @@ class Machine:
         self.folder = folder
         self.state = folder / "mooncake-p2p"
         self.started: list[subprocess.Popen[bytes]] = []
-        kept = {key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key}
-        self.environment = {
-            **kept,
-            "XDG_RUNTIME_DIR": str(folder),
-            "XDG_STATE_HOME": str(folder),
-            "MOONCAKE_P2P_CLUSTER": folder.name,
-            "MOONCAKE_P2P_MEMORY": "16MiB",
-        }
+        self.environment = unconfigured(
+            XDG_RUNTIME_DIR=str(folder),
+            XDG_STATE_HOME=str(folder),
+            MOONCAKE_P2P_CLUSTER=folder.name,
+            MOONCAKE_P2P_MEMORY="16MiB",
+        )
 
     def run(self, *arguments: str, input: str = "") -> subprocess.CompletedProcess[str]:
         return ran(

@@ -17,9 +17,10 @@ import trio
 import p2pstore
 from p2pstore import blocking
 from p2pstore.errors import ConfigError, NoSuchKey, P2PStoreError
-from tests.cluster.processes import PeerProcess, new_cluster, until
+from tests.cluster.processes import PeerProcess, new_cluster
 from tests.commands import ran
 from tests.contract.worlds import peer_process
+from tests.waiting import eventually
 
 MIB = 1024 * 1024
 WAIT_SECONDS = 60.0
@@ -64,7 +65,7 @@ def test_memory_outlives_its_peer_however_that_ends(file: Path) -> None:
         keeper.client.put("small", b"x", pin="hard")
         client = blocking.connect(str(keeper.socket), timeout=WAIT_SECONDS)
         view = client.take_lease("k0")
-        until(lambda: other.client.contains("k5"), WAIT_SECONDS)
+        eventually(lambda: other.client.contains("k5"), WAIT_SECONDS)
 
         # Killed. Meanwhile one object is removed and one replaced.
         keeper.kill()
@@ -72,11 +73,11 @@ def test_memory_outlives_its_peer_however_that_ends(file: Path) -> None:
         other.client.remove("k1")
         other.client.put("k2", value_of("newer"), overwrite=True)
         cluster.start([keeper], *again)
-        until(lambda: has_returned(keeper), WAIT_SECONDS)
+        eventually(lambda: has_returned(keeper), WAIT_SECONDS)
         assert counters(keeper)["kept_objects_returned"] == 5, counters(keeper)
-        until(lambda: bool(keeper.logged("of what was kept, 5 objects")), WAIT_SECONDS)
+        eventually(lambda: bool(keeper.logged("of what was kept, 5 objects")), WAIT_SECONDS)
         for reader in (keeper, other):
-            until(lambda reader=reader: reader.client.contains("k5"), WAIT_SECONDS)  # type: ignore[misc]  # bound now
+            eventually(lambda reader=reader: reader.client.contains("k5"), WAIT_SECONDS)  # type: ignore[misc]  # bound now
             for key in ("k0", "k3", "k4", "k5"):
                 assert reader.client.get(key) == value_of(key)
             assert reader.client.get("k2") == value_of("newer")
@@ -95,14 +96,14 @@ def test_memory_outlives_its_peer_however_that_ends(file: Path) -> None:
         client.close()
         del view, client
         gc.collect()  # only then is it unmapped
-        until(lambda: keeper.client.statistics()["peer"]["leased_bytes"] == 0, WAIT_SECONDS)
+        eventually(lambda: keeper.client.statistics()["peer"]["leased_bytes"] == 0, WAIT_SECONDS)
         assert keeper.client.get("small") == b"x"
 
         # Stopped, as for an upgrade: quickly, and nothing is handed over. Others may not have the file meanwhile.
         held = [key.key for key in keeper.client.list_keys(local=True).keys]
         assert len(held) > 8
         keeper.signal(signal.SIGTERM)
-        until(lambda: not keeper.running, WAIT_SECONDS)
+        eventually(lambda: not keeper.running, WAIT_SECONDS)
         assert keeper.exit_status == 0
         assert keeper.logged("objects (")[-1].endswith(f"{file} for the next start path={file}")
         assert not keeper.logged("handed over")
@@ -116,7 +117,7 @@ def test_memory_outlives_its_peer_however_that_ends(file: Path) -> None:
         with pytest.raises(ConfigError, match="kept memory that this peer cannot use: it is of a"):
             trio.run(_open, config)
         cluster.start([keeper], *again)
-        until(lambda: has_returned(keeper), WAIT_SECONDS)
+        eventually(lambda: has_returned(keeper), WAIT_SECONDS)
         assert [key.key for key in keeper.client.list_keys(local=True).keys] == held
         for key in held:
             if key.startswith("new"):
@@ -124,7 +125,7 @@ def test_memory_outlives_its_peer_however_that_ends(file: Path) -> None:
 
         # Asked to leave: for good.
         keeper.client.leave(drain=5.0)
-        until(lambda: not keeper.running, WAIT_SECONDS)
+        eventually(lambda: not keeper.running, WAIT_SECONDS)
         assert not file.exists()
         assert keeper.logged("handed over")
 

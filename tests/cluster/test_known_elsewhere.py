@@ -33,7 +33,8 @@ from p2pstore.objects import key_digest
 from p2pstore.transfer.reading.connection_pool import ConnectionPool
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.peers import config
-from tests.cluster.processes import PeerProcess, new_cluster, until
+from tests.cluster.processes import PeerProcess, new_cluster
+from tests.waiting import eventually
 
 SECONDS = 30.0
 COUNT = 200
@@ -93,7 +94,7 @@ def until_unasked(asked: list[str], reads: Callable[[], None]) -> None:
         reads()
         return not asked
 
-    until(unasked, SECONDS)
+    eventually(unasked, SECONDS)
 
 
 def answers_alone(client: BlockingClient, keys: list[str], asked: list[str]) -> bool:
@@ -106,7 +107,7 @@ def test_keys_elsewhere_need_no_question(pair: list[PeerProcess], questions: lis
     holder, reader = pair[0].client, pair[1].client
     keys, absent = keys_of("held"), keys_of("absent")
     put_all(holder, keys)
-    until(lambda: answers_alone(reader, keys, questions), SECONDS)
+    eventually(lambda: answers_alone(reader, keys, questions), SECONDS)
 
     def reads() -> None:
         assert all(reader.contains(key) for key in keys)
@@ -120,7 +121,7 @@ def test_keys_elsewhere_need_no_question(pair: list[PeerProcess], questions: lis
     assert not reader.contains(keys[0])
     assert reader.contains_many(keys)[:2] == [False, True]
     holder.put(keys[0], b"again", overwrite=True)
-    until(lambda: answers_alone(reader, keys, questions), SECONDS)
+    eventually(lambda: answers_alone(reader, keys, questions), SECONDS)
     reader.put("mine", b"value")
 
     def reads_own() -> None:
@@ -133,7 +134,7 @@ def test_holders_that_were_named_are_found_again(pair: list[PeerProcess], questi
     holder, keys = pair[0].client, keys_of("planned")
     for key in keys:
         holder.put(key, key.encode())
-    until(lambda: answers_alone(pair[1].client, keys, questions), SECONDS)
+    eventually(lambda: answers_alone(pair[1].client, keys, questions), SECONDS)
     with blocking.connect(pair[1].ready["socket"]) as reader:
         assert reader.get(keys[0]) == keys[0].encode()
         assert questions == ["PLAN"]
@@ -153,20 +154,20 @@ def test_holders_that_were_named_are_found_again(pair: list[PeerProcess], questi
         with pytest.raises(NoSuchKey):
             reader.get(keys[1])
         holder.put(keys[2], b"newer", overwrite=True)
-        until(lambda: reader.get(keys[2]) == b"newer", SECONDS)
+        eventually(lambda: reader.get(keys[2]) == b"newer", SECONDS)
 
 
 def test_a_holder_that_came_back_elsewhere_is_found(pair: list[PeerProcess]) -> None:
     holder, keys = pair[0], keys_of("moved")
     with blocking.connect(pair[1].ready["socket"]) as reader:
         holder.client.put(keys[0], b"before")
-        until(lambda: reader.contains(keys[0]), SECONDS)
+        eventually(lambda: reader.contains(keys[0]), SECONDS)
         assert reader.get(keys[0]) == b"before"
         holder.kill()
         holder.start("--network", "local", "--bootstrap", pair[1].control)
         holder.wait_until_ready()  # its data address is another one
         holder.client.put(keys[1], b"after")
-        until(lambda: reader.contains(keys[1]), SECONDS)
+        eventually(lambda: reader.contains(keys[1]), SECONDS)
         assert reader.get(keys[1]) == b"after"
 
 
@@ -178,7 +179,7 @@ def test_the_only_holder_on_another_host_is_read_without_a_plan(
     values[keys[1]], values[keys[2]] = b"", bytes(range(256)) * 8192  # two chunks
     assert all(result.ok for result in holder.put_many(list(values.items())))
     with blocking.connect(far_pair[1].ready["socket"]) as reader:
-        until(lambda: answers_alone(reader, keys, questions), SECONDS)
+        eventually(lambda: answers_alone(reader, keys, questions), SECONDS)
         assert reader.get(keys[0]) == values[keys[0]]
         assert questions == ["PLAN"]
 
@@ -240,7 +241,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
 
         await get(keys[start])  # from here on it knows how to get there
         expected = client._live.fetcher.holders.known.expected_bytes
-        until(lambda: all(expected(key_digest(key)) for key in keys[start:][:20]), SECONDS)
+        eventually(lambda: all(expected(key_digest(key)) for key in keys[start:][:20]), SECONDS)
         some, others = keys[start : start + 10], keys[start + 10 : start + 20]
         reads = [*(partial(get, key) for key in some), *(partial(get_into, key) for key in others)]
         for _ in range(3):
@@ -281,7 +282,7 @@ def test_the_only_holder_on_another_host_may_move(far_pair: list[PeerProcess]) -
     holder, keys = far_pair[0], keys_of("far moved")
     with blocking.connect(far_pair[1].ready["socket"]) as reader:
         holder.client.put(keys[0], b"before")
-        until(lambda: reader.contains(keys[0]), SECONDS)
+        eventually(lambda: reader.contains(keys[0]), SECONDS)
         assert reader.get(keys[0]) == b"before"
         holder.kill()
         with pytest.raises((NoSuchKey, Unavailable)):
@@ -291,7 +292,7 @@ def test_the_only_holder_on_another_host_may_move(far_pair: list[PeerProcess]) -
         holder.start(*FAR, "--bootstrap", far_pair[1].control)
         holder.wait_until_ready()  # its data address is another one
         put_all(holder.client, keys[1:4])
-        until(lambda: all(reader.contains_many(keys[1:4])), SECONDS)
+        eventually(lambda: all(reader.contains_many(keys[1:4])), SECONDS)
         # The new locations may come before the new address.
         assert reader.get(keys[1], wait=SECONDS) == b"value"
         rooms = [(key, bytearray(5)) for key in keys[1:4]]
@@ -305,12 +306,12 @@ def test_a_flush_is_seen_at_once(pair: list[PeerProcess], questions: list[str]) 
     ):
         keys = keys_of("flushed")
         put_all(holder, keys)
-        until(lambda: answers_alone(reader, keys, questions), SECONDS)
+        eventually(lambda: answers_alone(reader, keys, questions), SECONDS)
         reader.flush()
         assert not any(reader.contains_many(keys))
         assert not any(reader.contains(key) for key in keys)
         put_all(holder, keys)
-        until(lambda: all(reader.contains_many(keys)), SECONDS)
+        eventually(lambda: all(reader.contains_many(keys)), SECONDS)
     assert pair[1].client.contains("mine")  # another namespace
 
 
@@ -318,21 +319,21 @@ def test_a_peer_that_is_stopped_is_asked(pair: list[PeerProcess], questions: lis
     holder = pair[0].client
     keys = keys_of("stopped")
     put_all(holder, keys)
-    until(lambda: answers_alone(pair[1].client, keys, questions), SECONDS)
+    eventually(lambda: answers_alone(pair[1].client, keys, questions), SECONDS)
     with blocking.connect(pair[1].ready["socket"], timeout=0.5) as reader:
         with pair[1].stopped(), pytest.raises(DeadlineExceeded):
-            until(lambda: not reader.contains(keys[0]), SECONDS)
-        until(lambda: answers_alone(reader, keys, questions), SECONDS)
+            eventually(lambda: not reader.contains(keys[0]), SECONDS)
+        eventually(lambda: answers_alone(reader, keys, questions), SECONDS)
 
 
 def test_what_a_dead_peer_held_is_not_there(pair: list[PeerProcess], questions: list[str]) -> None:
     keys = keys_of("dies")
     put_all(pair[0].client, keys)
     reader = pair[1].client
-    until(lambda: answers_alone(reader, keys, questions), SECONDS)
+    eventually(lambda: answers_alone(reader, keys, questions), SECONDS)
     pair[0].signal(signal.SIGKILL)
     pair[0].kill()
-    until(lambda: not any(reader.contains_many(keys)), SECONDS)
+    eventually(lambda: not any(reader.contains_many(keys)), SECONDS)
 
     def reads() -> None:
         assert not reader.contains(keys[0])
@@ -341,7 +342,7 @@ def test_what_a_dead_peer_held_is_not_there(pair: list[PeerProcess], questions: 
     pair[0].start("--network", "local", "--bootstrap", pair[1].control)
     pair[0].wait_until_ready()
     put_all(pair[0].client, keys)
-    until(lambda: answers_alone(reader, keys, questions), SECONDS)
+    eventually(lambda: answers_alone(reader, keys, questions), SECONDS)
 
 
 def open_tables() -> int:

@@ -20,7 +20,8 @@ from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB
 from p2pstore.status.http_server import MAX_HOST_CONNECTIONS
-from tests.cluster.processes import PeerProcess, new_cluster, until
+from tests.cluster.processes import PeerProcess, new_cluster
+from tests.waiting import eventually
 
 SECONDS = 10.0
 
@@ -70,7 +71,7 @@ def test_what_a_peer_did_is_counted(peer: PeerProcess) -> None:
     peer.client.put("k", value, durable=True)
     assert peer.client.get("k") == value
     loop_looks = "p2pstore_event_loop_lag_seconds_count"
-    until(lambda: metrics(address_of(peer))[loop_looks] > 0, SECONDS)
+    eventually(lambda: metrics(address_of(peer))[loop_looks] > 0, SECONDS)
     after = metrics(address_of(peer))
 
     def grew(name: str) -> float:

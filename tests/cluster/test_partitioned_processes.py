@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from p2pstore.errors import NoSuchKey
-from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, sees, until
+from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, sees
+from tests.waiting import eventually
 
 PEERS = 10
 KEYS_EACH = 4
@@ -20,7 +21,7 @@ def directory_of(peer: PeerProcess) -> dict[str, Any]:
 
 
 def wait_for_homes(peers: list[PeerProcess]) -> None:
-    until(lambda: not any(directory_of(peer)["not_confirmed_by_homes"] for peer in peers), SECONDS)
+    eventually(lambda: not any(directory_of(peer)["not_confirmed_by_homes"] for peer in peers), SECONDS)
 
 
 def put_on_each(peers: list[PeerProcess], word: str) -> list[str]:
@@ -43,7 +44,7 @@ def finds_all(reader: PeerProcess, keys: list[str]) -> bool:
 def check_everywhere(peers: list[PeerProcess], keys: list[str]) -> None:
     """All of them find all keys, and read one put by each of them."""
     for reader in peers:
-        until(partial(finds_all, reader, keys), SECONDS, lambda: "it misses some")
+        eventually(partial(finds_all, reader, keys), SECONDS, lambda: "it misses some")
         for key in keys[::KEYS_EACH]:
             assert reader.client.get(key) == value_of(key)
             assert reader.client.locate(key)
@@ -80,9 +81,9 @@ def test_they_outlive_one_that_is_killed_and_comes_back(cluster: ProcessCluster)
     kept = [key for key in keys if key not in mine]
     victim.kill()
     check_everywhere(others, kept)
-    until(lambda: sees(others, {victim.name: "dead"}), SECONDS)
+    eventually(lambda: sees(others, {victim.name: "dead"}), SECONDS)
     wait_for_homes(others)
-    until(lambda: not any(any(p.client.contains_many(mine)) for p in others), SECONDS)
+    eventually(lambda: not any(any(p.client.contains_many(mine)) for p in others), SECONDS)
     cluster.start([victim], "--directory", "partitioned", "--bootstrap", others[0].control)
     cluster.wait_until_whole()
     check_everywhere(cluster.peers, kept + put_on_each([victim], "c"))
@@ -102,4 +103,4 @@ def test_full_and_partitioned_peers_work_together(cluster: ProcessCluster) -> No
     keys = put_on_each(cluster.peers, "d")
     check_everywhere(cluster.peers, keys)
     assert first.client.remove(keys[0])
-    until(lambda: not any(p.client.contains(keys[0]) for p in cluster.peers), SECONDS)
+    eventually(lambda: not any(p.client.contains(keys[0]) for p in cluster.peers), SECONDS)

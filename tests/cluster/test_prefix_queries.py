@@ -15,8 +15,9 @@ from p2pstore import open_peer
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.peer.prefix_queries import PrefixRequest
-from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster
 from tests.commands import ran
+from tests.waiting import eventually
 
 SECONDS = 30.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prefix_query.sh"
@@ -47,8 +48,8 @@ def test_prefixes_of_two_peers(cluster: ProcessCluster) -> None:
     keys = [f"model/{number:02x}{rank}" for number in range(8) for rank in "ab"]
     first.client.put_many([(key, b"1") for key in keys[:12]])
     second.client.put_many([(key, b"2") for key in keys[12:14]])
-    until(lambda: all(first.client.contains_many(keys[:14])), SECONDS)
-    until(lambda: all(second.client.contains_many(keys[:14])), SECONDS)
+    eventually(lambda: all(first.client.contains_many(keys[:14])), SECONDS)
+    eventually(lambda: all(second.client.contains_many(keys[:14])), SECONDS)
 
     asked = {"prefix": "model/", "hashes": [f"{each:02x}" for each in range(8)]}
     asked["suffixes"] = ["a", "b"]
@@ -93,7 +94,7 @@ def test_prefixes_of_two_peers(cluster: ProcessCluster) -> None:
     assert ask(first, "/v1/prefix", {"keys": keys, "namespace": "other"})[1]["matched"] == 0
 
     first.kill()
-    until(lambda: ask(second, "/v1/prefix", {"keys": keys})[1]["matched"] == 0, SECONDS)
+    eventually(lambda: ask(second, "/v1/prefix", {"keys": keys})[1]["matched"] == 0, SECONDS)
     assert ask(second, "/v1/prefix", {"keys": keys[12:]})[1]["matched"] == 2
 
 

@@ -20,9 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from p2pstore import blocking
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.objects import MIB
-from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster
 from tests.commands import ran
 from tests.optional import require_prometheus
+from tests.waiting import eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"
@@ -131,12 +132,12 @@ def work(cluster: ProcessCluster) -> None:
     (folder / "weights").write_bytes(value)
     first.client.checkpoints.publish("model", str(folder))
     threading.Thread(target=follow, args=(second, cluster.folder / "followed"), daemon=True).start()
-    until(
+    eventually(
         lambda: "p2pstore_checkpoint_follower_ready{" in metrics_page(second),
         SECONDS,
         lambda: "nobody follows",
     )
-    until(
+    eventually(
         lambda: "p2pstore_clock_ahead_seconds" in metrics_page(first),
         SECONDS,
         lambda: "no ping told what time it is elsewhere",
@@ -243,7 +244,7 @@ def test_a_real_prometheus_understands_peers_rules_and_dashboard(
     cluster: ProcessCluster, tmp_path: Path
 ) -> None:
     with running_prometheus(tmp_path, cluster.peers) as prometheus:
-        until(
+        eventually(
             lambda: (
                 prometheus.value("sum(up)") == 3
                 and prometheus.value("count(count_over_time(p2pstore_members[1m]) >= 3)") == 12
@@ -258,7 +259,7 @@ def test_a_real_prometheus_understands_peers_rules_and_dashboard(
         (groups,) = prometheus.api("rules", type="alert").values()
         rules = [rule for group in groups for rule in group["rules"]]
         assert {rule["name"] for rule in rules} == {rule["alert"] for rule in alerts()}
-        until(
+        eventually(
             lambda: all(
                 rule["health"] == "ok"
                 for group in prometheus.api("rules")["groups"]
@@ -268,12 +269,12 @@ def test_a_real_prometheus_understands_peers_rules_and_dashboard(
             lambda: "a rule cannot be evaluated",
         )
         cluster.peers[2].kill()
-        until(
+        eventually(
             lambda: prometheus.value('count(ALERTS{alertname="P2PStorePeerDown"})') == 1,
             SECONDS,
             lambda: "nobody is told that a peer is gone",
         )
-        until(
+        eventually(
             lambda: prometheus.value('count(ALERTS{alertname="P2PStoreMemberDied"})') == 1,
             SECONDS,
             lambda: "nobody is told that a member died",

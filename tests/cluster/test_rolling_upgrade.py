@@ -17,7 +17,8 @@ import pytest
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from tests.cluster.older_version import sources_of
-from tests.cluster.processes import PeerProcess, Started, new_cluster, start_command, until
+from tests.cluster.processes import PeerProcess, Started, new_cluster, start_command
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -34,8 +35,8 @@ PACE_SECONDS = 0.01
 
 
 @pytest.fixture(scope="module")
-def old_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sources_of(OLD_VERSION, tmp_path_factory.mktemp("old"))
+def old_package(module_path: Path) -> Path:
+    return sources_of(OLD_VERSION, module_path)
 
 
 def value_of(key: str) -> bytes:
@@ -126,7 +127,7 @@ def test_a_peer_of_another_control_protocol_is_refused_in_words(old_package: Pat
         old.start(by=start_old)
         old.wait_until_ready()
         new.start("--bootstrap", old.control)
-        until(lambda: not new.running, WAIT_SECONDS)
+        eventually(lambda: not new.running, WAIT_SECONDS)
         assert new.exit_status == 1
         assert "versions" in new.log.read_text()
         assert "upgrade the older" in new.log.read_text()
@@ -167,7 +168,7 @@ def test_a_replacement_one_after_the_other_fails_no_read(old_package: Path, tmp_
             for number, peer in enumerate(cluster.peers):
                 load.replacing(peer)
                 peer.signal(signal.SIGTERM)
-                until(lambda peer=peer: not peer.running, WAIT_SECONDS)  # type: ignore[misc]  # bound now
+                eventually(lambda peer=peer: not peer.running, WAIT_SECONDS)  # type: ignore[misc]  # bound now
                 assert peer.exit_status == 0, peer.log.read_text()[-2000:]
                 peer.kill()
                 memory = tmp_path / f"memory-{number}"
@@ -180,7 +181,7 @@ def test_a_replacement_one_after_the_other_fails_no_read(old_package: Path, tmp_
                 assert "objects_returning" in peer.client.statistics()["peer"]
                 load.replaced(peer)
                 before = load.reads
-                until(lambda before=before: load.reads > before + 20, WAIT_SECONDS)  # type: ignore[misc]  # bound now
+                eventually(lambda before=before: load.reads > before + 20, WAIT_SECONDS)  # type: ignore[misc]  # bound now
                 if number == 0:  # engines of the older version go on
                     old_command(peer, "put", "by an old client", "-", given=b"value")
                     for each in cluster.peers:

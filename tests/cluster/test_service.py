@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import ran
+from tests.forked import unconfigured
 
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy" / "systemd"
@@ -79,7 +80,6 @@ def test_the_unit_is_one_that_systemd_accepts(tmp_path: Path) -> None:
 def test_the_settings_beside_it_are_ones_that_a_peer_takes() -> None:
     command = [sys.executable, "-m", "mooncake_p2p", "config", "show", "--json"]
     command += ["--config", str(UNITS / "peer.toml")]
-    environment = {key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key}
-    done = ran(command, env=environment)
+    done = ran(command, env=unconfigured())
     assert done.returncode == 0, done.stderr
     assert '"/dev/shm/mooncake-p2p.memory"' in done.stdout

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import why_not
-from tests.cluster.processes import until
 from tests.commands import ran
 from tests.long_runs import only_in_long_runs
 from tests.soak.ledger import KEPT, OWN_CHANGES, RIGHT_BYTES
 from tests.soak.stage import PREFIX, remove_left_overs
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 WHY_NOT = why_not()
@@ -52,12 +52,12 @@ def test_what_is_left_when_it_is_ended(tmp_path: Path, number: int) -> None:
     before = left_overs()
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(soak(tmp_path / "output"), stdout=said, stderr=said)
-    until(lambda: (tmp_path / "output" / "logs" / "peer7.log").exists(), END_SECONDS)
+    eventually(lambda: (tmp_path / "output" / "logs" / "peer7.log").exists(), END_SECONDS)
     (folder,) = left_overs() - before
     assert running(folder), "peers"
     process.send_signal(number)
     assert process.wait(END_SECONDS) == (128 + number if number == signal.SIGTERM else -number)
-    until(lambda: not running(folder), END_SECONDS)
+    eventually(lambda: not running(folder), END_SECONDS)
     assert folder.exists() == (number == signal.SIGKILL)
     remove_left_overs()
     assert not folder.exists()

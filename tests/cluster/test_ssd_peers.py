@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from p2pstore import CapacityExceeded, NoSuchKey, blocking
-from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster
 from tests.commands import ran
+from tests.waiting import eventually
 
 COUNT = 60
 END_SECONDS = 30.0
@@ -40,7 +41,7 @@ def put_more_than_fits(peer: PeerProcess) -> None:
     """Three times the memory, no faster than the SSD takes it: writing begins when a quarter of the memory is left."""
     for number in range(COUNT):
         peer.client.put(f"key-{number}", value_of(number))
-        until(lambda: unwritten_bytes(peer) < 26 << 20, END_SECONDS)
+        eventually(lambda: unwritten_bytes(peer) < 26 << 20, END_SECONDS)
 
 
 def unwritten_bytes(peer: PeerProcess) -> int:
@@ -72,7 +73,7 @@ def test_what_memory_has_no_room_for_is_read_from_the_ssd_here_and_elsewhere(
         assert not fresh.contains("no-such-key")
     for number in range(COUNT):
         assert owner.client.get(f"key-{number}") == value_of(number), number
-    until(lambda: other.client.contains(f"key-{cold[0]}"), END_SECONDS)
+    eventually(lambda: other.client.contains(f"key-{cold[0]}"), END_SECONDS)
     for number in random.Random(1).sample(range(COUNT), COUNT):
         assert other.client.get(f"key-{number}") == value_of(number), number
 
@@ -103,7 +104,7 @@ def test_it_outlives_the_process_killed_or_not(cluster: ProcessCluster) -> None:
     owner.client.remove(f"key-{cold[0]}")
     owner.kill()
     start(cluster, 0)
-    until(lambda: owner.client.contains(f"key-{cold[1]}"), END_SECONDS)
+    eventually(lambda: owner.client.contains(f"key-{cold[1]}"), END_SECONDS)
     assert owner.client.get("durable") == value_of(7, 3_000_000)
     assert owner.client.get("tensor-like") == value_of(8)
     for number in cold[1:]:
@@ -114,10 +115,10 @@ def test_it_outlives_the_process_killed_or_not(cluster: ProcessCluster) -> None:
     owner.client.put("young", value_of(9))
     held = {entry.key for entry in owner.client.list_keys(limit=1000).keys}
     owner.signal(15)  # and what is in memory is kept as well
-    until(lambda: not owner.running, END_SECONDS)
+    eventually(lambda: not owner.running, END_SECONDS)
     owner.kill()
     start(cluster, 0)
-    until(lambda: owner.client.contains("young"), END_SECONDS)
+    eventually(lambda: owner.client.contains("young"), END_SECONDS)
     assert {entry.key for entry in owner.client.list_keys(limit=1000).keys} == held
     assert owner.client.get("young") == value_of(9)
 
@@ -129,14 +130,14 @@ def test_what_others_removed_meanwhile_does_not_come_back(cluster: ProcessCluste
     owner.client.put("replaced", value_of(2), durable=True)
     owner.client.put("kept", value_of(3), durable=True)
     owner.client.put("flushed", value_of(4), durable=True)
-    until(lambda: other.client.contains("replaced"), END_SECONDS)
+    eventually(lambda: other.client.contains("replaced"), END_SECONDS)
     owner.kill()
     other.client.remove("removed")
     other.client.put("replaced", b"new", overwrite=True)
     start_again = [*ssd_options(owner), "--bootstrap", other.control]
     cluster.start([owner], *start_again)
     cluster.wait_until_whole()
-    until(lambda: owner.client.contains("kept"), END_SECONDS)
+    eventually(lambda: owner.client.contains("kept"), END_SECONDS)
     assert owner.client.get("kept") == value_of(3)
     assert not owner.client.contains("removed")
     with pytest.raises(NoSuchKey):
@@ -160,7 +161,7 @@ def test_a_log_that_is_deleted_is_read_on_and_said(cluster: ProcessCluster) -> N
     assert owner.client.get("promised") == value_of(1)
     assert owner.client.get(f"key-{cold}") == value_of(cold)
     assert "start this peer again" in owner.log.read_text()
-    until(
+    eventually(
         lambda: other.client.statistics()["cluster"]["ssd_capacity_bytes"] == capacity // 2, END_SECONDS
     )
 
@@ -196,7 +197,7 @@ def test_an_ssd_of_another_cluster_is_refused(cluster: ProcessCluster) -> None:
     assert "belongs to another cluster than 'another'" in said, said
     assert "cold.log" in said
     start(cluster, 0)
-    until(lambda: owner.client.contains("k"), END_SECONDS)
+    eventually(lambda: owner.client.contains("k"), END_SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.objects import MIB
-from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster
+from tests.waiting import eventually
 
 SECONDS = 30.0
 SPARE_SECONDS = 4.0
@@ -53,7 +54,7 @@ def put_on(peers: list[PeerProcess], reader: BlockingClient, key: str, value: by
     first.client.put(key, value)
     for other in others:
         other.client.take_lease(key, wait=SECONDS, here=True)
-    until(lambda: is_held(reader, key, *(peer.name for peer in peers)), SECONDS)
+    eventually(lambda: is_held(reader, key, *(peer.name for peer in peers)), SECONDS)
 
 
 def test_a_neighbour_that_is_stopped(cluster: ProcessCluster, reader: BlockingClient) -> None:
@@ -71,7 +72,7 @@ def test_a_neighbour_that_is_stopped(cluster: ProcessCluster, reader: BlockingCl
     del view, taken
     gc.collect()
     cluster.wait_until_whole()
-    until(lambda: statistics(second)["leased_bytes"] == 0, SECONDS)
+    eventually(lambda: statistics(second)["leased_bytes"] == 0, SECONDS)
 
 
 def test_what_happens_to_an_object_under_a_view(cluster: ProcessCluster, reader: BlockingClient) -> None:
@@ -90,12 +91,12 @@ def test_what_happens_to_an_object_under_a_view(cluster: ProcessCluster, reader:
     assert statistics(second)["objects"] < 40  # most of them were evicted
     for key, value in values.items():
         assert views[key] == value
-    until(lambda: bytes(reader.take_lease("under/old")) == b"new", SECONDS)
+    eventually(lambda: bytes(reader.take_lease("under/old")) == b"new", SECONDS)
     with pytest.raises(NoSuchKey):
         reader.take_lease("under/removed")
     views.clear()
     gc.collect()
-    until(lambda: statistics(second)["leased_bytes"] == 0, SECONDS)
+    eventually(lambda: statistics(second)["leased_bytes"] == 0, SECONDS)
 
 
 HOLDING = """
@@ -119,7 +120,7 @@ def test_a_client_that_is_killed(cluster: ProcessCluster, reader: BlockingClient
             assert statistics(second)["leased_bytes"] >= MIB
         finally:
             process.kill()
-    until(lambda: statistics(second)["leased_bytes"] == 0, SECONDS)
+    eventually(lambda: statistics(second)["leased_bytes"] == 0, SECONDS)
 
 
 def test_a_neighbour_that_is_killed(cluster: ProcessCluster, reader: BlockingClient) -> None:
@@ -133,7 +134,7 @@ def test_a_neighbour_that_is_killed(cluster: ProcessCluster, reader: BlockingCli
     for number in range(8):  # whichever peer held the first view
         assert reader.take_lease(f"killed/{number}") == bytes([number]) * 5000
     second.kill()
-    until(lambda: is_held(reader, "killed/0", third.name), SECONDS)
+    eventually(lambda: is_held(reader, "killed/0", third.name), SECONDS)
     assert reader.take_lease("killed/0") == bytes(5000)
     with pytest.raises((NoSuchKey, Unavailable)):
         reader.take_lease("killed/lost")
@@ -153,7 +154,7 @@ def test_clients_of_peers_that_use_tcp_alone() -> None:
         with blocking.connect(near.ready["socket"]) as client:
             put_on([far], client, "k", bytes(MIB))
             assert client.take_lease("k") == bytes(MIB)
-            until(lambda: is_held(client, "k", near.name, far.name), SECONDS)
+            eventually(lambda: is_held(client, "k", near.name, far.name), SECONDS)
         assert statistics(far)["leased_bytes"] == 0
         received = near.client.statistics(cluster=False)["peer"]["received"]
         assert set(received) == {"tcp"}
@@ -223,7 +224,7 @@ def test_nobody_keeps_the_memory_of_a_dead_neighbour(
         readers = [first.process_id, *(each.pid for each in idle)]
         assert all(memory & mapped(each) for each in readers)
         third.kill()
-        until(
+        eventually(
             lambda: not any(memory & mapped(each) for each in readers),
             SECONDS,
             lambda: [bool(memory & mapped(each)) for each in readers],

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from p2pstore.errors import P2PStoreError, Unavailable
-from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster
 from tests.commands import ran
+from tests.waiting import eventually
 
 SECONDS = 30.0
 SITE = '''
@@ -40,8 +41,8 @@ class WrongClock:
 
 
 @pytest.fixture(scope="module")
-def wrong_clock(tmp_path_factory: pytest.TempPathFactory) -> WrongClock:
-    return WrongClock(tmp_path_factory.mktemp("site"))
+def wrong_clock(module_path: Path) -> WrongClock:
+    return WrongClock(module_path)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +72,12 @@ def test_nothing_is_lost_by_a_clock_that_was_wrong(
 ) -> None:
     right, _, wrong = cluster.peers
     name = f"{ahead:+.0f}"
-    until(lambda: clock_is_told(cluster.peers), SECONDS)
+    eventually(lambda: clock_is_told(cluster.peers), SECONDS)
     right.client.put(f"{name} theirs", b"theirs")
-    until(lambda: wrong.client.contains(f"{name} theirs"), SECONDS)
+    eventually(lambda: wrong.client.contains(f"{name} theirs"), SECONDS)
     since = [peer.log_size() for peer in cluster.peers]
     wrong_clock.set(ahead)
-    until(lambda: peer_document(wrong)["clock_problem"], SECONDS)
+    eventually(lambda: peer_document(wrong)["clock_problem"], SECONDS)
     client = wrong.client
     refused: list[Callable[[], object]] = [
         lambda: client.put(f"{name} new", b"new"),
@@ -95,7 +96,7 @@ def test_nothing_is_lost_by_a_clock_that_was_wrong(
     assert client.get(f"{name} theirs") == b"theirs", "reads go on"
     right.client.put(f"{name} fine", b"fine", replicas=2)
     assert "clock" in problems(wrong)
-    until(lambda: "other clocks" in problems(right), SECONDS)
+    eventually(lambda: "other clocks" in problems(right), SECONDS)
     doctor = ran(
         [sys.executable, "-m", "mooncake_p2p", "doctor", "--socket", str(wrong.socket)],
         SECONDS,
@@ -103,21 +104,21 @@ def test_nothing_is_lost_by_a_clock_that_was_wrong(
     )
     assert "60 min" in doctor.stdout, doctor.stdout + doctor.stderr
     time_of_trouble = time.monotonic()
-    until(lambda: time.monotonic() > time_of_trouble + 0.5, SECONDS)
+    eventually(lambda: time.monotonic() > time_of_trouble + 0.5, SECONDS)
     for peer, at in zip(cluster.peers, since, strict=True):
         assert len(peer.logged("WARNING", at)) <= 2, peer.logged("WARNING", at)
     refusal = "nothing can be written through this peer"
-    until(lambda: bool(wrong.logged(refusal, since[2])), SECONDS)
+    eventually(lambda: bool(wrong.logged(refusal, since[2])), SECONDS)
     assert len(wrong.logged(refusal, since[2])) == 1
     wrong_clock.set(0.0)
-    until(lambda: not peer_document(wrong)["clock_problem"], SECONDS)
+    eventually(lambda: not peer_document(wrong)["clock_problem"], SECONDS)
     assert client.put(f"{name} new", b"new", replicas=2).copies == 2
     assert right.client.get(f"{name} new") == b"new"
     client.put(f"{name} theirs", b"mine", overwrite=True)
-    until(lambda: right.client.get(f"{name} theirs") == b"mine", SECONDS)
+    eventually(lambda: right.client.get(f"{name} theirs") == b"mine", SECONDS)
     assert client.remove(f"{name} fine")
-    until(lambda: not right.client.contains(f"{name} fine"), SECONDS)
-    until(lambda: "other clocks" not in problems(right) and "clock" not in problems(wrong), SECONDS)
+    eventually(lambda: not right.client.contains(f"{name} fine"), SECONDS)
+    eventually(lambda: "other clocks" not in problems(right) and "clock" not in problems(wrong), SECONDS)
 
 
 @pytest.mark.parametrize("clock", ["-1", str((1 << 63) - 1)])
@@ -126,7 +127,7 @@ def test_a_saved_clock_that_was_edited_is_said_and_does_no_harm(
 ) -> None:
     right, _, edited = cluster.peers
     edited.signal(signal.SIGTERM)
-    until(lambda: not edited.running, SECONDS)
+    eventually(lambda: not edited.running, SECONDS)
     edited.kill()
     path = edited.state / "state.json"
     path.write_text(re.sub(r'"clock":\d+', f'"clock":{clock}', path.read_text()))

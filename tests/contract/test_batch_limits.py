@@ -19,7 +19,7 @@ from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.client.puts import FIRST_ITEMS, WINDOW_BYTES, WINDOW_ITEMS
 from p2pstore.errors import AnswerTooLarge, CapacityExceeded, NoSuchKey, StoreClosed
-from p2pstore.integrations.mooncake import replicas as removing
+from p2pstore.integrations import engine_client
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
@@ -51,11 +51,10 @@ patient = partial(blocking.connect, timeout=SECONDS)
 
 
 @pytest.fixture(scope="module")
-def near_and_far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    folder: Path = tmp_path_factory.mktemp("batches")
-    with peer_process(folder, "near", "--memory", "256MiB") as near:
+def near_and_far(module_path: Path) -> Iterator[tuple[str, str]]:
+    with peer_process(module_path, "near", "--memory", "256MiB") as near:
         more = ("--memory", "256MiB", "--bootstrap", near.control)
-        with peer_process(folder, "far", *more) as far:
+        with peer_process(module_path, "far", *more) as far:
             yield near.socket, far.socket
 
 
@@ -107,7 +106,7 @@ def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
         assert store.batch_remove(["", "k" * 1025, "absent"]) == [-704] * 3
         assert store.batch_remove(keys[:MANY]) == [0] * MANY
         assert store.batch_remove(keys[:2]) == [-704] * 2
-        monkeypatch.setattr(removing, "PAGE_KEYS", 300)
+        monkeypatch.setattr(engine_client, "PAGE_KEYS", 300)
         assert store.remove_by_regex("^m/") == 1000
         assert store.batch_is_exist([keys[0], keys[-1], kept]) == [0, 0, 1]
 

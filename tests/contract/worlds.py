@@ -7,9 +7,7 @@ calls `store.put(...)` and the like as if they were plain, whatever the world.
 
 import asyncio
 import contextlib
-import json
 import os
-import select
 import subprocess
 import tempfile
 import threading
@@ -24,7 +22,7 @@ import trio
 
 import p2pstore
 from p2pstore import PeerConfig, aio, blocking, open_peer
-from tests.forked import COMMAND, start
+from tests.forked import COMMAND, ready_document, start
 from tests.waiting import eventually
 
 T = TypeVar("T")
@@ -35,7 +33,6 @@ WORLDS = ("peer", "trio", "blocking", "asyncio")
 ASYNC_WORLDS = ("peer", "trio", "asyncio")
 CALL_SECONDS = 60.0
 MEMORY = "192MiB"
-READY_SECONDS = 90.0
 
 
 class TrioThread:
@@ -292,9 +289,5 @@ def peer_process(
             )
         )
         stack.callback(process.kill)
-        assert process.stdout is not None
-        readable, _, _ = select.select([process.stdout], [], [], READY_SECONDS)
-        line = process.stdout.readline() if readable else b""
-        assert line.startswith(b"ready "), log_path.read_text()
-        ready = json.loads(line.removeprefix(b"ready "))
+        ready = ready_document(process.stdout, log_path)
         yield PeerProcess(process, ready["socket"], ready["control"])

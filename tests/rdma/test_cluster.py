@@ -21,9 +21,10 @@ from p2pstore.status.doctor.machine_rules import judge_memlock
 from p2pstore.status.doctor.network_rules import judge_rdma, judge_topology
 from p2pstore.transfer.rdma.rdma_hardware import read_machine, read_matrix
 from p2pstore.transfer.transfer_trace import FetchTrace
-from tests.cluster.processes import PeerProcess, ProcessCluster, until
+from tests.cluster.processes import PeerProcess, ProcessCluster
 from tests.rdma.forked import ForkedPeer, load
 from tests.rdma.harness import cables
+from tests.waiting import eventually
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ def start(cluster: ProcessCluster, peer: PeerProcess, transport: str, *more: str
     )
 
 
-def eventually(action: Callable[[], T]) -> T:
+def retried(action: Callable[[], T]) -> T:
     """`action`'s result once no transient failure is in its way: on a busy machine a connection may take longer
     than peers wait for it, and is not tried again for a while."""
     outcome: list[T] = []
@@ -80,7 +81,7 @@ def eventually(action: Callable[[], T]) -> T:
         return bool(outcome)
 
     problems: list[str] = []
-    until(tried, SECONDS, lambda: problems[-1])
+    eventually(tried, SECONDS, lambda: problems[-1])
     return outcome[0]
 
 
@@ -97,12 +98,12 @@ def lease(peer: PeerProcess, key: str) -> bytes:
         with peer.client.lease(key, wait=SECONDS) as view:
             return bytes(view)
 
-    return eventually(read)
+    return retried(read)
 
 
 def put_copies(peer: PeerProcess, key: str, copies: int) -> None:
     """Put an object again until `copies` peers have it: a put does not wait for a slow peer."""
-    until(lambda: peer.client.put(key, VALUE, replicas=copies).copies == copies, SECONDS)
+    eventually(lambda: peer.client.put(key, VALUE, replicas=copies).copies == copies, SECONDS)
 
 
 def lease_by_rdma(reader: PeerProcess, holder: PeerProcess) -> None:
@@ -115,7 +116,7 @@ def lease_by_rdma(reader: PeerProcess, holder: PeerProcess) -> None:
         assert lease(reader, key) == b"value"
         return objects_by(reader, "rdma") > before
 
-    until(read, SECONDS)
+    eventually(read, SECONDS)
 
 
 def test_clients_of_a_peer_that_uses_rdma_alone(cluster: ProcessCluster) -> None:
@@ -124,11 +125,11 @@ def test_clients_of_a_peer_that_uses_rdma_alone(cluster: ProcessCluster) -> None
     for key, value in values.items():
         first.client.put(key, value)
     for key, value in values.items():
-        assert eventually(partial(second.client.get, key, wait=SECONDS)) == value
+        assert retried(partial(second.client.get, key, wait=SECONDS)) == value
     first.client.put("another", VALUE[1:])
     first.client.put("last", b"x")
     buffers = [bytearray(len(VALUE)), bytearray(3), bytearray(1)]
-    until(lambda: second.client.contains_many(["another", "last"]) == [True, True], SECONDS)
+    eventually(lambda: second.client.contains_many(["another", "last"]) == [True, True], SECONDS)
     items = list(zip(("another", "nothing", "last"), buffers, strict=True))
     done = second.client.get_many_into(items)
     assert [each.value for each in done] == [len(VALUE) - 1, None, 1]
@@ -145,9 +146,9 @@ def test_clients_of_auto_peers_have_large_objects_brought_by_rdma(cluster: Proce
     by_rdma, by_tcp = objects_by(first, "rdma"), objects_by(first, "tcp")
     second.client.put("auto large", VALUE)
     second.client.put("auto small", VALUE[:1000])
-    assert eventually(partial(first.client.get, "auto large", wait=SECONDS)) == VALUE
+    assert retried(partial(first.client.get, "auto large", wait=SECONDS)) == VALUE
     assert first.client.get("auto small", wait=SECONDS) == VALUE[:1000]
-    until(lambda: objects_by(first, "tcp") == by_tcp + 1, SECONDS)  # reports go ten times a second
+    eventually(lambda: objects_by(first, "tcp") == by_tcp + 1, SECONDS)  # reports go ten times a second
     assert objects_by(first, "rdma") == by_rdma + 1
 
 
@@ -155,7 +156,7 @@ def test_people_are_told(cluster: ProcessCluster) -> None:
     """By `get --explain` which way a value came, by `doctor` of the devices, by the log which are used."""
     first, second, third = cluster.peers
     first.client.put("told", VALUE)
-    until(lambda: second.client.contains("told"), SECONDS)
+    eventually(lambda: second.client.contains("told"), SECONDS)
     trace = FetchTrace()
     second.client.get_into("told", bytearray(len(VALUE)), trace=trace)
     assert (trace.local, trace.source, trace.transport) == (False, "p0", "rdma")
@@ -199,14 +200,14 @@ def test_a_holder_is_killed(cluster: ProcessCluster) -> None:
     first, second, third = cluster.peers
     put_copies(first, "kept", 3)
     first.client.put("twice", VALUE[3:])
-    assert eventually(lambda: second.client.get("twice", wait=SECONDS)) == VALUE[3:]
-    until(lambda: len(third.client.locate("twice")) == 2, SECONDS)
+    assert retried(lambda: second.client.get("twice", wait=SECONDS)) == VALUE[3:]
+    eventually(lambda: len(third.client.locate("twice")) == 2, SECONDS)
     lease_by_rdma(third, second)
     before = objects_by(third, "rdma")
     first.kill()
     assert lease(third, "twice") == VALUE[3:]
     assert lease(third, "kept") == VALUE
-    assert eventually(lambda: second.client.get("kept")) == VALUE
+    assert retried(lambda: second.client.get("kept")) == VALUE
     assert objects_by(third, "rdma") == before + 1
 
 
@@ -219,7 +220,7 @@ def test_a_peer_leaves(cluster: ProcessCluster) -> None:
     assert lease(second, "adieu") == VALUE[1:]
     since = third.log_size()
     third.signal(signal.SIGTERM)
-    until(lambda: not third.running, SECONDS)
+    eventually(lambda: not third.running, SECONDS)
     assert not third.logged("Traceback", since)
     assert not third.logged("did not close", since)
     assert third.exit_status == 0

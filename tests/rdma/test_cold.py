@@ -10,9 +10,10 @@ import pytest
 
 from p2pstore.peer import ssd_opening as ssd
 from p2pstore.ssd_tier.disk import open_disk
-from tests.cluster.processes import PeerProcess, ProcessCluster, until
+from tests.cluster.processes import PeerProcess, ProcessCluster
 from tests.rdma.forked import load
 from tests.rdma.test_cluster import SECONDS, START_SECONDS, lease, objects_by, start
+from tests.waiting import eventually
 
 COLD = Random(6).randbytes(300_000)
 
@@ -48,7 +49,7 @@ def test_what_is_on_an_ssd_alone_is_brought_to_memory_and_read_there(cluster: Pr
         if number % 20 == 0 and tiers(owner) == ["ssd"]:
             break
     assert tiers(owner) == ["ssd"]
-    until(lambda: tiers(reader) == ["ssd"], SECONDS)
+    eventually(lambda: tiers(reader) == ["ssd"], SECONDS)
     before = objects_by(reader, "rdma")
     assert lease(reader, "cold") == COLD
     assert objects_by(reader, "rdma") == before + 1

@@ -15,8 +15,9 @@ from typing import Final
 
 import numpy as np
 
-from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
+from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster
 from tests.readers.actors import CHANGES, COLUMNS, FAILED, LIMIT, OWNERS, READS, WRONG
+from tests.waiting import eventually
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CAST: Final = {
@@ -219,7 +220,7 @@ class Attack:
         """No holder is left: all memory can be had again."""
         for peer in owners:
             try:
-                until(partial(_is_idle, peer), TIDY_SECONDS, partial(_held, peer))
+                eventually(partial(_is_idle, peer), TIDY_SECONDS, partial(_held, peer))
             except AssertionError as error:
                 self._outcome.complaints.append(f"{peer.name} still holds what was of the dead: {error}")
 

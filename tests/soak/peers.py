@@ -15,6 +15,7 @@ from typing import Any, Final
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.objects import MIB
+from tests.forked import unconfigured
 from tests.soak.network import Host
 
 MEMORY: Final = "16MiB"
@@ -99,10 +100,8 @@ class Peer:
             self._arguments += ["--ssd", str(self.volume / "ssd"), "--ssd-capacity", "256MiB"]
         if number == IN_A_FILE:
             self._arguments += ["--memory-path", str(self.memory_file)]
-        self._environment = {
-            **{key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key},
-            **dict.fromkeys(("HOME", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"), str(self.place)),
-        }
+        places = ("HOME", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
+        self._environment = unconfigured(**dict.fromkeys(places, str(self.place)))
 
     @property
     def pid(self) -> int:

@@ -106,30 +106,6 @@ def test_a_target_that_fails_is_replaced_by_the_next(reply: Any) -> None:
     world.check_idle()
 
 
-def test_when_all_fail_there_is_one_copy_and_no_error() -> None:
-    world = Harness(others=3)
-    world.stored("k", b"value")
-    operation = replicate(world, "k", 2)
-    for _ in range(3):
-        (ask,) = asks_of(world)
-        world.answer(ask, FULL)
-    assert operation.result == 1
-    world.check_idle()
-
-
-def test_copies_that_others_hold_count() -> None:
-    world = Harness(others=4)
-    entry = world.stored("k", b"value")
-    held = remote_object("k", b"value", clock=entry.version.clock, writer=entry.version.writer)
-    holder = world.other(world.core.gossip.rank(digest_of("k"))[0])
-    world.push(holder, held)
-    operation = replicate(world, "k", 3)
-    (ask,) = asks_of(world)
-    assert ask.peer_id == world.core.gossip.rank(digest_of("k"))[1]
-    world.answer(ask, DONE)
-    assert operation.result == 3
-
-
 def test_hosts_without_a_copy_come_first() -> None:
     world = Harness(others=6)
     entry = world.stored("k", b"value")

@@ -148,45 +148,6 @@ def test_one_that_is_refused_goes_to_the_next_candidate_alone() -> None:
     world.check_idle()
 
 
-def test_a_copy_that_was_made_counts_when_another_one_fails() -> None:
-    world = world_of(3)
-    ends = put(world, ["k"], replicas=3)
-    ranked = world.core.gossip.rank(digest_of("k"))
-    asks = {ask.peer_id: ask for ask in asks_of(world)}
-    world.answer(asks[ranked[0]], held(asks[ranked[0]], FULL))
-    world.answer(asks[ranked[1]], held(asks[ranked[1]]))
-    (alone,) = world.asks(DataKind.REPLICATE)
-    assert alone.peer_id == ranked[2]
-    world.answer(alone, Replicated(1, 1))
-    assert copies(ends) == [3]
-    world.check_idle()
-
-
-def test_when_nobody_else_is_left_there_are_fewer_copies() -> None:
-    world = world_of(1)
-    ends = put(world)
-    (ask,) = asks_of(world)
-    world.answer(ask, held(ask, *([0, FULL] * 6)))
-    assert copies(ends) == [2, 1] * 6
-    assert not world.asks(DataKind.REPLICATE)
-    world.check_idle()
-
-
-def test_alone_there_is_one_copy_at_once() -> None:
-    world = world_of(0)
-    ends = put(world)
-    assert copies(ends) == [1] * len(KEYS)
-    world.check_idle()
-
-
-def test_a_target_without_memory_is_not_asked() -> None:
-    world = world_of(2)
-    world.offer(world.others[0], memory_capacity=0)
-    put(world)
-    (ask,) = asks_of(world)
-    assert ask.peer_id == world.others[1].peer_id
-
-
 @pytest.mark.parametrize("reply", [None, Failure(int(Code.UNAVAILABLE), "leaving"), Replicated(1, 1)])
 def test_a_target_that_fails_is_passed_over(reply: Any) -> None:
     world = world_of(2)

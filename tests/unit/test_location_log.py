@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations import log as log_copy
-from p2pstore.gossip.locations.log import OperationRing, OwnLog, SignedRun, newest_clock
+from p2pstore.gossip.locations.log import LogCopy, OperationRing, OwnLog, SignedRun, newest_clock
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, decode_location, location_hash
 from p2pstore.objects import Version
+from p2pstore.runtime.stepping import Steps, run_through
 from tests.present import present
 from tests.unit.gossip_network import digest_of, location, operations_after
 from tests.unit.location_set import LocationSet, iterate_locations
@@ -208,20 +209,28 @@ def change(log: OwnLog, rng: Random, keys: int) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_copy_is_what_the_log_held_at_its_head(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(log_copy, "STEP_RECORDS", 16)
+    monkeypatch.setattr(log_copy, "COPIED_PER_STEP", 16)
     rng, log = Random(seed), OwnLog(5)
     for _ in range(300):
         change(log, rng, 150)
     changes = rng.choice((0, 1, 3, 30))
     at_head: dict[int, bytes] = {log.sequence: log.snapshot()}
-    with log.copying() as copy, log.copying() as other:
-        while not log.copy_on(copy):
+    copying, other = log.copy_in_steps(), log.copy_in_steps()
+    next(other, None)
+
+    def changing() -> Steps[LogCopy]:
+        while True:
+            try:
+                next(copying)
+            except StopIteration as end:
+                copied: LogCopy = end.value
+                return copied
             for _ in range(changes):
                 change(log, rng, rng.choice((20, 150, 300)))
             at_head[log.sequence] = log.snapshot()
-        while not log.copy_on(other):
-            pass
-    for each in (copy, other):
+            yield
+
+    for each in (run_through(changing()), run_through(other)):
         checked = check_snapshot(b"".join(each.parts))  # no key is there twice
         assert (checked.count, checked.set_hash) == (each.head.count, each.head.set_hash)
         assert each.incarnation == 5
@@ -252,30 +261,36 @@ def records_of(packed: bytes) -> set[bytes]:
     return {packed[at : at + LOCATION_BYTES] for at in range(0, len(packed), LOCATION_BYTES)}
 
 
-def test_a_log_that_begins_anew_meanwhile_is_copied_as_the_new_one() -> None:
+def test_a_log_that_begins_anew_meanwhile_is_copied_as_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log_copy, "COPIED_PER_STEP", 1)
     log = OwnLog(5)
     log.add(location(1))
     log.add(location(1, 2))
-    with log.copying() as copy:
-        log.restart(6)
-        while not log.copy_on(copy):
-            pass
-    assert (copy.incarnation, copy.head, b"".join(copy.parts)) == (6, log.head, log.snapshot())
-    assert copy.head.sequence == 1
+    log.add(location(2))
+    copying = log.copy_in_steps()
+    next(copying)
+    log.restart(6)
+    copy = run_through(copying)
+    assert (copy.incarnation, copy.head) == (6, log.head)
+    assert records_of(b"".join(copy.parts)) == records_of(log.snapshot())
+    assert copy.head.sequence == 2
 
 
 def test_an_empty_log_is_copied_at_once() -> None:
     log = OwnLog(5)
-    with log.copying() as copy:
-        assert log.copy_on(copy)
+    copy = run_through(log.copy_in_steps())
     assert (copy.head, b"".join(copy.parts)) == (log.head, b"")
 
 
-def test_a_copy_that_nobody_wants_any_more_costs_nothing() -> None:
+def test_a_copy_that_nobody_wants_any_more_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_copy, "COPIED_PER_STEP", 1)
     log = OwnLog(5)
-    log.add(location(1))
-    with log.copying() as copy:
-        log.add(location(2))
-    log.add(location(3))
-    assert not log._copies
-    assert copy._noted == {digest_of(2)}
+    log.add_many([location(number).encode() for number in range(3)])
+    copying = log.copy_in_steps()
+    next(copying)
+    log.add(location(4))
+    assert log._touched == [{digest_of(4)}]
+    copying.close()
+    assert not log._touched

@@ -21,9 +21,9 @@ from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.locations import directory as directory_module
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.location_slots import ApartKeys, PublishedLocations
-from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog, Position
 from p2pstore.gossip.locations.snapshots import CatchUp, check_snapshot
-from p2pstore.gossip.locations.views import Applied, DirectoryConfig, Outcome, Position
+from p2pstore.gossip.locations.views import Applied, DirectoryConfig, Outcome
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
 from p2pstore.location_table import (

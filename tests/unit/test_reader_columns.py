@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.object_table import KeyIndex
@@ -21,7 +22,7 @@ from p2pstore.memory.segment_layout import (
 )
 from p2pstore.objects import CHUNK_BYTES, MIB, Announced, chunk_sums
 from p2pstore.transfer.reading.segment_reader import FEW_DIGESTS, NOWHERE, SegmentReader
-from tests.mapped_copies import copy_many, copy_one
+from tests.mapped_copies import copy_many, copy_one, copy_spots
 from tests.present import present
 from tests.stored import stored
 from tests.unit.eviction_entries import entry
@@ -100,6 +101,27 @@ def test_one_that_changed_costs_the_others_nothing() -> None:
         got = copy_many(reader, digests, [empty(length) for length in lengths])
         view[found.offset + found.length - 1] ^= 1
         assert got == [-1 if n == spoilt else length for n, length in enumerate(lengths)]
+
+
+def test_what_the_owner_told_is_copied_from_there_and_checked() -> None:
+    """Slots and sums of a message: right, of spoilt bytes, of a place that another object has, outside the segment."""
+    segment, view = new_segment(16 * MIB)
+    lengths = [4096, 3 * MIB, 70_000, 1, MIB, 2 * MIB]
+    reader = SegmentReader(view)
+    digests = [put(segment, f"{n}", bytes([n]) * length) for n, length in enumerate(lengths)]
+    found = [present(reader.find(digest)) for digest in digests]
+    told = [(slot, trailer.sums) for slot, trailer in found]
+    segment.remove(digests[0])
+    put(segment, "other", b"\xff" * 4096)
+    view[told[1][0].offset + 2 * MIB] ^= 1
+    for place, offset in ((2, 32 * MIB), (4, 0)):
+        told[place] = replace(told[place][0], offset=offset), told[place][1]
+    spots = reader.spots_told(told)
+    assert spots.places == [0, 1, 3, 5]
+    rooms = [empty(lengths[place]) for place in spots.places]
+    assert list(copy_spots(reader, spots, rooms)) == [0, 0, 1, 1]
+    assert bytes(rooms[2]) == b"\3"
+    assert bytes(rooms[3]) == b"\5" * 2 * MIB
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ class World:
             incarnation=1,
             geometry=geometry,
             policy=make_policy(policy),
-            quotas={"q": 64 * KIB},
+            quotas={"q": 256 * KIB},
             marks=memoryview(bytearray(geometry.slots)),
         )
 
@@ -73,7 +73,7 @@ class World:
         for key, length, pin, namespace, expires, before, wrong in rows:
             digest, sums = key_digest(key), chunk_sums(bytes(length))
             self.segment.remove(digest)
-            [room] = self.segment.reserve_free([(length, 120)], session="c", namespace=namespace)
+            [room] = self.segment.reserve_free(length, 120, session="c", namespace=namespace)
             open_lengths[room.number] = length
             number = (room.number, room.number + 999, last)[wrong]  # or that of the row before
             last = room.number
@@ -90,7 +90,7 @@ class World:
         late: list[Callable[[], None]] = []
         keep = late.append if self.together else call_now
         made = [self.segment.commit_new(each, session="c", now=self.now, keep=keep) for each in windows]
-        self.segment.reserve_free([(4_000, 120)], session="c")
+        self.segment.reserve_free(4_000, 120, session="c")
         for books in late:
             books()
         published = [entry.digest for window in made for entry in window if entry is not None]

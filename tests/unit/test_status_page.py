@@ -91,10 +91,10 @@ def test_a_member_says_nothing_that_steers_and_no_address() -> None:
 
 
 def test_recent_counts_are_kept_for_a_while() -> None:
-    recent = RecentCounts(["gets", "puts"], intervals=3)
+    recent = RecentCounts(intervals=3)
     assert recent.document(["gets"]) == {"seconds": [], "grown": {"gets": []}}
     for step in range(6):
-        recent.sample({"gets": step * step}, now=10.0 * step)
+        recent.sample({"gets": step * step, "puts": 0}, now=10.0 * step)
     assert recent.document(["gets"]) == {"seconds": [10.0, 10.0, 10.0], "grown": {"gets": [5, 7, 9]}}
     seconds, grown = recent.since({"gets": 30, "puts": 2}, now=55.0)
     assert (seconds, grown) == (35.0, {"gets": 26, "puts": 2})
@@ -127,7 +127,7 @@ def test_how_far_checkpoints_are() -> None:
     assert (document["complete"], document["fetching"], document["failed"]) == (2, 2, 1)
     assert (document["done_permille"], document["slowest_permille"]) == (625, 250)
     assert (document["followers"], document["switched"]) == (3, 1)
-    (failed,) = failures(found, name_of)
+    (failed,) = failures(found)
     assert (failed.name, failed.member) == ("model 2", "p0004")
     assert failed.why.startswith("no room <script>")
     assert "\x1b" not in failed.why

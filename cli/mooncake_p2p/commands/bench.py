@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 
 MIN_SAMPLES: Final = 3
 MAX_SAMPLES: Final = 2000
+DEFAULT_SIZES: Final = ("4KiB", "1MiB", "64MiB")
+SHARE_OF_FREE: Final = 20
+"""At most a twentieth of the free memory is used, so that no other object is evicted."""
+TTL_SECONDS: Final = 600.0
+"""Lifetime of the objects that a killed bench leaves behind."""
+MAX_SECONDS: Final = 60.0
+MANY: Final = 1000
+MAX_OTHERS: Final = 3
+PLAIN: Final = "memcpy + xxh3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,6 @@ class Figure:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds that an action took."""
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
@@ -97,7 +105,6 @@ def document(figures: list[Figure]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, object]:
-    """The machine of the figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line for line in lines if line.startswith("model name")), "")
     return {
@@ -107,17 +114,6 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "load_1min": os.getloadavg()[0],
     }
-
-
-DEFAULT_SIZES: Final = ("4KiB", "1MiB", "64MiB")
-SHARE_OF_FREE: Final = 20
-"""At most a twentieth of the free memory is used, so that no other object is evicted."""
-TTL_SECONDS: Final = 600.0
-"""Lifetime of the objects that a killed bench leaves behind."""
-MAX_SECONDS: Final = 60.0
-MANY: Final = 1000
-MAX_OTHERS: Final = 3
-PLAIN: Final = "memcpy + xxh3"
 
 
 def bench(

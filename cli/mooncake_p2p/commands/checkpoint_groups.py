@@ -61,6 +61,8 @@ SwitchCommand = Annotated[
     str | None,
     option("CMD", "Run this by the shell each time that another version is in use.", "--exec"),
 ]
+RECORD: Final = ".p2pstore/exec"
+"""In the directory: the version for which the command was run last, with success."""
 
 
 # --- following ---------------------------------------------------------------------------------
@@ -269,7 +271,6 @@ def _print_status(infos: Sequence[CheckpointInfo], json: bool, *, again: bool = 
 
 
 def status_lines(info: CheckpointInfo) -> list[str]:
-    """The lines about a name, before its members."""
     newest = info.version[:16]
     parts = [each for each in info.members if each.version == newest]
     done = [each for each in parts if each.state in ("verified", "seeding", "publishing")]
@@ -405,10 +406,6 @@ def checkpoint_rm(
         print_json({"name": name, "version": version})
     else:
         remark(f"{done} {printable(name)}@{version}")
-
-
-RECORD: Final = ".p2pstore/exec"
-"""In the directory: the version for which the command was run last, with success."""
 
 
 class OnSwitch:

@@ -157,7 +157,6 @@ def _lines(found: Candidates, shell: str, environment: Mapping[str, str]) -> Ite
 
 
 def candidates(words: Sequence[str], word: str) -> Candidates:
-    """The completions of `word`, which follows `words`."""
     left = [each for each in words if each not in GLOBAL_OPTIONS[:2]]
     if not left:
         found = dict.fromkeys(GLOBAL_OPTIONS, "") if word.startswith("-") else commands_below("")
@@ -263,8 +262,6 @@ def in_time(found: Iterable[str]) -> list[str]:
 
 
 def _of_peer(question: Callable[[BlockingClient, str], Iterable[str]]) -> Source:
-    """A source that asks the local peer."""
-
     def ask(options: Options, word: str) -> Iterable[str]:
         from p2pstore.errors import P2PStoreError
         from p2pstore.local.socket_paths import answers, find_socket, socket_of

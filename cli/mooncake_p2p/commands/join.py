@@ -96,6 +96,9 @@ Operation
 """The settings of `PeerConfig` (which takes 0.1 s to load; a test compares them), `invite` and `config`, by group; only
 --help-all shows those of the later groups. Each has its metavar, or the words to choose from, or nothing for a flag;
 ... where it may be repeated; its help; and in brackets its default, in people's words."""
+CLIENT_VARIABLES: Final = tuple(
+    f"MOONCAKE_P2P_{name}" for name in ("NAMESPACE", "TIMEOUT", "DEBUG", "DETACHED")
+)
 
 
 class Setting(NamedTuple):
@@ -228,11 +231,6 @@ def _run(given: Mapping[str, Any], detached: bool, for_people: bool) -> None:
         except StateDirectoryInUse as error:
             if not chose_name(settings) or attempt == MAX_ATTEMPTS - 1:
                 raise (name_in_use(settings) or error) from None
-
-
-CLIENT_VARIABLES: Final = tuple(
-    f"MOONCAKE_P2P_{name}" for name in ("NAMESPACE", "TIMEOUT", "DEBUG", "DETACHED")
-)
 
 
 class Action(StrEnum):

@@ -35,6 +35,8 @@ _NEXT_STEP = {
     "promote": "copy the file to every peer and send each SIGHUP; when all have it: keygen --retire",
     "retire": "copy the file to every peer and send each SIGHUP; then the old key is out",
 }
+MAX_OTHERS: Final = 3
+"""Peers that the invite names beside the local one, so that it works while that one is down."""
 
 
 class KeyRole(StrEnum):
@@ -197,10 +199,6 @@ def _ids(text: str, path: Path) -> list[str]:
     from p2pstore.access.keyring import parse_cluster_keys
 
     return [key_id.hex() for key_id in parse_cluster_keys(text, str(path)).ids]
-
-
-MAX_OTHERS: Final = 3
-"""Peers that the invite names beside the local one, so that it works while that one is down."""
 
 
 def invite(

@@ -44,6 +44,9 @@ FIRST_GUESS_BYTES: Final = PART_BYTES
 """Room that is offered before the length is known: a value that fits needs no second request."""
 LENGTH_CHANGES: Final = 8
 """How often in a row a value may be replaced by a longer one while it is being fetched."""
+REASON_COLUMNS: Final = 80
+RDMA: Final = "rdma"
+NOT_FOR_CLIENTS: Final = "not tried, only peers read by it, for large gets, leases and copies"
 
 
 class Pin(StrEnum):
@@ -235,7 +238,6 @@ class _Reading:
                 remark(line)
 
     def document(self) -> dict[str, Any]:
-        """The explanation for `--json`."""
         if self._trace is None:
             return {}
         return {"explain": document(self._trace)}
@@ -290,11 +292,6 @@ def _special_file(path: str) -> Iterator[_Sink]:
         yield sink
 
 
-REASON_COLUMNS: Final = 80
-RDMA: Final = "rdma"
-NOT_FOR_CLIENTS: Final = "not tried, only peers read by it, for large gets, leases and copies"
-
-
 def explanation(trace: FetchTrace) -> list[str]:
     """One line per stage, for stderr."""
     lines = [f"lookup    {_lookup(trace)}"]
@@ -317,7 +314,6 @@ def explanation(trace: FetchTrace) -> list[str]:
 
 
 def document(trace: FetchTrace) -> dict[str, Any]:
-    """The same for `--json`."""
     return {**asdict(trace), "not_tried": {} if _by_rdma(trace) else {RDMA: NOT_FOR_CLIENTS}}
 
 

@@ -55,6 +55,8 @@ MIN_INTERVAL_SECONDS: Final = 0.1
 FAREWELL_SECONDS: Final = 5.0
 """Time that a peer may need beside draining: to tell the others, and to save its state."""
 LOOK_SECONDS: Final = 0.05
+GONE = (NoLocalPeer, StoreClosed, DeadlineExceeded)
+"""Errors of a peer that ended, was stopped or is being restarted."""
 
 
 def stats(
@@ -258,8 +260,6 @@ def _wait_until_gone(client: BlockingClient, seconds: float, bar: ProgressBar) -
 
 Readings = Generator[tuple[Reading | None, Reading], None, None]
 """The previous reading and this one, again and again."""
-GONE = (NoLocalPeer, StoreClosed, DeadlineExceeded)
-"""Errors of a peer that ended, was stopped or is being restarted."""
 
 
 def watch_statistics(

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from p2pstore.results import ItemResult, Location, PeerInfo, PinName, PinResult
 
 NOTHING: Final[Mapping[str, list[str]]] = MappingProxyType({})
+PAGE_KEYS: Final = 1000
+"""Keys listed and removed at a time."""
 
 
 class Firmness(StrEnum):
@@ -170,10 +172,6 @@ def replicate(
         raise CommandFailed(f"{printable(key)}: {too_few}")
     if not peer.json:
         remark(f"copies {result.copies}/{result.wanted}")
-
-
-PAGE_KEYS: Final = 1000
-"""Keys listed and removed at a time."""
 
 
 @with_records
@@ -303,7 +301,6 @@ def _tell(removal: _Removal, json: bool, *, stopped: bool) -> None:
 
 
 def incomplete(silent_peers: Iterable[str]) -> str:
-    """The message when peers did not list their keys."""
     names = ", ".join(map(printable, sorted(silent_peers)))
     return f"incomplete: {names} did not answer, and may hold more such keys; run it again when they do"
 

@@ -47,6 +47,12 @@ FILES_A_STEP: Final = 32
 REMOVED_A_STEP: Final = 256
 """Files to unlink between two looks at a cancellation."""
 _PART_FORMAT: Final = 1
+MAGIC: Final = b"P2PSPCS\0"
+FORMAT: Final = 1
+_HEADER: Final = struct.Struct(f"<8sII{VERSION_BYTES}s36s")
+"""Magic, format, pieces, version, boot id."""
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_CANNOT_ALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 
 class _Part(Message, frozen=True):
@@ -211,13 +217,6 @@ def _is_version(name: str) -> bool:
     return len(name) == _VERSION_DIGITS and set(name) <= set("0123456789abcdef")
 
 
-MAGIC: Final = b"P2PSPCS\0"
-FORMAT: Final = 1
-_HEADER: Final = struct.Struct(f"<8sII{VERSION_BYTES}s36s")
-"""Magic, format, pieces, version, boot id."""
-BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-
-
 def boot_id() -> bytes:
     """36 bytes that differ after each start of the machine."""
     return BOOT_ID.read_bytes().strip()
@@ -250,7 +249,6 @@ class PieceRecord:
             raise
 
     def add(self, piece: int) -> None:
-        """Add a written piece."""
         with self._lock:
             self.have |= 1 << piece
             place = piece // 8
@@ -263,7 +261,6 @@ class PieceRecord:
         self.is_certain = True
 
     def remove(self, pieces: PieceMap) -> None:
-        """Remove pieces."""
         with self._lock:
             self.have &= ~pieces
             os.pwrite(self._descriptor, pack_map(self.have, self._count), _HEADER.size)
@@ -272,8 +269,6 @@ class PieceRecord:
         """Close the file, which stays."""
         os.close(self._descriptor)
 
-
-_CANNOT_ALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 ReadFile = Callable[[int, memoryview, int], None]
 """Fills a view with a file's bytes from an offset on; files by number."""
@@ -341,7 +336,6 @@ class VersionFiles:
         return self.state / f"{name or self.name}.{kind}"
 
     def place(self, number: int) -> Path:
-        """Where a file is now."""
         path = self.manifest.files[number].path
         if number in self.there or number in self._moved:
             return self.complete / path
@@ -417,8 +411,6 @@ def read_extents(
 
 
 def reader(root: Path, manifest: Manifest) -> ReadFile:
-    """Reads files of a complete version in a folder."""
-
     def read(file: int, view: memoryview, offset: int) -> None:
         _read_file(root / manifest.files[file].path, view, offset)
 

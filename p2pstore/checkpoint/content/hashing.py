@@ -43,6 +43,18 @@ Progress = Callable[[int], None]
 """Called with the number of bytes hashed since the last call."""
 Opened = Callable[[int], AbstractContextManager[int]]
 """Opens a file, by number, for one thread: a descriptor for the time of a block."""
+BLOCK_BYTES: Final = 1024 * 1024
+"""Read and hashed at once: efficient for disks, and small enough for a processor's cache."""
+AHEAD_BYTES: Final = 4 * BLOCK_BYTES
+"""Readahead, in each range."""
+CACHE_SECONDS_PER_BYTE: Final = 0.6e-9
+"""Above this CPU time for filling the page cache, files are read past it; 0.1e-9 to 0.4e-9 is usual."""
+JUDGED_BYTES: Final = BLOCK_BYTES
+"""Minimum sample for that."""
+_PAGE: Final = mmap.PAGESIZE
+LOCAL_FILE_SYSTEMS: Final = frozenset(
+    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+)
 
 
 class PieceHashes:
@@ -58,7 +70,6 @@ class PieceHashes:
         self._reader = reader
 
     def of(self, pieces: range) -> bytes:
-        """The hashes of these pieces."""
         return bytes(self.packed[pieces.start * HASH_BYTES : pieces.stop * HASH_BYTES])
 
     async def find(
@@ -186,16 +197,6 @@ def _describe(source: PublishedFiles, name: str, layout: PieceLayout, hashes: Pi
     return make_manifest(name, files, layout.piece_bytes, bytes(hashes.packed), FileHashes.OF_PIECES)
 
 
-BLOCK_BYTES: Final = 1024 * 1024
-"""Read and hashed at once: efficient for disks, and small enough for a processor's cache."""
-AHEAD_BYTES: Final = 4 * BLOCK_BYTES
-"""Readahead, in each range."""
-CACHE_SECONDS_PER_BYTE: Final = 0.6e-9
-"""Above this CPU time for filling the page cache, files are read past it; 0.1e-9 to 0.4e-9 is usual."""
-JUDGED_BYTES: Final = BLOCK_BYTES
-"""Minimum sample for that."""
-_PAGE: Final = mmap.PAGESIZE
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
@@ -260,7 +261,6 @@ class _Price:
 
     @contextmanager
     def of(self, length: int) -> Iterator[None]:
-        """Measure the read of `length` bytes in the block."""
         began = time.thread_time()
         yield
         self._seconds += time.thread_time() - began
@@ -296,11 +296,6 @@ def _read_past(descriptor: int, whole: memoryview, view: memoryview, offset: int
         return False  # reading it through the cache says what is wrong, if something is
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-
-
-LOCAL_FILE_SYSTEMS: Final = frozenset(
-    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-)
 
 
 def is_local(file_systems: str, device: int) -> bool:

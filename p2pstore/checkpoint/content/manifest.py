@@ -38,7 +38,7 @@ from p2pstore.checkpoint.content.pieces import (
     pieces_in,
 )
 from p2pstore.errors import CheckpointRefused, ProtocolError
-from p2pstore.objects import check_checkpoint_name, format_peer_id
+from p2pstore.objects import check_checkpoint_name, format_peer_id, listed
 from p2pstore.wire import Message, Signer, Verifier, decode_body, encode_body
 
 MANIFEST_FORMAT: Final = 1
@@ -50,6 +50,15 @@ VERSION_BYTES: Final = 16
 
 _CONTEXT: Final = b"p2pstore checkpoint manifest 1\0"
 _PERMISSIONS: Final = 0o777
+NAMED_FILES: Final = 8
+NEAREST: Final = 3
+"""Names suggested by an error."""
+MAX_COMPARED: Final = 5_000
+"""Names compared letter by letter; 0.3 s."""
+WILDCARDS: Final = frozenset("*?[")
+
+BOOKKEEPING_FOLDERS: Final = (".git", ".cache/huggingface", ".locks", ".hg", ".svn")
+BOOKKEEPING_SUFFIXES: Final = (".incomplete", ".lock", ".crdownload", ".aria2")
 
 
 class FileHashes(IntEnum):
@@ -89,7 +98,6 @@ class Manifest(Message, frozen=True, dict=True, gc=True):
         return PieceLayout([file.size for file in self.files], self.piece_bytes)
 
     def piece_hash(self, piece: int) -> bytes:
-        """The expected hash of a piece."""
         return self.piece_hashes[piece * HASH_BYTES : (piece + 1) * HASH_BYTES]
 
     def hashes_of(self, file: int) -> bytes:
@@ -148,7 +156,6 @@ class SignedManifest(Message, frozen=True, dict=True, gc=True):
 
     @cached_property
     def version(self) -> bytes:
-        """The version that the bytes are."""
         return version_of(self.body)
 
 
@@ -158,7 +165,6 @@ def hash_of(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def version_of(body: bytes) -> bytes:
-    """The version of a manifest's bytes."""
     return hash_of(body)[:VERSION_BYTES]
 
 
@@ -343,17 +349,6 @@ def _check_part(part: str, path: str) -> None:
         raise CheckpointRefused(f"a path that is not UTF-8: {path[:80]!r}")
 
 
-NAMED_FILES: Final = 8
-NEAREST: Final = 3
-"""Names suggested by an error."""
-MAX_COMPARED: Final = 5_000
-"""Names compared letter by letter; 0.3 s."""
-WILDCARDS: Final = frozenset("*?[")
-
-BOOKKEEPING_FOLDERS: Final = (".git", ".cache/huggingface", ".locks", ".hg", ".svn")
-BOOKKEEPING_SUFFIXES: Final = (".incomplete", ".lock", ".crdownload", ".aria2")
-
-
 def bookkeeping_in(path: str) -> str:
     """The folder or suffix that marks a path as bookkeeping of a download or version control; empty for others."""
     around = f"/{path}/"
@@ -388,17 +383,12 @@ def choose_files(
         number for number, file in enumerate(manifest.files) if is_chosen(file.path, include, exclude)
     )
     if not chosen:
-        named = ", ".join(repr(file.path) for file in manifest.files[:NAMED_FILES])
-        more = len(manifest.files) - NAMED_FILES
-        raise ValueError(
-            f"no file of checkpoint {manifest.name!r} matches; it has {named}"
-            + (f" and {more:,} more" if more > 0 else "")
-        )
+        named = listed([repr(file.path) for file in manifest.files], NAMED_FILES)
+        raise ValueError(f"no file of checkpoint {manifest.name!r} matches; it has {named}")
     return None if len(chosen) == len(manifest.files) else chosen
 
 
 def unmatched(paths: Collection[str], patterns: Sequence[str]) -> list[str]:
-    """The patterns without a match."""
     found = []
     for pattern in patterns:
         if pattern in paths:
@@ -424,6 +414,4 @@ def nearest(wanted: str, known: Collection[str]) -> str:
         return f"; nearest: {', '.join(map(repr, shown))}"
     if not known:
         return "; there is none at all"
-    shown = sorted(known)[:NEAREST]
-    more = len(known) - len(shown)
-    return f"; there are {', '.join(map(repr, shown))}" + (f" and {more:,} more" if more else "")
+    return f"; there are {listed(list(map(repr, sorted(known))), NEAREST)}"

@@ -37,6 +37,11 @@ CHEAP: Final = 4 * 1024 * 1024
 MAX_PIECES: Final = 65_536
 MAX_FILE_BYTES: Final = 1 << 44
 MAX_TOTAL_BYTES: Final = 1 << 44
+NO_PIECES: Final = 0
+_WORD: Final = 1024
+_WORD_MASK: Final = (1 << _WORD) - 1
+_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
+ALIGNMENT: Final = 64
 
 
 class Extent(NamedTuple):
@@ -98,7 +103,6 @@ class PieceLayout:
         return (*large, *shared)
 
     def size_of(self, pieces: PieceMap) -> int:
-        """Bytes of these pieces together."""
         if pieces == full_map(self.count):
             return self.total_bytes
         return sum_of(pieces, self.sizes)
@@ -173,19 +177,12 @@ def _next_power_of_two(number: int) -> int:
 PieceMap = int
 """Bit k is set when piece k is there."""
 
-NO_PIECES: Final = 0
-_WORD: Final = 1024
-_WORD_MASK: Final = (1 << _WORD) - 1
-_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
-
 
 def full_map(count: int) -> PieceMap:
-    """All pieces of a checkpoint with `count` of them."""
     return (1 << count) - 1
 
 
 def map_of(pieces: Iterable[int]) -> PieceMap:
-    """The map of these pieces."""
     numbers = list(pieces)
     bits = bytearray(max(numbers, default=0) // 8 + 1)
     for piece in numbers:
@@ -278,7 +275,6 @@ class Availability:
             raise ValueError("pieces are removed that were not added")
 
     def copies(self, piece: int) -> int:
-        """Copies of a piece."""
         bit = 1 << piece
         return next(number for number, level in enumerate(self._levels) if level & bit)
 
@@ -293,9 +289,6 @@ class Availability:
             if found:
                 return found
         return NO_PIECES
-
-
-ALIGNMENT: Final = 64
 
 
 class MemoryLayout(NamedTuple):

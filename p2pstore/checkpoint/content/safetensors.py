@@ -40,6 +40,7 @@ HEAD_BYTES: Final = 512
 _METADATA: Final = "__metadata__"
 _LFS: Final = b"version https://git-lfs"
 _PAGES: Final = (b"<!doctype html", b"<html", b"<?xml")
+_UNFINISHED: Final = ": perhaps an unfinished download, or a full disk"
 
 
 class BrokenFile(ValueError):
@@ -134,9 +135,6 @@ def read_weight_map(content: bytes | memoryview) -> dict[str, str]:
 def path_in_index(folder: str, file: str) -> str:
     """The path of a file that an index in a folder names, perhaps as `./NAME`."""
     return posixpath.normpath(posixpath.join(folder, file))
-
-
-_UNFINISHED: Final = ": perhaps an unfinished download, or a full disk"
 
 
 def _entry(fields: Any, data: int, file_bytes: int) -> Entry:

@@ -145,7 +145,6 @@ class TargetDirectory:
 
     @property
     def needed(self) -> PieceMap:
-        """Pieces of the wanted files."""
         return self._files.needed
 
     @property
@@ -160,7 +159,6 @@ class TargetDirectory:
 
     @property
     def committed(self) -> bool:
-        """Whether the version is in its place."""
         return self._files.committed
 
     def prepare(self) -> Iterator[None]:
@@ -318,7 +316,6 @@ def _unusable(directory: Path, error: OSError) -> P2PStoreError:
 
 
 def in_steps(places: Sequence[Path]) -> Iterator[Sequence[Path]]:
-    """`FILES_A_STEP` of them at a time."""
     for start in range(0, len(places), FILES_A_STEP):
         yield places[start : start + FILES_A_STEP]
 

@@ -117,7 +117,6 @@ class JobRequests:
         return self._do_in_directory(client, message.path, fetch)
 
     async def progress(self, client: LocalClient, message: local.AskNews) -> local.ProgressReply:
-        """Progress of the connection's job."""
         job = self._jobs.get(client.session)
         if job is None:
             raise ValueError("nothing was begun on this connection")

@@ -16,6 +16,16 @@ GATHER_SECONDS: Final = 0.05
 BELIEVED_SECONDS: Final = 10.0
 """By then, gossip knows a member that neighbours told of."""
 MAX_BELIEVED: Final = 1024
+MAX_BYTES: Final = MIB
+MAX_FILES: Final = 8
+"""Opening and closing a file takes 20 us; a piece may have ten thousand."""
+SLOW_SECONDS: Final = 0.005
+FIRST_IN_THREADS: Final = 64
+"""Steps left to threads after a slow one; twice as many after the next."""
+MAX_IN_THREADS: Final = 16_384
+MAX_KEPT_BYTES: Final = 256 * MIB
+BURST_SECONDS: Final = 0.25
+"""Unused bytes of this period may be used later at once."""
 
 
 class Introductions:
@@ -28,17 +38,14 @@ class Introductions:
         self._believed: dict[Member, float] = {}
 
     def linked(self, member: Member) -> None:
-        """There is a link to it now."""
         self._fresh.append(member)
 
     def unlinked(self, member: Member) -> None:
-        """The link has ended."""
         self._linked = [each for each in self._linked if each != member]
         self._fresh = [each for each in self._fresh if each != member]
 
     @property
     def due(self) -> bool:
-        """Whether there is something to tell."""
         return bool(self._fresh) and len(self._linked) + len(self._fresh) > 1
 
     def take(self) -> list[tuple[list[Member], Members]]:
@@ -63,15 +70,6 @@ class Introductions:
     def believed(self) -> frozenset[Member]:
         """Members that neighbours told of lately."""
         return frozenset(self._believed)
-
-
-MAX_BYTES: Final = MIB
-MAX_FILES: Final = 8
-"""Opening and closing a file takes 20 us; a piece may have ten thousand."""
-SLOW_SECONDS: Final = 0.005
-FIRST_IN_THREADS: Final = 64
-"""Steps left to threads after a slow one; twice as many after the next."""
-MAX_IN_THREADS: Final = 16_384
 
 
 class InlineOrThread:
@@ -105,9 +103,6 @@ class InlineOrThread:
             self._after_slow = min(2 * self._after_slow, MAX_IN_THREADS)
 
 
-MAX_KEPT_BYTES: Final = 256 * MIB
-
-
 class PieceBuffers:
     """Buffers of one size, reused: a fresh one costs a page fault each 4 KiB, which takes longer than reading the piece
     into it. Free ones are kept, up to `MAX_KEPT_BYTES`, while any is in use."""
@@ -121,7 +116,6 @@ class PieceBuffers:
 
     @property
     def kept(self) -> int:
-        """Free buffers."""
         return len(self._kept)
 
     def take(self) -> bytearray:
@@ -130,16 +124,11 @@ class PieceBuffers:
         return self._kept.pop() if self._kept else bytearray(self._length_bytes)
 
     def give_back(self, buffer: bytearray) -> None:
-        """Free a buffer."""
         self._used -= 1
         if not self._used:
             self._kept.clear()
         elif len(self._kept) < self._most_kept:
             self._kept.append(buffer)
-
-
-BURST_SECONDS: Final = 0.25
-"""Unused bytes of this period may be used later at once."""
 
 
 class TokenBucket:
@@ -157,7 +146,6 @@ class TokenBucket:
         return max(0.0, begin - now)
 
     def give_back(self, length_bytes: int) -> None:
-        """Return bytes that did not move."""
         self._free_at -= length_bytes / self._rate
 
 

@@ -60,9 +60,7 @@ class PieceStore(Protocol):
         """Verify a piece and store it. False for wrong bytes. Raises `OSError`."""
         ...
 
-    def close(self) -> None:
-        """Release the store; pieces on disk stay."""
-        ...
+    def close(self) -> None: ...
 
 
 class PublishedPieces:
@@ -142,7 +140,6 @@ class HeldDirectory:
             raise kind(text) from error
 
     def close(self) -> None:
-        """Close the descriptor; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -180,7 +177,6 @@ class MemoryTarget:
         return layout.size_of(self.needed) + self.layout.total_bytes - self.layout.manifest
 
     def bytes_more(self, pieces: PieceMap) -> int:
-        """Further memory that these pieces need."""
         return self.manifest.layout.size_of(pieces & ~self.needed)
 
     def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool:
@@ -212,7 +208,6 @@ class MemoryTarget:
         view[:] = self._open_view[at : at + len(view)]
 
     def close(self) -> None:
-        """Free the memory; idempotent. Clients' mappings stay valid."""
         with self._lock:
             if not self.closed:
                 self.closed = True
@@ -327,7 +322,6 @@ class Memories:
         return unused
 
     def close(self) -> None:
-        """Free everything."""
         for target in self._targets.values():
             target.close()
         self._targets.clear()
@@ -357,12 +351,10 @@ class HeldStore:
         return self._store.copies
 
     def fetched_to(self, directory: HeldDirectory) -> bool:
-        """Whether the store was fetched to this directory."""
         fetched = isinstance(self._store, TargetDirectory)
         return fetched and self._directory.identity == directory.identity
 
     def close(self) -> None:
-        """Close both."""
         self._store.close()
         self._directory.close()
 

@@ -97,7 +97,6 @@ class Publications:
     def keep(
         self, namespace: str, signed: SignedManifest, source: SourceDirectory, held: HeldDirectory
     ) -> None:
-        """Keep a version that is published now."""
         version = signed.version
         place = held.place
         if self._state is None:
@@ -121,7 +120,6 @@ class Publications:
         self._kept.add(version)
 
     def forget(self, version: bytes) -> None:
-        """Forget a version that is not published any more."""
         if self._state is None or version not in self._kept:
             return
         self._kept.discard(version)

@@ -52,7 +52,6 @@ class SwarmPart:
             self.tell(state, done_permille, "")
 
     def announce_progress(self) -> None:
-        """Announce how far the fetch is."""
         self.announce(TakesPart.FETCHING, self.run.progress.done_permille)
 
     @contextmanager
@@ -74,7 +73,6 @@ class RunningSwarms:
         """By version, the oldest first."""
 
     def get(self, version: bytes) -> SwarmPart | None:
-        """The part in a version."""
         return self.parts.get(version)
 
     def manifest(self, request: GetManifest) -> tuple[ManifestReply, Sequence[BytesLike]]:

@@ -47,6 +47,14 @@ SEND_SECONDS: Final = 15.0
 SETTLED_SECONDS: Final = 5.0
 """A dial by a neighbour with an older link than this shows that the neighbour has lost that link."""
 MAX_LINKS: Final = 256
+T = TypeVar("T")
+
+PIECE_SECONDS: Final = 15.0
+"""A request for a piece fails after this time without progress; the machine abandons it earlier."""
+FAILURE_OF: Final = {
+    int(PieceStatus.BUSY): PieceFailure.BUSY,
+    int(PieceStatus.LACKS): PieceFailure.LACKS,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +91,6 @@ class SwarmLinks:
 
     @property
     def members(self) -> list[Member]:
-        """Members with a link."""
         return list(self._links)
 
     def enqueue(self, members: Iterable[Member], message: SwarmMessage) -> None:
@@ -230,18 +237,7 @@ class OfferedSwarmLink:
     member: Member
 
     async def run(self, link: FrameLink) -> None:
-        """Use it until it ends."""
         await self.links.take_over(self.member, link)
-
-
-T = TypeVar("T")
-
-PIECE_SECONDS: Final = 15.0
-"""A request for a piece fails after this time without progress; the machine abandons it earlier."""
-FAILURE_OF: Final = {
-    int(PieceStatus.BUSY): PieceFailure.BUSY,
-    int(PieceStatus.LACKS): PieceFailure.LACKS,
-}
 
 
 class PieceTransfers:
@@ -355,7 +351,6 @@ class PieceTransfers:
             raise
 
     def give_back(self, buffer: bytearray) -> None:
-        """Reuse a buffer of `read`."""
         self._buffers.give_back(buffer)
 
 

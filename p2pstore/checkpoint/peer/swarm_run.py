@@ -87,7 +87,6 @@ class SwarmProgress:
         return 1000 * self.done_bytes // self.total_bytes if self.total_bytes else 1000
 
     def need(self, pieces: PieceMap) -> None:
-        """Count further needed pieces."""
         self.total_bytes += self._layout.size_of(pieces)
         self.done_bytes += self._layout.size_of(pieces & self._machine.have)
 
@@ -98,17 +97,14 @@ class SwarmProgress:
             self.done_bytes += self._layout.sizes[piece]
 
     def tell(self) -> None:
-        """Wake the waiters."""
         self._news.set()
         self._news = trio.Event()
 
     def complete(self) -> None:
-        """All needed pieces are here."""
         self._completed.set()
         self.tell()
 
     def end(self) -> None:
-        """The swarm ended."""
         self.ended.set()
         self.complete()
 
@@ -185,7 +181,6 @@ class SwarmRun:
         self._fetching: dict[tuple[Member, int], trio.CancelScope] = {}
 
     def need(self, pieces: PieceMap) -> None:
-        """Bring these pieces as well."""
         self.progress.need(pieces & ~(self.machine.needed | map_of(self.store.copies)))
         if self._nursery is None:  # without links, no neighbour is to be told
             self.machine.handle(Needed(pieces), trio.current_time())

@@ -28,6 +28,9 @@ HOPE_SECONDS: Final = 10.0
 LOOK_SECONDS: Final = 0.05
 REPORT_SECONDS: Final = 0.25
 """Minimum time between two reports of progress."""
+MAX_WAIT_SECONDS: Final = 30.0
+SYNC_THREADS: Final = 16
+"""Files synced at once; a file system commits those that wait together in one transaction."""
 
 
 class VersionFetch:
@@ -151,7 +154,6 @@ class VersionFetch:
         await self._put_in_place()
 
     async def fetch_more(self, part: SwarmPart, pieces: PieceMap) -> None:
-        """Fetch more pieces by a swarm that runs already."""
         run = part.run
         with part.wanted():
             run.need(pieces)
@@ -242,11 +244,6 @@ def _copy_extents(target: Target, piece: int, extents: Sequence[Extent]) -> bool
         return False
 
 
-MAX_WAIT_SECONDS: Final = 30.0
-SYNC_THREADS: Final = 16
-"""Files synced at once; a file system commits those that wait together in one transaction."""
-
-
 class ChangeSignal:
     """Something that changes: `number` grows with each change, and waiters compare it with the last one seen."""
 
@@ -262,7 +259,6 @@ class ChangeSignal:
         self._changed = trio.Event()
 
     def end(self) -> None:
-        """Announce the last change."""
         self.ended = True
         self.changed()
 
@@ -301,12 +297,10 @@ class Job(ChangeSignal):
         self.version = b""
 
     def begin(self, phase: JobPhase, total_bytes: int = 0, done_bytes: int = 0) -> None:
-        """Enter a phase."""
         self.phase, self.total_bytes, self.done_bytes = phase, total_bytes, done_bytes
         self.changed()
 
     def advance(self, count: int) -> None:
-        """Add `count` bytes to those done."""
         self.done_bytes += count
         self.changed()
 

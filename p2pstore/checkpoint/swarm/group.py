@@ -138,17 +138,14 @@ class Follower:
 
     @property
     def complete(self) -> frozenset[Version]:
-        """The versions on the disk."""
         return frozenset(self._complete)
 
     @property
     def wake_at(self) -> float:
-        """Time of the next `Tick`."""
         return min((failure.retry_at for failure in self._failures.values()), default=math.inf)
 
     @property
     def state(self) -> FollowerState:
-        """The announcement to other peers."""
         wanted = self._wanted()
         able = [version for version in wanted if version not in self._failures]
         version = next(iter(able or wanted), self.current)
@@ -164,7 +161,6 @@ class Follower:
         return FollowerState(version, stage, self.current)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in an event; returns the effects."""
         match event:
             case Heard(head, switch):
                 self._head, self._switch = head, switch
@@ -298,7 +294,6 @@ class GroupUpdate:
 
     @property
     def wake_at(self) -> float:
-        """When to judge again without news."""
         return min(self.deadline, self._first_by) if self._lacks_the_first else self.deadline
 
     @property
@@ -312,12 +307,10 @@ class GroupUpdate:
 
     @property
     def ready_count(self) -> int:
-        """Followers with the version."""
         return sum(map(self._is_ready, self._followers.values()))
 
     @property
     def members(self) -> list[int]:
-        """The followers."""
         return list(self._followers)
 
     @property

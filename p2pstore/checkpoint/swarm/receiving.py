@@ -64,7 +64,6 @@ class Flights:
         return bool(self._flights)
 
     def __iter__(self) -> Iterator[tuple[int, Flight]]:
-        """All flights, with their pieces."""
         for piece, flights in self._flights.items():
             for flight in flights:
                 yield piece, flight
@@ -78,7 +77,6 @@ class Flights:
         return [(piece, flights[0]) for piece, flights in self._flights.items() if len(flights) == 1]
 
     def pieces_from(self, member: int) -> list[int]:
-        """Pieces that come from this member."""
         return [piece for piece, flight in self if flight.member == member]
 
     def has_room(self, places: int) -> bool:
@@ -86,7 +84,6 @@ class Flights:
         return self.over_network - min(self.held_up, places) < places
 
     def begin(self, piece: int, flight: Flight) -> None:
-        """A member was asked for a piece."""
         self._flights.setdefault(piece, []).append(flight)
         if flight.same_host:
             self.within_host += 1
@@ -95,7 +92,6 @@ class Flights:
             self.held_up += flight.held_up_at == -math.inf
 
     def end(self, member: int, piece: int) -> Flight | None:
-        """End a flight; None when there was none."""
         flights = self._flights.get(piece, [])
         found = next((flight for flight in flights if flight.member == member), None)
         if found is None:
@@ -111,11 +107,9 @@ class Flights:
         return found
 
     def overdue(self, now: float) -> list[tuple[int, Flight]]:
-        """Flights past their deadlines."""
         return [(piece, flight) for piece, flight in self if flight.deadline <= now]
 
     def mark_held_up(self, now: float) -> None:
-        """Mark the flights that are held up by now."""
         for _, flight in self:
             if -math.inf < flight.held_up_at <= now:
                 flight.held_up_at = -math.inf
@@ -156,7 +150,6 @@ class Receiving:
     # --- grants ----------------------------------------------------------------------------------
 
     def granted(self, neighbour: Neighbour, grant: Grant, now: float) -> None:
-        """Use a grant, or refuse it."""
         state, named = self._state, grant.piece
         slots = min(max(grant.slots, 1), MAX_SLOTS)
         self._senders_slots += SHARE_OF_NEWEST_GRANT * (slots - self._senders_slots)
@@ -242,7 +235,6 @@ class Receiving:
         return ended
 
     def arrived(self, event: PieceArrived, now: float) -> None:
-        """A verified piece is here."""
         state, member, piece = self._state, event.member, event.piece
         neighbour = state.neighbours.get(member)
         flight = self._end_flight(member, piece)
@@ -266,7 +258,6 @@ class Receiving:
             state.effects.append(Complete())
 
     def failed(self, event: PieceFailed, now: float) -> None:
-        """A piece did not come."""
         state = self._state
         neighbour = state.neighbours.get(event.member)
         if neighbour is None or self._end_flight(event.member, event.piece) is None:

@@ -114,7 +114,6 @@ class SwarmState:
         self.effects: list[Effect] = []
 
     def tell(self, members: tuple[int, ...], message: SwarmMessage) -> None:
-        """Send a message."""
         if members:
             self.effects.append(Tell(members, message))
 
@@ -150,7 +149,6 @@ class PieceNews:
                 self.tell(each)
 
     def tell(self, neighbour: Neighbour) -> None:
-        """Tell one neighbour what it has not heard of."""
         if neighbour.untold:
             self._state.tell((neighbour.member,), self._message(neighbour.untold))
             neighbour.untold = []
@@ -199,7 +197,6 @@ class Selection:
 
     @property
     def complete(self) -> bool:
-        """Whether all needed pieces are here."""
         return not self.missing
 
     def choose(self, offered: PieceMap) -> int | None:
@@ -227,11 +224,9 @@ class Selection:
         return new
 
     def on_its_way(self, piece: int) -> None:
-        """A neighbour was asked for the piece."""
         self.wanted &= ~(1 << piece)
 
     def not_coming(self, piece: int) -> None:
-        """The piece is on its way no more."""
         self.wanted |= (1 << piece) & self.missing
 
     def arrived(self, piece: int) -> bool:

@@ -94,7 +94,6 @@ class Sending:
         return second
 
     def refused(self, neighbour: Neighbour, reason: int, now: float) -> None:
-        """A neighbour does not use its grant."""
         granted, piece = self.slots.take_grant(neighbour.member, now)
         if not granted:
             return
@@ -181,7 +180,6 @@ class Sending:
                 self._not_sent(piece)
 
     def forget(self, member: int) -> None:
-        """A neighbour has gone."""
         self._state.uploads.forget(member)
         for piece in self.slots.forget(member):
             self._serving_since.pop((member, piece), None)

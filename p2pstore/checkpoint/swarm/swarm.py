@@ -113,7 +113,6 @@ class Swarm:
     # --- what the shell sees ---------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in an event; returns the effects."""
         self._handlers[type(event)](event, now)
         state = self.state
         if self.news.pending and now >= self.news.tell_at:
@@ -125,17 +124,14 @@ class Swarm:
 
     @property
     def have(self) -> PieceMap:
-        """Verified pieces that are here."""
         return self._selection.have
 
     @property
     def complete(self) -> bool:
-        """Whether all needed pieces are here."""
         return self._selection.complete
 
     @property
     def needed(self) -> PieceMap:
-        """Pieces to have in the end."""
         return self._selection.needed
 
     @property
@@ -418,7 +414,6 @@ class Links:
         return self._dials(now), ended
 
     def next_tick(self) -> float:
-        """Time of the next `tick`."""
         return self._next_refresh if self._settled else self._begin + SETTLE_SECONDS
 
     def _dials(self, now: float) -> list[int]:

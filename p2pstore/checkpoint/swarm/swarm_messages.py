@@ -108,7 +108,6 @@ _KINDS: Final = {message: kind for kind, message in _TYPES.items()}
 
 
 def kind_of(message: SwarmMessage) -> int:
-    """The number that the message is sent under."""
     return _KINDS[type(message)]
 
 

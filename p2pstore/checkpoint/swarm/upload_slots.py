@@ -38,6 +38,21 @@ SHARE_OF_NEWEST_ANSWER: Final = 1 / 16
 MAX_WAITING: Final = 64
 FORGETTING: Final = 1.001
 """Factor by which each measurement relaxes a minimum: the shortest round trip, the quickest transfer."""
+PATIENCE: Final = 4.0
+"""Deadline of a piece, in multiples of its sender's usual time."""
+STRANGER_PATIENCE: Final = 16.0
+"""Deadline of a sender's first piece, in multiples of the usual time of all: a sender that never brings any must not
+hold a place for long."""
+SHARE_OF_NEWEST_PIECE: Final = 0.25
+"""Weight of the newest piece in the usual time."""
+FIRST_BACK_OFF_SECONDS: Final = 0.5
+MAX_BACKOFF_SECONDS: Final = 30.0
+BAD_PIECES_ALLOWED: Final = 1
+SLOW: Final = 3.0
+"""A transfer that takes this many times the quickest is held up at the other end, where `USUAL_SLOTS` share the link;
+with twice as many slots each takes twice as long."""
+FIRST_HELD_UP_SECONDS: Final = 2.0
+"""Before any transfer has ended: the first ones may go to members that never answer."""
 
 
 class UploadSlots:
@@ -64,21 +79,17 @@ class UploadSlots:
 
     @property
     def free(self) -> int:
-        """Unused slots."""
         counted = len(self._sending) - min(self._held_up, self.slots)
         return self.slots - self._grants - counted
 
     @property
     def waiting(self) -> int:
-        """Neighbours that wait for a slot."""
         return len(self._waiting)
 
     def used_by(self, member: int) -> int:
-        """Slots of one neighbour."""
         return self._used.get(member, 0)
 
     def grant(self, member: int, piece: int | None, now: float) -> None:
-        """Reserve a slot for a neighbour."""
         self._granted.setdefault(member, []).append((now + self._grant_seconds, piece))
         self._grants += 1
         self._use(member, 1)
@@ -102,7 +113,6 @@ class UploadSlots:
         return True, piece
 
     def is_sending(self, member: int, piece: int) -> bool:
-        """Whether this piece is being sent to the neighbour."""
         return (member, piece) in self._sending
 
     def sending(self, member: int, piece: int, held_up_at: float) -> None:
@@ -225,29 +235,11 @@ class SuperSeeding:
         return any_piece(rarest, self._sent.count, self._rng)
 
     def sending(self, piece: int) -> None:
-        """Count a piece as sent."""
         self._sent.add(1 << piece)
 
     def not_sent(self, piece: int) -> None:
         """Take that back."""
         self._sent.remove(1 << piece)
-
-
-PATIENCE: Final = 4.0
-"""Deadline of a piece, in multiples of its sender's usual time."""
-STRANGER_PATIENCE: Final = 16.0
-"""Deadline of a sender's first piece, in multiples of the usual time of all: a sender that never brings any must not
-hold a place for long."""
-SHARE_OF_NEWEST_PIECE: Final = 0.25
-"""Weight of the newest piece in the usual time."""
-FIRST_BACK_OFF_SECONDS: Final = 0.5
-MAX_BACKOFF_SECONDS: Final = 30.0
-BAD_PIECES_ALLOWED: Final = 1
-SLOW: Final = 3.0
-"""A transfer that takes this many times the quickest is held up at the other end, where `USUAL_SLOTS` share the link;
-with twice as many slots each takes twice as long."""
-FIRST_HELD_UP_SECONDS: Final = 2.0
-"""Before any transfer has ended: the first ones may go to members that never answer."""
 
 
 @dataclass(slots=True)
@@ -291,7 +283,6 @@ class Pace:
         return self._quickest * size
 
     def forget(self, member: int) -> None:
-        """Forget a member that has gone."""
         self._usual.pop(member, None)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
@@ -23,7 +25,7 @@ from p2pstore.memory.segment_layout import (
     digests_in_slots,
     encode_trailer,
 )
-from p2pstore.objects import key_digest, namespace_digest
+from p2pstore.objects import ZERO_VERSION, key_digest, namespace_digest
 from p2pstore.put_facts import MAX_REPLICAS
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.failover import PullFailed
@@ -269,9 +271,10 @@ class CopiesDestination:
                 wanted.append(place)
             else:
                 self.codes[place] = code
-        namespace, sizes = self._wanted_copies[0].trailer.namespace, list(map(self._size_of, wanted))
+        namespace, sizes = self._wanted_copies[0].trailer.namespace, map(self._size_of, wanted)
+        rooms = [(*size, sum(1 for _ in alike)) for size, alike in groupby(sizes)]
         yield
-        made = yield from reserve_many(core, sizes, session=self._session, namespace=namespace, now=now)
+        made = yield from reserve_many(core, rooms, session=self._session, namespace=namespace, now=now)
         for place, reserved in zip(wanted, made, strict=True):
             if isinstance(reserved, Exception):
                 self.codes[place] = int(Code.CAPACITY_EXCEEDED)
@@ -337,7 +340,10 @@ class CopiesDestination:
         namespace = core.namespace_digest(self._wanted_copies[0].trailer.namespace)
         new: list[tuple[int, Written]] = []
         places = sorted(self._reservations.keys() & set(brought))
-        unknown = new_here(core, [self._wanted_copies[place].slot.digest for place in places])
+        slots = [self._wanted_copies[place].slot for place in places]
+        unknown = new_here(core, [slot.digest for slot in slots])
+        oldest = min((slot.version for slot in slots), default=ZERO_VERSION)
+        doubtful = floors.forbidden(unknown, namespace, oldest)
         for place in places:
             slot, trailer = self._wanted_copies[place]
             if core.earlier_life.distrusts(self._operation, slot.version):
@@ -346,7 +352,7 @@ class CopiesDestination:
             row = Written(number, slot.digest, slot.version, trailer, slot.length)
             if slot.digest not in unknown:  # an older version, or one that came meanwhile
                 self._publish_one(place, row, now)
-            elif not floors.forbids(slot.digest, namespace, slot.version):
+            elif slot.digest not in doubtful or not floors.forbids(slot.digest, namespace, slot.version):
                 new.append((place, row))
         self._publish_new(new, now)
 
@@ -368,7 +374,9 @@ class CopiesDestination:
         core = self._core
         known = core.gossip.directory.mentioned({row.digest for _, row in rows})
         written = [row for _, row in rows]
-        entries = core.segment.commit_new(written, session=self._session, now=core.unix(now))
+        entries = core.segment.commit_new(
+            written, session=self._session, now=core.unix(now), keep=core.books.keep
+        )
         for (place, _), entry in zip(rows, entries, strict=True):
             if entry is None:
                 continue
@@ -377,10 +385,13 @@ class CopiesDestination:
             entry.verified = True
             if entry.digest in known:  # a newer version may be, by now
                 core.gossip.directory.watched.touch(entry.digest)
-        announce_new(core, [entry for entry in entries if entry is not None], now)
+        published = [entry for entry in entries if entry is not None]
+        core.books.keep(partial(announce_new, core, published, now))
 
     def abort(self) -> None:
         """Give back all room that holds no object."""
+        if self._reservations:
+            self._core.books.settle()
         for reservation in self._reservations.values():
             self._core.segment.abort(reservation.number, session=self._session)
         self._reservations.clear()

@@ -90,9 +90,8 @@ class MemoryReturn:
                 entry.verified = True
                 core.cold.came_to_memory(entry)
                 core.objects.announce(entry, now)
-                core.gossip.directory.watched.touch(
-                    entry.digest
-                )  # a newer version may have been put meanwhile
+                # A newer version may have been put meanwhile.
+                core.gossip.directory.watched.touch(entry.digest)
         core.objects.announce_withdrawn(now)
 
     def _drop(self, entry: ObjectEntry, fate: str) -> None:

@@ -88,9 +88,8 @@ class ReplicateOperation(Operation):
             for peer_id in dict.fromkeys((*soft, *ranked))
             if peer_id not in known and offers_memory(self.core, peer_id)
         ]
-        self.core.segment.references.acquire(
-            entry
-        )  # the source of copies is not evicted before they are made
+        # The source of copies is not evicted before they are made.
+        self.core.segment.references.acquire(entry)
         for peer_id in to_tell:
             self._ask(peer_id, now)
         self._proceed(now)
@@ -161,7 +160,7 @@ def _host_of(core: PeerCore, peer_id: PeerId) -> bytes:
     return peer_id if record is None else record.host_id
 
 
-WINDOW_BYTES: Final = 16 * MIB
+WINDOW_BYTES: Final = 32 * MIB
 """Values of one message; a larger one goes alone."""
 WINDOW_TRAILER_BYTES: Final = 512 * 1024
 """Trailers of one message: half of what a request may have."""

@@ -68,7 +68,7 @@ class Way:
         latency, slowness = self._variances(now)
         expected, share = self._time(requests, length_bytes, self.latency, self.slowness)
         error = math.log(seconds / expected)
-        usual = share**2 * latency + (1 - share) ** 2 * slowness + self.noise
+        usual = self._variance(share, latency, slowness)
         surprise = error * error if error * error > SURPRISE * usual else 0.0
         if surprise:
             error = math.copysign(math.sqrt(SURPRISE * usual), error)
@@ -79,7 +79,7 @@ class Way:
         first, second = self.latency, self.slowness
         for _ in range(ITERATIONS):
             expected, share = self._time(requests, length_bytes, first, second)
-            total = share**2 * latency + (1 - share) ** 2 * slowness + self.noise
+            total = self._variance(share, latency, slowness)
             error = wanted - math.log(expected)
             error += share * (first - self.latency) + (1 - share) * (second - self.slowness)
             first = self.latency + latency * share / total * error
@@ -96,8 +96,7 @@ class Way:
         latency, slowness = self._variances(now)
         slower = math.log1p(load) * min(1.0, slowness / PRIOR_VARIANCE)
         seconds, share = self._time(requests, length_bytes, self.latency, self.slowness + slower)
-        variance = share**2 * latency + (1 - share) ** 2 * slowness + self.noise
-        return Expected(seconds, math.sqrt(variance))
+        return Expected(seconds, math.sqrt(self._variance(share, latency, slowness)))
 
     def _variances(self, now: float) -> tuple[float, float]:
         """Variances of both figures, which grow with the age of the last observation."""
@@ -108,6 +107,10 @@ class Way:
             min(MAX_VARIANCE, self.latency_variance + LATENCY_DRIFT * drift),
             min(MAX_VARIANCE, self.slowness_variance + drift),
         )
+
+    def _variance(self, share: float, latency: float, slowness: float) -> float:
+        """Of the logarithm of an observation, by the variances of both figures and the latency's share in it."""
+        return share**2 * latency + (1 - share) ** 2 * slowness + self.noise
 
     @staticmethod
     def _time(requests: int, length_bytes: int, latency: float, slowness: float) -> tuple[float, float]:
@@ -150,7 +153,7 @@ class ReadRates:
         """Requests to a source took that time together."""
         if requests <= 0 or length_bytes <= 0 or not 0 < seconds < math.inf:
             return
-        way = self._ways.get((member, kind)) or self._new_way(kind, round_trip_seconds)
+        way = self._way(member, kind, round_trip_seconds)
         put_newest(self._ways, (member, kind), way, MAX_WAYS)
         way.observe(requests, length_bytes, seconds, now)
         if kind != "ssd" or member == self._own:  # of others it is a link as well
@@ -169,10 +172,12 @@ class ReadRates:
         load: float = 0.0,
         round_trip_seconds: float = 0.0,
     ) -> Expected:
-        way = self._ways.get((member, kind)) or self._new_way(kind, round_trip_seconds)
-        return way.expect(requests, length_bytes, now, load)
+        return self._way(member, kind, round_trip_seconds).expect(requests, length_bytes, now, load)
 
-    def _new_way(self, kind: SourceKind, round_trip_seconds: float) -> Way:
+    def _way(self, member: Member, kind: SourceKind, round_trip_seconds: float) -> Way:
+        known = self._ways.get((member, kind))
+        if known is not None:
+            return known
         usual = self._usual[kind]
         latency = max(usual.latency, math.log(max(round_trip_seconds, 1e-9)))
         return Way(latency, usual.slowness)

@@ -151,11 +151,8 @@ class Quorum:
             self._without_majority_since = now
         else:
             self._outlived |= self._last_came < self._without_majority_since < math.inf
-            self._last_majority_wall, self._minority, self._without_majority_since = (
-                wall,
-                False,
-                math.inf,
-            )
+            self._last_majority_wall, self._minority = wall, False
+            self._without_majority_since = math.inf
             settled = now > max(self._last_came, self._apart_at) + SETTLE_SECONDS
             settled &= not self._outlived
             if settled and self.live_count > 1 and 2 * (1 + same) > self.live_count:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy
+import numpy as np
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import LocationIndex
@@ -232,17 +232,14 @@ class PartitionSets:
 
     def set_hash(self, partition: int) -> int:
         """XOR of xxh3-64 over what is held of it."""
-        slot = self._slot(partition)
-        return self._made().hash(slot)
+        return self._made().hash(self._slot(partition))
 
     def size_bytes(self, partition: int) -> int:
-        slot = self._slot(partition)
-        return LOCATION_BYTES * self._made().count(slot)
+        return LOCATION_BYTES * self._made().count(self._slot(partition))
 
     def pack(self, partition: int) -> bytes:
         """The packed location records held of it."""
-        slot = self._slot(partition)
-        return self._made().pack(slot)
+        return self._made().pack(self._slot(partition))
 
     def _made(self) -> LocationIndex:
         if self._index is None:
@@ -264,10 +261,10 @@ class PartitionSets:
 
     def _sort(self) -> None:
         packed = self._log.snapshot()
-        first = numpy.frombuffer(packed, numpy.uint8).reshape(-1, LOCATION_BYTES)[:, :2]
-        words = numpy.ascontiguousarray(first).view(">u2").ravel()
-        partitions = (words >> (16 - _PARTITION_BITS)).astype(numpy.uint16)
-        order = numpy.argsort(partitions, kind="stable")
-        self._sorted = numpy.frombuffer(packed, WHOLE)[order].tobytes()
-        bounds = numpy.searchsorted(partitions[order], numpy.arange(PARTITION_COUNT + 1))
+        first = np.frombuffer(packed, np.uint8).reshape(-1, LOCATION_BYTES)[:, :2]
+        words = np.ascontiguousarray(first).view(">u2").ravel()
+        partitions = (words >> (16 - _PARTITION_BITS)).astype(np.uint16)
+        order = np.argsort(partitions, kind="stable")
+        self._sorted = np.frombuffer(packed, WHOLE)[order].tobytes()
+        bounds = np.searchsorted(partitions[order], np.arange(PARTITION_COUNT + 1))
         self._begins = bounds.tolist()

@@ -113,9 +113,7 @@ class _Pending:
 class AskingStream:
     """The opener's end of an admitted stream."""
 
-    def __init__(self, frames: Frames, software: str, key_id: bytes, activity: Activity | None) -> None:
-        self.software = software
-        """The listener's software, by its own word."""
+    def __init__(self, frames: Frames, key_id: bytes, activity: Activity | None) -> None:
         self.key_id = key_id
         """The cluster key with which it was admitted."""
         self._frames = frames
@@ -209,7 +207,7 @@ async def open_asking_stream(
     except AdmissionRefused as refusal:
         raise opener.explained(refusal) from None
     frames.admitted()
-    return AskingStream(frames, opener.their_software, opener.key_id, activity)
+    return AskingStream(frames, opener.key_id, activity)
 
 
 class AnsweringStream:

@@ -129,13 +129,10 @@ class ControlHost:
         self.dialler = Dialler(securing, settings.identity.peer_id, self._start)
         self.arrivals = Arrivals(listener, securing, self._refusals, self._serve)
 
-    # --- what the peer calls -----------------------------------------------------------------
-
     async def discover(self, address: str, timeout_seconds: float) -> PeerId:
         """The id that the peer at `HOST:PORT` (any record of a host name) proves with its key; the first `ask` shows
         whether it belongs to the cluster. Raises `LinkError`."""
-        connection = await self.dialler.dial(None, [address], timeout_seconds)
-        return connection.peer_id
+        return (await self.dialler.dial(None, [address], timeout_seconds)).peer_id
 
     async def ask(
         self,
@@ -212,8 +209,6 @@ class ControlHost:
         for connection in self.connections.each():
             connection.abort()
         self._scope.cancel()
-
-    # --- dialling ----------------------------------------------------------------------------
 
     async def _ask(
         self, peer_id: PeerId, addresses: Sequence[str], kind: int, request: Message
@@ -298,8 +293,6 @@ class ControlHost:
                     self._refusals.dropped(connection.address, str(error))
         finally:
             await stream.close()
-
-    # --- connections --------------------------------------------------------------------------
 
     def _admitted(self, connection: Connection) -> None:
         self.arrivals.admitted(connection)

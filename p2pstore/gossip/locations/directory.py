@@ -14,7 +14,6 @@ from p2pstore.gossip.locations.location_index import DEFAULT_SALT
 from p2pstore.gossip.locations.location_lookups import LocationLookups
 from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.locations.log import REMOVED, OperationRing, SignedRun, check_run
-from p2pstore.gossip.locations.log import Position as Position
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, StagedSnapshot, Staging
 from p2pstore.gossip.locations.views import (
     STEP_RECORDS,
@@ -47,9 +46,9 @@ class Directory(LocationLookups):
         return self.index.record_count - self._staging.done_count - own
 
     @changing
-    def observe_head(self, member: Member, incarnation: int, head: LogHead) -> bool:
-        """Take in the head of a verified record. False when the view was dropped for a wrong hash. A higher incarnation
-        voids all that is known of the member; so does a head of more locations than a peer can hold (`shares`)."""
+    def observe_head(self, member: Member, incarnation: int, head: LogHead) -> None:
+        """Take in the head of a verified record: the view is dropped if its hash is wrong. A higher incarnation voids
+        all that is known of the member; so does a head of more locations than a peer can hold (`shares`)."""
         view = self._views.get(member)
         if view is None:
             view = self.open_view(member, incarnation)
@@ -61,9 +60,8 @@ class Directory(LocationLookups):
             self._refuse(view)
         elif incarnation == view.incarnation and head.sequence >= view.head.sequence:
             view.head = head
-        agrees = self._agrees(view)
+        self._agrees(view)
         self._note_moved(view)
-        return agrees
 
     @changing
     def apply(self, member: Member, incarnation: int, run: SignedRun) -> Applied:
@@ -107,13 +105,12 @@ class Directory(LocationLookups):
     def has_room(self, count: int) -> bool:
         """Whether that many more records fit, besides snapshots that are being put in."""
         coming = self.record_count + self._staging.coming_count + count
-        fits = coming <= self.config.max_records
-        return fits and self.index.has_room(count)
+        return coming <= self.config.max_records and self.index.has_room(count)
 
     def may_take(self, member: Member, count: int) -> bool:
         """Whether a set of that many records of a member would be taken: see `shares`."""
-        held = 0 if (view := self._views.get(member)) is None else self.index.count(view.slot)
-        return self.has_room(count - held) or bool(self._would_go(member, count, count - held))
+        more = count - self.count_of(member)
+        return self.has_room(more) or bool(self._would_go(member, count, more))
 
     def _would_go(self, member: Member, wanted: int, more: int) -> list[Member]:
         """Members whose views are to be dropped so that this one has `wanted` records, `more` of them new."""
@@ -176,7 +173,7 @@ class Directory(LocationLookups):
             self._staging.drop(member)
             self._discard(view.slot)
             self.shares.forget(member)
-            self._unsettled.discard(member)
+            self.unsettled.discard(member)
             self._moved.add(member)
             self._share_relay()
 

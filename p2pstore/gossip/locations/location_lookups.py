@@ -17,9 +17,8 @@ import numpy.typing as npt
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import LocationIndex, digests_of
-from p2pstore.gossip.locations.log import REMOVED, check_run
-from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.views import Location, View, ViewTable, exclusive
+from p2pstore.gossip.locations.log import REMOVED, Position, check_run
+from p2pstore.gossip.locations.views import NO_VIEW, Location, View, ViewTable, exclusive
 from p2pstore.gossip.records import LOCATION_BYTES, Member, Tier, decode_location, partition_of
 from p2pstore.location_table import TIER_FLAGS, VERSION_BYTES, Matches
 from p2pstore.objects import DIGEST_BYTES, Version
@@ -161,12 +160,9 @@ class LocationLookups(ViewTable):
         matches = self.index.table.find_many(b"".join(digests))
         some = self._believed(matches, believed).nonzero()[0]
         some = some[np.argsort(matches.slots[some], kind="stable")]
-        slots, queries = matches.slots[some], matches.queries[some]
-        rows = matches.rows[some]
-        in_memory, size_units = (
-            self.index.table.tiers(rows) != Tier.SSD,
-            self.index.table.size_units(rows),
-        )
+        slots, queries, rows = matches.slots[some], matches.queries[some], matches.rows[some]
+        in_memory = self.index.table.tiers(rows) != Tier.SSD
+        size_units = self.index.table.size_units(rows)
         borders = np.flatnonzero(np.diff(slots, prepend=0, append=0)).tolist()
         for begin, end in pairwise(borders):
             view = self._of_slot[int(slots[begin])]
@@ -312,8 +308,7 @@ class LocationLookups(ViewTable):
         return place if part is None else max(place, part.position)
 
     def _is_hidden(self, member: Member) -> bool:
-        view = self._views.get(member)
-        return view is not None and view.hidden
+        return self._views.get(member, NO_VIEW).hidden
 
     def _move_on(self, view: View, operations: bytes) -> None:
         self.index.apply(view.slot, operations)

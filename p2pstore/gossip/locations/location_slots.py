@@ -304,12 +304,7 @@ class RowChains:
             if at is None:
                 at = self._links_to(rows)
             # Where the row before goes as well, that one goes first.
-            before = at.tolist()
-            going = set(rows.tolist()).intersection(before)
-            if not going:
-                links[at] = links[rows]
-                break
-            after = np.array([each in going for each in before])
+            after = np.isin(at, rows)
             now = ~after
             links[at[now]] = links[rows[now]]
             rows, at = rows[after], None

@@ -19,8 +19,7 @@ from __future__ import annotations
 import math
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,6 +31,7 @@ from p2pstore.gossip.locations.location_index import LocationIndex
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, PeerId
 from p2pstore.location_table import RECORD, WHOLE
 from p2pstore.objects import DIGEST_BYTES, MIB, Version
+from p2pstore.runtime.stepping import Steps
 from p2pstore.wire import Signer, Verifier
 
 DEFAULT_RING_LIMIT: Final = 65_536
@@ -184,7 +184,8 @@ class OwnLog:
         self._late: list[bytes] = []
         """The last operations, which the index has not taken in yet."""
         self._ring = OperationRing(ring_limit)
-        self._copies: set[LogCopy] = set()
+        self._touched: list[set[bytes]] = []
+        """Of each copy under way: digests whose records came, went or moved since it began."""
 
     @property
     def sequence(self) -> int:
@@ -214,26 +215,27 @@ class OwnLog:
         operation = record.encode()
         if not self._records.put(self._slot, operation):
             return None
-        for copy in self._copies:
-            copy.note(record.digest)
+        for touched in self._touched:
+            touched.add(record.digest)
         self._ring.extend(operation)
         return operation
 
     def add_many(self, operations: Sequence[bytes]) -> None:
         """`add` of many packed records of digests that are not held."""
-        for copy in self._copies:
-            for operation in operations:
-                copy.note(operation[:DIGEST_BYTES])
+        for touched in self._touched:
+            touched.update(operation[:DIGEST_BYTES] for operation in operations)
         self._append(operations)
 
     def remove_many(self, gone: Iterable[tuple[bytes, Version]]) -> list[bytes]:
         """Note that this peer no longer holds these versions, each of another digest. The packed operations: one that
         withdraws a version that is not held (any more) changes nothing."""
         pack = _WITHDRAWAL.pack
-        operations = [pack(digest, *version, REMOVED) for digest, version in gone]
-        if self._copies:  # the last record fills the gap of each that goes
+        operations = [
+            pack(digest, clock, writer, root, REMOVED) for digest, (clock, writer, root) in gone
+        ]
+        if self._touched:  # the last record fills the gap of each that goes
             for operation in operations:
-                self._tell_copies(operation[:DIGEST_BYTES])
+                self._note_removal(operation[:DIGEST_BYTES])
                 self._append([operation])
         else:
             self._append(operations)
@@ -242,7 +244,7 @@ class OwnLog:
     def _append(self, operations: Sequence[bytes]) -> None:
         self._ring.extend(b"".join(operations))
         self._late += operations
-        if len(self._late) >= MAX_LATE or self._copies:
+        if len(self._late) >= MAX_LATE or self._touched:
             _ = self._records
 
     def sign(self, signer: Signer) -> None:
@@ -263,26 +265,30 @@ class OwnLog:
         return self._ring.after(sequence)
 
     def snapshot(self) -> bytes:
-        """All held records, packed: the set at `head`. 20 ms for a million: see `copying`."""
+        """All held records, packed: the set at `head`. 20 ms for a million: see `copy_in_steps`."""
         return self._records.pack(self._slot)
 
-    @contextmanager
-    def copying(self) -> Iterator[LogCopy]:
-        """A `snapshot` in steps, between which the log may change. Call `copy_on` until it is done."""
-        copy = LogCopy(self._records, self._slot)
-        self._copies.add(copy)
+    def copy_in_steps(self) -> Steps[LogCopy]:
+        """A `snapshot`, half a millisecond of it a step; the log may change in between."""
+        touched: set[bytes] = set()
+        self._touched.append(touched)
+        parts, left = [], self.count
         try:
-            yield copy
+            while left:
+                stop = min(left, self.count)
+                left = max(0, stop - COPIED_PER_STEP)
+                if stop:  # else all of them went
+                    parts.append(self.records(left, stop))
+                if left:
+                    yield
         finally:
-            self._copies.discard(copy)
-
-    def copy_on(self, copy: LogCopy) -> bool:
-        """Go on with a copy, for a millisecond or so. Whether it is done."""
-        copy.step()
-        if copy.copied:
-            copy.seal(self.incarnation, self.head)
-            self._copies.discard(copy)
-        return copy.done
+            self._touched = [each for each in self._touched if each is not touched]
+        head, incarnation = self.head, self.incarnation
+        last = b"".join(record for digest in touched if (record := self.held(digest)) is not None)
+        for place, part in enumerate(parts if touched else ()):
+            yield
+            parts[place] = _without(part, touched)
+        return LogCopy(incarnation, head, [*parts, last])
 
     def held(self, digest: bytes) -> bytes | None:
         """The packed record of a digest."""
@@ -309,76 +315,35 @@ class OwnLog:
         self._ring = OperationRing(self._ring.limit)
         self._ring.extend(self.snapshot())
 
-    def _tell_copies(self, digest: bytes) -> None:
+    def _note_removal(self, digest: bytes) -> None:
         """The digest's record is about to go, and the last one to fill its place."""
-        count = self._records.count(self._slot)
-        for each in (digest, *self._records.digests(self._slot, count - 1, count)):
-            for copy in self._copies:
-                copy.note(each)
+        count = self.count
+        moving = self._records.digests(self._slot, count - 1, count)
+        for touched in self._touched:
+            touched.update((digest, *moving))
 
 
-STEP_RECORDS: Final = 16_384
-"""Copied in one step, of half a millisecond."""
+COPIED_PER_STEP: Final = 16_384
 
 
+@dataclass(frozen=True, slots=True)
 class LogCopy:
-    """A copy under way: `step` until that says that it is done, then `head` and `parts`. Made by `OwnLog.copying`."""
+    """All records that a log held when it stood at `head`, packed, in no particular order."""
 
-    def __init__(self, records: LocationIndex, slot: int) -> None:
-        self.incarnation = 0
-        self.head = LogHead()
-        """Where the log stands that the parts add up to."""
-        self.parts: list[bytes] = []
-        """Packed records, in no particular order."""
-        self._records = records
-        self._slot = slot
-        self._left = records.count(slot)
-        self._to_filter = 0
-        self._noted: set[bytes] = set()
-        self._sealed = False
+    incarnation: int
+    head: LogHead
+    parts: list[bytes]
 
-    @property
-    def copied(self) -> bool:
-        """Whether only `seal` is missing: the log calls it then, in the same step."""
-        return self._left == 0 and not self._sealed
 
-    def note(self, digest: bytes) -> None:
-        """Something is about to be said of this digest, or its record about to be moved."""
-        if not self._sealed:
-            self._noted.add(digest)
-
-    def step(self) -> None:
-        """Copy some records, or leave out some that are not what they were when they were copied."""
-        if self._sealed:
-            self._to_filter -= 1
-            self.parts[self._to_filter] = self._without_noted(self.parts[self._to_filter])
-            return
-        stop = min(self._left, self._records.count(self._slot))
-        start = max(0, stop - STEP_RECORDS)
-        if stop:
-            self.parts.append(self._records.records(self._slot, start, stop))
-        self._left = start
-
-    def seal(self, incarnation: int, head: LogHead) -> None:
-        """All was copied, and the log stands at `head` now."""
-        self._sealed = True
-        self.incarnation, self.head = incarnation, head
-        self._to_filter = len(self.parts) if self._noted else 0
-        held = (self._records.get(self._slot, digest) for digest in self._noted)
-        self.parts.append(b"".join(record for record in held if record is not None))
-
-    @property
-    def done(self) -> bool:
-        return self._sealed and not self._to_filter
-
-    def _without_noted(self, part: bytes) -> bytes:
-        fields = np.frombuffer(part, RECORD)
-        first = np.frombuffer(b"".join(digest[:8] for digest in self._noted), "<u8")
-        kept = np.ones(fields.size, np.bool_)
-        for place in np.flatnonzero(np.isin(fields["first"], first)).tolist():
-            start = place * LOCATION_BYTES
-            kept[place] = part[start : start + DIGEST_BYTES] not in self._noted
-        return part if kept.all() else np.frombuffer(part, WHOLE)[kept].tobytes()
+def _without(part: bytes, digests: Set[bytes]) -> bytes:
+    """Packed records without those of these digests."""
+    fields = np.frombuffer(part, RECORD)
+    first = np.frombuffer(b"".join(digest[:8] for digest in digests), "<u8")
+    kept = np.ones(fields.size, np.bool_)
+    for place in np.flatnonzero(np.isin(fields["first"], first)).tolist():
+        start = place * LOCATION_BYTES
+        kept[place] = part[start : start + DIGEST_BYTES] not in digests
+    return part if kept.all() else np.frombuffer(part, WHOLE)[kept].tobytes()
 
 
 SIGNATURE_BYTES: Final = 64

@@ -12,8 +12,14 @@ import numpy.typing as npt
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import LocationIndex, digests_of, hash_of
-from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, MAX_STAMP, REMOVED, check_run, newest_clock
-from p2pstore.gossip.locations.views import Position
+from p2pstore.gossip.locations.log import (
+    MAX_OWN_RECORDS,
+    MAX_STAMP,
+    REMOVED,
+    Position,
+    check_run,
+    newest_clock,
+)
 from p2pstore.gossip.records import LOCATION_BYTES, Member
 from p2pstore.location_table import RECORD, WHOLE
 

@@ -18,8 +18,7 @@ from typing import Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.location_slots import PublishedLocations
-from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OperationRing, SignedRun
-from p2pstore.gossip.locations.log import Position as Position
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OperationRing, Position, SignedRun
 from p2pstore.gossip.locations.words import Denials, Words
 from p2pstore.gossip.records import LocationRecord, LogHead, Member
 
@@ -98,6 +97,10 @@ class View:
         return self.incarnation, self.sequence
 
 
+NO_VIEW: Final = View(0, 0, -1)
+"""In place of the view of a member that has none. To read only, and not for its slot."""
+
+
 class ViewPlace(NamedTuple):
     """Where a view stands. Its records changed by operations alone while nothing but `sequence` differs."""
 
@@ -163,7 +166,8 @@ class ViewTable:
         self.follows_logs = True
         """Whether logs tell of all members: then hearsay is left out where it is not asked for."""
         self._relay_limit = self.config.relay_limit
-        self._unsettled: set[Member] = set()
+        self.unsettled: set[Member] = set()
+        """Members whose views are not where their signed heads are, or are `diverged`. To read only."""
         self._moved: set[Member] = set()
 
     def share(self, lock: AbstractContextManager[object]) -> None:
@@ -190,32 +194,22 @@ class ViewTable:
 
     def position(self, member: Member) -> Position:
         """Where the view stands; (0, 0) without one."""
-        view = self._views.get(member)
-        return (0, 0) if view is None else view.position
+        return self._views.get(member, NO_VIEW).position
 
     def wanted_after(self, member: Member, incarnation: int, log_sequence: int) -> int:
         """Up to where no operations are wanted of a member's log of this incarnation, which stood at `log_sequence`
         when its record was signed. A view that diverged waits for its owner's snapshot."""
-        view = self._views.get(member)
-        if view is None:
-            return 0
+        view = self._views.get(member, NO_VIEW)
         sequence = view.sequence if view.incarnation == incarnation else 0
         return max(sequence, log_sequence) if view.diverged else sequence
 
     def head(self, member: Member) -> LogHead:
         """The latest signed head that was observed."""
-        view = self._views.get(member)
-        return LogHead() if view is None else view.head
+        return self._views.get(member, NO_VIEW).head
 
     def diverged(self, member: Member) -> bool:
         """Whether the view was dropped for a wrong hash and takes nothing but a snapshot."""
-        view = self._views.get(member)
-        return view is not None and view.diverged
-
-    @property
-    def unsettled(self) -> Set[Member]:
-        """Members whose views are not where their signed heads are, or are `diverged`. Changes with the directory."""
-        return self._unsettled
+        return self._views.get(member, NO_VIEW).diverged
 
     def take_moved(self) -> set[Member]:
         """Members whose views moved, were replaced or forgotten, or got a head since the last call."""
@@ -224,8 +218,7 @@ class ViewTable:
 
     def since(self, member: Member, sequence: int, limit_bytes: int) -> list[SignedRun]:
         """The runs with a member's operations after `sequence`, to pass on; none when they are not here."""
-        view = self._views.get(member)
-        ring = None if view is None else view.ring
+        ring = self._views.get(member, NO_VIEW).ring
         return [] if ring is None else ring.since(sequence, limit_bytes)
 
     def places(self) -> dict[Member, ViewPlace]:
@@ -237,8 +230,7 @@ class ViewTable:
 
     def operations_after(self, member: Member, sequence: int) -> bytes | None:
         """A member's operations after `sequence`; None where some of them are not here."""
-        view = self._views.get(member)
-        ring = None if view is None else view.ring
+        ring = self._views.get(member, NO_VIEW).ring
         return None if ring is None else ring.after(sequence)
 
     def count_of(self, member: Member) -> int:
@@ -251,8 +243,8 @@ class ViewTable:
 
     def lag(self, member: Member) -> int:
         """How many operations the view is behind the latest signed head."""
-        view = self._views.get(member)
-        return 0 if view is None else max(0, view.head.sequence - view.sequence)
+        view = self._views.get(member, NO_VIEW)
+        return max(0, view.head.sequence - view.sequence)
 
     def open_view(self, member: Member, incarnation: int) -> View:
         view = self._views[member] = View(member, incarnation, self.index.open())
@@ -285,9 +277,9 @@ class ViewTable:
         """Call it after each change of where a view or its head stands: others look at no other views."""
         self._moved.add(view.member)
         if view.diverged or view.sequence != view.head.sequence:
-            self._unsettled.add(view.member)
+            self.unsettled.add(view.member)
         else:
-            self._unsettled.discard(view.member)
+            self.unsettled.discard(view.member)
 
     def _claim_slot(self, view: View) -> None:
         self._of_slot[view.slot] = view
@@ -320,21 +312,17 @@ class LocationShares:
     """Members whose locations are refused, because they announce more than `MAX_OWN_RECORDS`."""
 
     def __init__(self) -> None:
-        self._refused: set[Member] = set()
+        self.refused: set[Member] = set()
+        """Members whose locations are not taken. To read only."""
         self._told: set[Member] = set()
         self._news: dict[Member, int] = {}
-
-    @property
-    def refused(self) -> Set[Member]:
-        """Members whose locations are not taken. Changes with what they announce."""
-        return self._refused
 
     def allows(self, member: Member, count: int) -> bool:
         """Whether a member that announces, or has, `count` locations is believed from now on."""
         if count <= MAX_OWN_RECORDS:
-            self._refused.discard(member)
+            self.refused.discard(member)
             return True
-        self._refused.add(member)
+        self.refused.add(member)
         if member not in self._told:
             self._told.add(member)
             self._news[member] = count
@@ -346,7 +334,7 @@ class LocationShares:
         return news
 
     def forget(self, member: Member) -> None:
-        self._refused.discard(member)
+        self.refused.discard(member)
         self._told.discard(member)
 
 

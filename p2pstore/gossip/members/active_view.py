@@ -121,13 +121,8 @@ class ActiveView:
 
     def _can_hold(self, peer_id: PeerId) -> bool:
         """Whether it may be a neighbour, and is none yet."""
-        state = self._membership.get(peer_id)
-        return (
-            state is not None
-            and state.live
-            and state is not self._membership.own
-            and peer_id not in self._members
-        )
+        membership = self._membership
+        return peer_id != membership.me and membership.is_live(peer_id) and peer_id not in self._members
 
     def _mend(self) -> None:
         """Drop members that are not live any more, and fill up."""
@@ -135,16 +130,12 @@ class ActiveView:
             return
         self._seen_version = self._membership.version
         others = self._membership.others()
-        live = [peer_id for peer_id in self._neighbours if self._is_live(peer_id)]
+        live = list(filter(self._membership.is_live, self._neighbours))
         if len(live) != len(self._neighbours):
             self._set(live)
         missing = min(self._limit, len(others)) - len(self._neighbours)
         if missing > 0:
             self._fill(others, missing)
-
-    def _is_live(self, peer_id: PeerId) -> bool:
-        state = self._membership.get(peer_id)
-        return state is not None and state.live
 
     def _fill(self, others: list[MemberState], missing: int) -> None:
         if len(others) <= 2 * self._limit:

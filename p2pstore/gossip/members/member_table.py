@@ -221,13 +221,10 @@ class MemberTable:
             return record.name
         return format_peer_id(peer_id)[-8:]
 
-    def names_of(self, members: Iterable[Member]) -> list[str]:
-        """Names of members; the short name in hexadecimal of an unknown one."""
-        states = [(member, self.resolve(member)) for member in members]
-        return [
-            f"{member:016x}" if state is None else self.name_of(state.peer_id)
-            for member, state in states
-        ]
+    def name_of_member(self, member: Member) -> str:
+        """The same by a member's short name, which stands in hexadecimal for an unknown one."""
+        state = self.resolve(member)
+        return f"{member:016x}" if state is None else self.name_of(state.peer_id)
 
     def take_changes(self) -> list[MemberChange]:
         """Changes of other members' status since the last call, in order."""

@@ -27,6 +27,7 @@ from p2pstore.errors import (
     P2PStoreError,
     StoreClosed,
 )
+from p2pstore.integrations.engine_client import QuietLog
 from p2pstore.integrations.mooncake.memory import Registrations
 from p2pstore.integrations.mooncake.mooncake_types import ErrorCode, code_of
 from p2pstore.integrations.mooncake.setup_settings import (
@@ -45,7 +46,6 @@ from p2pstore.ssd_tier.log_layout import FILE_NAME
 LOG: Final = logging.getLogger("p2pstore.mooncake")
 RECONNECT_SECONDS: Final = 1.0
 RESTART_SECONDS: Final = 10.0
-QUIET_SECONDS: Final = 10.0
 PATIENCE_SECONDS: Final = 0.5
 """Time that the peer has for the answer to a probe, before the calls that wait for it fail. In plug-ins, where a
 failure is only a miss, it has less."""
@@ -53,6 +53,8 @@ START_ATTEMPTS: Final = 16
 """Of starting a peer, when other programs of this host take the addresses that were free."""
 HEALTHY, NOT_SET_UP, UNREACHABLE = 0, 1, 2
 NO_SEGMENT: Final = "localhost:0"
+STOP_SECONDS: Final = 15.0
+MAX_FOLDERS: Final = 256
 
 
 class Closable(Protocol):
@@ -72,7 +74,7 @@ class StoreBase:
         self._settings: SetupSettings | None = None
         self._lock = threading.Lock()
         self._retry_at = 0.0
-        self._quiet_until: dict[str, float] = {}
+        self._warn = QuietLog(LOG).warn
         self._warned: set[str] = set()
         self._buffers = Registrations()
         self._pooled: dict[int, object] = {}
@@ -218,15 +220,6 @@ class StoreBase:
             self._warned.add(text)
             LOG.warning("%s", text)
 
-    def _warn(self, text: str) -> None:
-        """Log a text, the same one every ten seconds at most."""
-        now = time.monotonic()
-        if now >= self._quiet_until.get(text, 0.0):
-            if len(self._quiet_until) > 100:
-                self._quiet_until.clear()
-            self._quiet_until[text] = now + QUIET_SECONDS
-            LOG.warning("%s", text)
-
     def _reconnect(self) -> None:
         """The peer has gone: connect to the one in its place, or start the own one again. At most once a second."""
         client = self._client
@@ -283,7 +276,6 @@ def _connected(socket: str | os.PathLike[str] | None, namespace: str) -> Blockin
 
 
 def has_port(name: str) -> bool:
-    """Whether the name of a host ends with a port."""
     try:
         split_address(name, "name")
     except ConfigError:
@@ -318,10 +310,6 @@ def _start_peer(settings: SetupSettings) -> OwnPeer:
             ", ".join(settings.bootstrap),
         )
     return peer
-
-
-STOP_SECONDS: Final = 15.0
-MAX_FOLDERS: Final = 256
 
 
 class OwnPeer(PeerProcess):

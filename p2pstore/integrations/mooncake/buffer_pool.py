@@ -207,7 +207,6 @@ class BufferPool:
             raise RuntimeError("buffer pool is closed")
 
     def _class_of(self, size: int) -> int:
-        """The size of the piece for `size` bytes."""
         if size <= self._least:
             wanted = self._least
         elif size <= min(self._alignment, self._largest):

@@ -202,8 +202,8 @@ class GatheredAnywhere(Gathered):
 
 
 def value_in(parts: Sequence[Place]) -> Source:
-    """The bytes in these places, one after the other, as one value."""
+    if len(parts) == 1 and type(parts[0]) is memoryview:  # nearly always
+        return parts[0]
     if any(isinstance(part, DeviceMemory) for part in parts):
         return GatheredAnywhere(parts)
-    [*views] = cast(Sequence[memoryview], parts)
-    return views[0] if len(views) == 1 else Gathered(views)
+    return Gathered(cast(Sequence[memoryview], parts))

@@ -40,6 +40,10 @@ _read_memory.argtypes = (
 _view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_of_memory.restype = ctypes.py_object
+KEPT_BYTES: Final = 64 * 1024 * 1024
+KEPT_PIECES: Final = 4
+GROUP_BYTES: Final = 64 * 1024 * 1024
+"""Most bytes gathered or scattered at one time."""
 
 
 def view_at(address: int, size: int) -> memoryview:
@@ -278,7 +282,6 @@ class Registrations:
         return None
 
     def clear(self) -> None:
-        """Forget all of them."""
         for address in list(self._regions):
             self.drop(address)
 
@@ -314,7 +317,6 @@ class BufferHandle(np.ndarray[Any, Any]):
 
 
 def handle_of(view: memoryview) -> BufferHandle:
-    """A handle that keeps a leased view."""
     values = np.frombuffer(view, np.int8) if len(view) else np.empty(0, np.int8)
     return values.view(BufferHandle)
 
@@ -364,12 +366,6 @@ def bind_to_numa_node(node: int) -> None:
         if first:
             processors.update(range(int(first), int(last or first) + 1))
     os.sched_setaffinity(0, processors)
-
-
-KEPT_BYTES: Final = 64 * 1024 * 1024
-KEPT_PIECES: Final = 4
-GROUP_BYTES: Final = 64 * 1024 * 1024
-"""Most bytes gathered or scattered at one time."""
 
 
 class Scratch:

@@ -80,7 +80,6 @@ def code_of(error: Exception) -> int:
 
 
 def alike(*lists: Any) -> bool:
-    """Whether these lists have one length."""
     return len({len(each) for each in lists}) <= 1
 
 
@@ -312,7 +311,6 @@ class ExistOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether any field asks for something."""
         return any(self.__dict__.values())
 
     def __repr__(self) -> str:

@@ -192,7 +192,6 @@ class ObjectCalls(StoreBase):
         return wholes
 
     def _item_code(self, error: Exception) -> int:
-        """`_code` for one item of a batch."""
         return self._code(ValueError(str(error)) if isinstance(error, TypeError) else error)
 
     def _sorted_out(
@@ -282,7 +281,6 @@ def filled(codes: list[int], places: Iterable[int], answers: Sequence[int]) -> l
 
 
 def is_key(key: Any) -> bool:
-    """Whether an object can have this key."""
     try:
         encode_key(key)
     except (ValueError, TypeError):

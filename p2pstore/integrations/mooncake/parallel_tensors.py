@@ -72,7 +72,6 @@ class _Stored:
         return _with_length(layout.whole, layout.split_dim, length)
 
     def header(self, rank: int) -> TensorHeader:
-        """The header that a shard must have."""
         return _header(self.layout.dtype, self.shard_shape, self.layout.whole, tuple(self.axes_of(rank)))
 
 

@@ -138,7 +138,6 @@ def tp_axis(axes: Sequence[LayoutAxis]) -> LayoutAxis | None:
 
 
 def with_rank(axes: Sequence[LayoutAxis], rank: int, count: int) -> list[LayoutAxis]:
-    """The same axes for shard `rank` of `count`."""
     return [replace(axis, rank=rank, count=count) if KINDS[axis.kind] == "tp" else axis for axis in axes]
 
 
@@ -149,7 +148,6 @@ def alike_but_for_tp(some: Sequence[LayoutAxis], others: Sequence[LayoutAxis]) -
 
 
 def shard_key(key: str, axes: Sequence[LayoutAxis]) -> str:
-    """Where the shard of these axes is stored."""
     if len(axes) == 1 and KINDS[axes[0].kind] == "tp":
         return f"{key}_tp_{axes[0].rank}"
     return key + "".join(f"__{_text(axis)}" for axis in sorted(axes, key=_order))

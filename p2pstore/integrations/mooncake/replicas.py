@@ -12,13 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from p2pstore.errors import P2PStoreError
+from p2pstore.integrations.engine_client import pages_of_keys
 from p2pstore.integrations.mooncake.base import OwnPeer
 from p2pstore.integrations.mooncake.mooncake_types import ErrorCode, ReplicaStatus, TaskStatus, TaskType
 from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ObjectCalls, is_key
 from p2pstore.integrations.mooncake.setup_settings import name_options
 from p2pstore.results import Location
 
-PAGE_KEYS = 10_000
+FAILED: Final = int(ErrorCode.INTERNAL_ERROR)
+MAX_TASKS: Final = 10_000
+NO_TASK: Final = (0, 0)
+HIGH_WORD: Final = 64
+MAX_SEGMENTS: Final = 64
+KNOWN_SECONDS: Final = 10.0
 
 
 class RemovingCalls(ObjectCalls):
@@ -81,21 +87,11 @@ class RemovingCalls(ObjectCalls):
 
     def _pages(self) -> Iterator[list[str]]:
         """The keys of the namespace, of all peers that answer."""
-        after, more = "", True
-        while more:
-            page = self._live.list_keys(after=after, limit=PAGE_KEYS)
+        for page in pages_of_keys(self._live):
             if page.silent_peers:
                 silent = ", ".join(page.silent_peers)
                 self._warn(f"keys of peers that did not answer may be left: {silent}")
-            keys = [each.key for each in page.keys]
-            yield keys
-            more = page.more and bool(keys)
-            after = keys[-1] if keys else ""
-
-
-MAX_TASKS: Final = 10_000
-NO_TASK: Final = (0, 0)
-HIGH_WORD: Final = 64
+            yield [each.key for each in page.keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +166,6 @@ class QueryTaskResponse:
     message: str = ""
 
     def move_on(self, status: TaskStatus, message: str = "") -> None:
-        """Enter what has become of it."""
         self.message, self.last_updated_at_ms_epoch = message, _now_ms()
         self.status = status
 
@@ -330,11 +325,6 @@ def _new_number() -> tuple[int, int]:
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
-
-
-FAILED: Final = int(ErrorCode.INTERNAL_ERROR)
-MAX_SEGMENTS: Final = 64
-KNOWN_SECONDS: Final = 10.0
 
 
 class SegmentCalls(ObjectCalls):

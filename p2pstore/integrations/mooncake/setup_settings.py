@@ -48,6 +48,14 @@ _OTHER_PROTOCOLS: Final = (
     *("ub", "ubshmem", "maca", "sunrise_link", "rpc_only", "mpcomm", "tpu"),
 )
 """Mooncake's, which this project does not have."""
+_NEVER_USED: Final = {
+    "engine": "no transfer engine is needed",
+    "ipc_socket_path": "clients find their peer by its socket: name it as 'socket'",
+}
+_FOR_OWN_PEER: Final = (
+    *("global_segment_size", "metadata_server", "master_server_addr", "master_server_address"),
+    *("rdma_devices", "device_name", "enable_ssd_offload", "enable_client_http_server"),
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,6 @@ def size_in_bytes(value: Any, name: str) -> int:
 
 
 def yes_or_no(value: Any, name: str) -> bool:
-    """A truth value, or text or a number for one."""
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
@@ -121,7 +128,6 @@ def _namespace(value: Any, name: str) -> str:
 
 
 def port_number(value: Any, name: str) -> int:
-    """A TCP port, as a number or text."""
     try:
         port = int(value) if isinstance(value, str) or value == int(value) else 0
     except (TypeError, ValueError, OverflowError):
@@ -209,14 +215,6 @@ _SETTINGS: Final[Mapping[str, tuple[Callable[[Any, str], Any], Any]]] = {
     "mem_pool_size": (size_in_bytes, 0),
 }
 """The reader of a setting, and its default, which None and "" stand for except for sizes."""
-_NEVER_USED: Final = {
-    "engine": "no transfer engine is needed",
-    "ipc_socket_path": "clients find their peer by its socket: name it as 'socket'",
-}
-_FOR_OWN_PEER: Final = (
-    *("global_segment_size", "metadata_server", "master_server_addr", "master_server_address"),
-    *("rdma_devices", "device_name", "enable_ssd_offload", "enable_client_http_server"),
-)
 
 
 def from_arguments(values: Mapping[str, Any], environment: Mapping[str, str]) -> SetupSettings:
@@ -261,7 +259,6 @@ def _is_blank(value: Any) -> bool:
 
 
 def _kept_from(said: Mapping[str, Any]) -> list[str]:
-    """The settings that were said and are those of a peer."""
     return [
         name
         for name in _FOR_OWN_PEER

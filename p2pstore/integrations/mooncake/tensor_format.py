@@ -59,6 +59,8 @@ DTYPES: Final = {
 }
 """Name of a dtype in torch -> its number in a header."""
 _NAMES: Final = {number: name for name, number in DTYPES.items()}
+_LENGTH: Final = struct.Struct("<Q")
+_SHORT: Final = {name: short for short, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +265,6 @@ def item_bytes(dtype: str) -> int:
 
 def _padded(shape: tuple[int, ...]) -> list[int]:
     return [*shape, *[-1] * (MAX_RANK - len(shape))]
-
-
-_LENGTH: Final = struct.Struct("<Q")
-_SHORT: Final = {name: short for short, name in SAFETENSORS_DTYPES.items()}
 
 
 def write_one(path: str, name: str, dtype: str, shape: Sequence[int], data: memoryview) -> None:

@@ -190,7 +190,6 @@ class TensorCalls(AddressCalls):
     def _read_tensors(
         self, keys: Sequence[str], places: Sequence[tuple[int, int]] | None = None
     ) -> list[Found]:
-        """`_read_tensor` for many, in one go."""
         if places is None:
             return self._read_new_tensors(keys)
         codes, rooms = self._sorted_out(places, lambda each: self._buffers.host(*each, writes=True))
@@ -281,7 +280,6 @@ class TensorCalls(AddressCalls):
 
 
 def tensor_in_answer(found: Found) -> Tensor | None:
-    """The tensor that was read, if it was."""
     return None if isinstance(found, int) else found[1]
 
 

@@ -130,8 +130,10 @@ class Ghosts:
         far fewer live objects all of a sudden."""
         kept = self._kept
         for entry in entries:
+            before = len(kept)
             kept[entry.digest] = (entry.standing, entry.last_access)
-            kept.move_to_end(entry.digest)
+            if len(kept) == before:
+                kept.move_to_end(entry.digest)
         too_many = len(kept) - max(self._least, live)
         for _ in range(min(too_many, MAX_FORGOTTEN * len(entries))):
             kept.popitem(last=False)

@@ -326,7 +326,11 @@ MAX_MEMBERS_ASKED: Final = 3
 ANSWER_SECONDS: Final = 10.0
 """Deadline for 512 keys: four seconds where removals are slowed down, and two to tell other members."""
 _NEXT_MEMBER: Final = (
-    *(AuthenticationFailed, DeadlineExceeded, ProtocolMismatch, StoreClosed, Unavailable),
+    AuthenticationFailed,
+    DeadlineExceeded,
+    ProtocolMismatch,
+    StoreClosed,
+    Unavailable,
     OSError,
 )
 """Errors of one member, after which the next one is asked."""

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 import trio
 
-from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable
+from p2pstore.core.gets.fetch_operation import unavailable
 from p2pstore.core.gets.lookup import PATIENCE_SHARE, LookupOperation, split_digests
 from p2pstore.core.operation import KnownCopy
 from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
@@ -147,7 +147,6 @@ class LocalGets:
             await self._node.settle(operation)
             grant = self._lease_here(client, digest)
             if grant is not None:
-                assert isinstance(operation, FetchOperation)
                 source, transport = operation.brought
                 return msgspec.structs.replace(grant, source=source, transport=transport)
             if isinstance(operation.result, Exception):

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, groupby, islice
 from typing import Final, TypeAlias
 
 import trio
@@ -20,7 +20,7 @@ from p2pstore.errors import CapacityExceeded, DeadlineExceeded, P2PStoreError, P
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalClient
-from p2pstore.local.put_columns import sizes_of, values_of
+from p2pstore.local.put_columns import checked, values_of
 from p2pstore.memory.entries import Reservation
 from p2pstore.objects import DIGEST_BYTES, check_object_length
 from p2pstore.peer.for_clients.local_queries import Answer, item_error
@@ -53,30 +53,27 @@ class LocalPuts:
         self._ready: dict[int, tuple[RoomAhead, Reservation]] = {}
         """Room that is held ready, by session."""
 
-    def reserve(self, client: LocalClient, message: local.Reserve) -> Answer:
+    def reserve(self, client: LocalClient, message: local.Reserve) -> Steps[local.Reserved]:
         """Room for each value, or why there is none."""
-        return in_turns(self._reserve_all(client, message))
-
-    def _reserve_all(self, client: LocalClient, message: local.Reserve) -> Steps[local.Reserved]:
-        made = yield from self._rooms_for(client, sizes_of(message.rooms), message.namespace)
+        made = yield from self._rooms_for(client, checked(message.rooms), message.namespace)
         return local.Reserved(_spans(made))
 
     def _rooms_for(
-        self, client: LocalClient, sizes: Sequence[tuple[int, int]], namespace: str
+        self, client: LocalClient, rooms: Sequence[tuple[int, int, int]], namespace: str
     ) -> Steps[list[Reserved]]:
         return reserve_many(
-            self._core, sizes, session=client.session, namespace=namespace, now=self._node.now
+            self._core, rooms, session=client.session, namespace=namespace, now=self._node.now
         )
 
     def commit(self, client: LocalClient, message: local.Commit) -> Answer:
         """Publish what was written; with more replicas than one, once they exist."""
-        again = sizes_of(message.again)
+        checked(message.again)
         started = in_turns(self._start_puts(client, message))
         if isinstance(started, list):
             durable = any(options.durable for options in message.options)
-            if not durable and not any(map(_goes_on, started)):
-                return in_turns(self._committed(client, message, started, again))
-        return self._commit_later(client, message, started, again)
+            if not durable and not any(_goes_on(each) for each, _ in groupby(started)):
+                return in_turns(self._committed(client, message, started))
+        return self._commit_later(client, message, started)
 
     def _start_puts(self, client: LocalClient, message: local.Commit) -> Steps[list[Started]]:
         started: list[Started] = []
@@ -89,6 +86,9 @@ class LocalPuts:
             ends = publish_new(
                 self._core, some, session=client.session, namespace=namespace, now=self._node.now
             )
+            if all(ends):  # nearly always
+                started += filter(None, ends)
+                continue
             for facts, end in zip(some, ends, strict=True):
                 if end is not None:
                     started.append(end)
@@ -116,7 +116,6 @@ class LocalPuts:
         client: LocalClient,
         message: local.Commit,
         started: list[Started] | Awaitable[list[Started]],
-        again: list[tuple[int, int]],
     ) -> local.Committed:
         operations = await started if isinstance(started, Awaitable) else started
         for each in operations:
@@ -125,7 +124,7 @@ class LocalPuts:
                 await self._node.settle(operation)
         if any(options.durable for options in message.options):
             await self._make_durable(message, operations)
-        return await take_turns(self._committed(client, message, operations, again))
+        return await take_turns(self._committed(client, message, operations))
 
     async def _make_durable(self, message: local.Commit, operations: list[Started]) -> None:
         """Write a batch's durable values to the SSD at once: they share syncs. A value that fails stays in memory."""
@@ -145,20 +144,17 @@ class LocalPuts:
                     nursery.start_soon(keep, number, operation.digest)
 
     def _committed(
-        self,
-        client: LocalClient,
-        message: local.Commit,
-        operations: list[Started],
-        again: list[tuple[int, int]],
+        self, client: LocalClient, message: local.Commit, operations: list[Started]
     ) -> Steps[local.Committed]:
         """The answer. `operations` is empty after it: letting go of thousands at once would be a long step."""
         outcomes: list[tuple[int, local.PutOutcome]] = []
         operations.reverse()
         while operations:
-            alike, count = _result_of(operations.pop()), 1
+            last, count = operations.pop(), 1
+            alike = _result_of(last)
             # Those that are published together end alike.
-            while operations and _result_of(operations[-1]) is alike:
-                operations.pop()
+            while operations and (operations[-1] is last or _result_of(operations[-1]) is alike):
+                last = operations.pop()
                 count += 1
             if outcomes:
                 yield
@@ -168,7 +164,7 @@ class LocalPuts:
         )
         ahead = self._take_ready(client, wanted)
         if message.at_hand:
-            rooms = yield from self._rooms_for(client, again, message.namespace)
+            rooms = yield from self._rooms_for(client, message.again, message.namespace)
             return local.Committed(outcomes, _spans(rooms))
         try:
             for room in message.again[len(ahead) :]:
@@ -196,10 +192,9 @@ class LocalPuts:
         self, client: LocalClient, room: tuple[int, int, int], namespace: str
     ) -> Steps[list[Reserved]]:
         """Room for puts that may never come, where some can be spared."""
-        length, trailer_length, count = room
         if not self._segment.room.can_spare(*room, namespace=namespace):
-            return [_NO_ROOM_AHEAD] * count
-        made = yield from self._rooms_for(client, [(length, trailer_length)] * count, namespace)
+            return [_NO_ROOM_AHEAD] * room[2]
+        made = yield from self._rooms_for(client, [room], namespace)
         if made and isinstance(made[-1], Reservation):
             self._next_put = client.session, (*room, namespace)
         return made
@@ -217,8 +212,8 @@ class LocalPuts:
         )
         self._core.objects.announce_withdrawn(now)
         if count == 1:
-            size = [(length, trailer_length)]
-            for each in self._segment.reserve_free(size, session=session, namespace=namespace):
+            size = length, trailer_length
+            for each in self._segment.reserve_free(*size, session=session, namespace=namespace):
                 self._ready[session] = wanted, each
 
     def client_gone(self, client: LocalClient) -> None:
@@ -227,11 +222,9 @@ class LocalPuts:
         if self._next_put is not None and self._next_put[0] == client.session:
             self._next_put = None
 
-    def abort(self, client: LocalClient, message: local.Abort) -> Answer:
+    def abort(self, client: LocalClient, message: local.Abort) -> Steps[Empty]:
         """Give reservations back; one that has ended already is passed over."""
-        return in_turns(self._abort_in_steps(client, message.reservations))
-
-    def _abort_in_steps(self, client: LocalClient, numbers: Sequence[int]) -> Steps[Empty]:
+        numbers = message.reservations
         self._take_ready(client, None)
         for begin in range(0, len(numbers), ABORTED_PER_STEP):
             if begin:

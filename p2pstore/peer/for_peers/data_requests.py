@@ -25,8 +25,9 @@ from p2pstore.errors import (
 from p2pstore.gossip.gossip_messages import FetchSnapshot, SnapshotHead
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
-from p2pstore.memory.segment_layout import GRANULE_BYTES, Slot, round_up
-from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, SIZE_UNIT_BYTES, Announced
+from p2pstore.memory.segment_layout import Slot
+from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, SIZE_UNIT_BYTES, Announced, size_units
+from p2pstore.runtime.side_by_side import threads_for
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.failover import PullFailed
@@ -44,7 +45,9 @@ logger = logging.getLogger("p2pstore.peer")
 
 MAX_REQUESTS_UNDER_WAY: Final = 512
 PULLED_AT_ONCE: Final = 4
-"""Requests of up to 16 MiB, or of one larger object, for which there is room at the same time."""
+"""Requests of up to 32 MiB, or of one larger object, for which there is room at the same time."""
+MAX_IN_TURNS: Final = 2
+"""Threads that gain less than the wait for the interpreter costs."""
 NO_WRITER: Final = -1
 """The hash of no writer: only the announced version will do."""
 _SILENT: Final = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
@@ -58,7 +61,8 @@ class TakenCopies:
         self._limiter = trio.CapacityLimiter(PULLED_AT_ONCE)
 
     async def take(self, operation: TakeCopiesOperation) -> None:
-        """Bring what is wanted of these objects to memory. Cancelled, or after an error, nothing of it stays."""
+        """Bring what is wanted of these objects to memory. Cancelled, or after an error, nothing of it stays. Leaves
+        books, and effects, for when the answer was sent."""
         node, copies, sender = self._node, operation.copies, operation.sender
         try:
             if not self._limiter.available_tokens:  # else it would cost a turn of the event loop
@@ -74,14 +78,15 @@ class TakenCopies:
                 )
                 failures = len(copies.rooms) - len(brought)
                 node.watch.pulled_together(sender, came, failures, node.now - begin)
+                node.core.books.late = True
                 copies.publish(brought, node.now)
             finally:
+                node.core.books.late = False
                 copies.abort()
                 self._limiter.release()
             node.core.operations.pulled(operation.number, PullOutcome(delivered=True), node.now)
         finally:
             operation.cancel(node.now)
-            node.process()
 
     async def _pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> dict[int, str]:
         """The places of what came whole, verified, and the transport. The ways, each for what the ones before did not
@@ -108,7 +113,8 @@ class TakenCopies:
 
     async def _copy_mapped(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> list[int]:
         """The lengths of what the memory of a holder on the same host gave, -1 for what it did not; none where it is
-        not mapped. In turns of the event loop: a thread would wait for the interpreter of a busy one, up to 5 ms."""
+        not mapped. A window is copied in turns of the event loop, unless many cores share it: a thread would wait for
+        the interpreter of a busy one, up to 5 ms."""
         shm, copy = self._node.shm, self._copy_of(holder, rooms[0].slot)
         if shm is None or shm.why_not(copy):
             return []
@@ -118,13 +124,16 @@ class TakenCopies:
             return []
         lengths = [-1] * len(rooms)
         for reader in mapped.readers:
-            spots = reader.spots_told((room.slot, room.sums) for room in rooms)
-            views = [rooms[place].view for place in spots.places]
-            if sum(spots.lengths) > WINDOW_BYTES:  # one object
+            left = [place for place, length in enumerate(lengths) if length < 0]
+            spots = reader.spots_told((rooms[place].slot, rooms[place].sums) for place in left)
+            places = [left[place] for place in spots.places]
+            views = [rooms[place].view for place in places]
+            length_bytes = sum(spots.lengths)
+            if length_bytes > WINDOW_BYTES or threads_for(length_bytes) > MAX_IN_TURNS:
                 good = await copy_spots(self._node.pool.driver, reader, spots, views)
             else:
                 good = await take_turns(reader.copy_steps(spots, views, most_threads=1))
-            for place, length, fine in zip(spots.places, spots.lengths, good, strict=True):
+            for place, length, fine in zip(places, spots.lengths, good, strict=True):
                 if fine:
                     lengths[place] = length
         return lengths
@@ -164,11 +173,9 @@ class TakenCopies:
         return brought
 
     def _copy_of(self, holder: PeerId, slot: Slot) -> RemoteCopy:
-        units = min(round_up(slot.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF)
-        record = LocationRecord(slot.digest, slot.version, 0, units)
-        return self._node.routes.remote_copy(
-            KnownCopy(member_of(holder), holder, record, reachable=True)
-        )
+        record = LocationRecord(slot.digest, slot.version, 0, size_units(slot.length))
+        copy = KnownCopy(member_of(holder), holder, record, reachable=True)
+        return self._node.routes.remote_copy(copy)
 
 
 class DataRequests:
@@ -183,6 +190,8 @@ class DataRequests:
     async def ask(self, effect: AskPeer) -> None:
         reply: Reply = None
         begin = self._node.now
+        if effect.kind == DataKind.PUSH:  # what a client waits for leaves first
+            await trio.lowlevel.checkpoint()
         async with self._limiter:
             with trio.move_on_after(effect.timeout_seconds):
                 try:
@@ -256,9 +265,11 @@ class DataRequests:
                 logger.warning("dropped what a peer sent: %s", error)
             except (P2PStoreError, OSError, ValueError) as error:
                 logger.debug("snapshot failed: %s", error)
-        self._node.control.take(
-            lambda: self._node.core.gossip.snapshot_fetched(effect.token, head, checked, self._node.now)
-        )
+        try:
+            self._node.core.gossip.snapshot_fetched(effect.token, head, checked, self._node.now)
+        except ProtocolError as error:
+            logger.warning("dropped what a peer sent: %s", error)
+        self._node.process()
 
 
 _LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)

@@ -172,37 +172,33 @@ class Leaving:
 
         A peer whose memory is kept comes back with all of it: it hands nothing over and writes nothing to the SSD,
         unless it was asked to leave, which is for good. Then nothing is kept."""
-        stays = self._node.kept_memory is not None and not self._node.leave_requested.is_set()
-        if self._node.kept_memory is not None and not stays:
-            self._node.kept_memory.is_kept = False
+        node = self._node
+        kept = None if node.leave_requested.is_set() else node.kept_memory
+        ssd = node.ssd if kept is None else None
+        if kept is None and node.kept_memory is not None:
+            node.kept_memory.is_kept = False
         self._core.closing = True
         self._hand_over = HandOverOperation(self._core)
-        self._node.process()
-        with trio.move_on_after(self._node.drain_seconds):
+        node.process()
+        with trio.move_on_after(node.drain_seconds):
             async with trio.open_nursery() as nursery:
-                if (
-                    self._node.running
-                    and self._node.failure is None
-                    and self._node.drain_seconds > 0
-                    and not stays
-                ):
-                    nursery.start_soon(
-                        self._node.settle, self._core.operations.start(self._hand_over, self._node.now)
-                    )
-                if self._node.ssd is not None and not stays:
-                    nursery.start_soon(self._node.ssd.write_memory)
+                if kept is None and node.running and node.failure is None and node.drain_seconds > 0:
+                    operation = self._core.operations.start(self._hand_over, node.now)
+                    nursery.start_soon(node.settle, operation)
+                if ssd is not None:
+                    nursery.start_soon(ssd.write_memory)
                 if self._core.operations_under_way:
                     await self.drained.wait()
-            if self._node.ssd is not None and not stays:  # objects put by operations under way
-                await self._node.ssd.write_memory()
+            if ssd is not None:  # objects put by operations under way
+                await ssd.write_memory()
         self._log_handed_over()
-        if stays and self._node.kept_memory is not None:
+        if kept is not None:
             logger.info(
                 "%s objects (%s) stay in %s for the next start",
                 f"{self._core.segment.object_count:,}",
                 format_bytes(self._core.segment.used_bytes),
-                self._node.kept_memory.path,
-                extra={"event": "memory_kept", "path": str(self._node.kept_memory.path)},
+                kept.path,
+                extra={"event": "memory_kept", "path": str(kept.path)},
             )
         await self._say_goodbye()
 

@@ -29,7 +29,8 @@ logger = logging.getLogger("p2pstore.peer")
 
 _OWN_FIELDS: Final = ("time", "level", "event", "part", "message", "traceback")
 _STANDARD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {
-    *("asctime", "taskName"),
+    "asctime",
+    "taskName",
     *_OWN_FIELDS,
 }
 

@@ -42,7 +42,13 @@ ENDING_SECONDS: Final = 15.0
 ReadyText = Callable[[Mapping[str, Any]], str]
 """Makes the text that stdout gets when a peer serves, of `_ready_document`."""
 _PATHS: Final = (
-    *("cluster_key_file", "allow_file", "state_dir", "socket", "log_file", "memory_path", "ssd"),
+    "cluster_key_file",
+    "allow_file",
+    "state_dir",
+    "socket",
+    "log_file",
+    "memory_path",
+    "ssd",
 )
 
 

@@ -270,5 +270,6 @@ async def _greeting(sock: socket.socket) -> bytes | None:
 def path_mtu(sock: socket.socket) -> tuple[int, int]:
     """(largest packet of the route, TCP segment) of a connection, in bytes."""
     is_v6 = sock.family == socket.AF_INET6
-    mtu = sock.getsockopt(*((socket.IPPROTO_IPV6, IPV6_MTU) if is_v6 else (socket.IPPROTO_IP, IP_MTU)))
+    level, option = (socket.IPPROTO_IPV6, IPV6_MTU) if is_v6 else (socket.IPPROTO_IP, IP_MTU)
+    mtu = sock.getsockopt(level, option)
     return mtu, sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)

@@ -46,19 +46,15 @@ class Places(Protocol):
 
     def take_nowait(self, start: int, end: int) -> Block | None:
         """Room for one, if there is some."""
-        ...
 
     async def take(self, start: int, end: int) -> Block:
         """Room for one; waits for it."""
-        ...
 
     def deliver(self, block: Block, chunk: int, arriving: Arriving) -> None:
         """The chunk of that number was read. Raises `PullFailed` (STALE) unless it is what it must be."""
-        ...
 
     async def leave(self, under_way: Iterable[Chunk]) -> None:
         """Nothing is delivered any more. Not cancelled."""
-        ...
 
 
 class Direct:

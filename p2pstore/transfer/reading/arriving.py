@@ -54,7 +54,6 @@ class Destination(Protocol):
         Raises `NoSuchKey` for a version that is not wanted: the next holder is tried. `BufferTooSmall`,
         `CapacityExceeded` and all other errors end the read.
         """
-        ...
 
 
 def watch_of(destination: Destination) -> ReadWatch | None:

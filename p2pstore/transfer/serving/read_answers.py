@@ -299,6 +299,17 @@ class Outgoing:
         finally:
             self.drop()
 
+    def send_now(self, frame: bytes) -> int:
+        """The bytes of a frame that the socket takes now. The rest is to be sent before any other task runs."""
+        send_now = getattr(self._stream, "send_now", None)
+        if send_now is None or self._sending.locked():
+            return 0
+        try:
+            sent: int = send_now(frame)
+        except OSError:  # `send` will say so
+            return 0
+        return sent
+
     async def send(self, *parts: BytesLike) -> None:
         """Send at once, without another task's answer in between."""
         try:
@@ -353,13 +364,10 @@ class ReadSource(Protocol):
     ) -> LentObject | ObjectReply | None:
         """An object in memory, to be sent to the peer `reader` or a client of it. It stays there until `end_loan`.
         Otherwise why it is not sent, for the event loop, which `decides`; None for other threads. Never blocks."""
-        ...
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         """The answer to GET_SMALL of the peer `reader`, or of a client of it; the objects stay there until `end_loan`.
         None when it takes the event loop to say, or another look."""
-        ...
 
     def end_loan(self, handle: Any) -> None:
         """The end of `lend` or `lend_small`, in the same thread."""
-        ...

@@ -28,7 +28,6 @@ class OfferedLink(Protocol):
 
     async def run(self, link: FrameLink) -> None:
         """Use it until it ends. Raises what `FrameLink` raises."""
-        ...
 
 
 class SwarmBackend(Protocol):
@@ -36,16 +35,13 @@ class SwarmBackend(Protocol):
 
     async def open_piece(self, request: GetPiece, peer: bytes) -> OpenedPiece | PieceReply:
         """The piece, or why not. Every `OpenedPiece` is given back by `piece_sent`, whatever happens."""
-        ...
 
     def piece_sent(self, opened: OpenedPiece, whole: bool) -> None:
         """The end of `open_piece`: the other side has all of it, or will not."""
-        ...
 
     def take_link(self, version: bytes, peer: bytes) -> OfferedLink:
         """Take a link. Raises `NoSuchKey` when there is no swarm of this version here, and `Unavailable` when the link
         is not wanted now."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +62,12 @@ class StoreBackend(Protocol):
 
         Every `OpenedStore` ends with `abandon_store`, whatever happens.
         """
-        ...
 
     async def finish_store(self, opened: OpenedStore) -> Stored:
         """The value is there, and every chunk of it as announced: put it."""
-        ...
 
     def abandon_store(self, opened: OpenedStore) -> None:
         """Nothing writes to `opened.payload` any more: give the room back, unless the put was finished."""
-        ...
 
 
 class DataBackend(ReadSource, Protocol):
@@ -82,23 +75,23 @@ class DataBackend(ReadSource, Protocol):
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         """Whether some of these must be brought to memory before they can be lent."""
-        ...
 
     async def bring(self, items: Sequence[GetItem]) -> None:
         """Bring them. Whatever keeps one from it, `lend` says; cancelled when the connection ends."""
-        ...
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         """Count reads of these objects, by digest. A read in several requests, or from several holders,
         reads it once."""
-        ...
 
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims
     ) -> tuple[Message, Sequence[BytesLike]]:
         """Answer any other request: the reply and its bulk. Its `P2PStoreError` or `ValueError` is sent
-        as a failure. Cancelled when the connection ends. Bulk bytes that came along were skipped."""
-        ...
+        as a failure. Cancelled when the connection ends. Bulk bytes that came along were skipped.
+        `answered` follows, before any other task runs."""
+
+    def answered(self) -> None:
+        """Do what the answer did not wait for: it was sent, as far as the socket took it at once, or never will be."""
 
 
 @dataclass(frozen=True, slots=True)
