@@ -1,6 +1,7 @@
 """Messages of the local socket survive the wire, and what is no message is refused."""
 
 import random
+from contextlib import suppress
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from p2pstore import errors
 from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.errors import P2PStoreError, ProtocolError
+from p2pstore.local.local_messages import ContainsReply
 from p2pstore.local.local_protocol import REPLIES, REQUESTS, LocalKind
+from p2pstore.local.local_requests import Frame, ReplyPieces
 from p2pstore.wire import (
     LOCAL_LIMITS,
     REPLY,
@@ -171,3 +174,33 @@ def test_errors_that_were_not_meant() -> None:
     assert type(error_of(Code.INTERNAL, "text")) is P2PStoreError
     assert type(error_of(60_000, "from the future")) is P2PStoreError
     assert type(error_of(Code.BUSY, "text")) is errors.Unavailable
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_interrupted_receiver_loses_no_reply(seed: int) -> None:
+    """Pieces of any length, and a delivery that is interrupted now and then: none is lost, and their order stays."""
+    rng = random.Random(seed)
+    bodies = [rng.randbytes(rng.choice((0, 1, 20, 5000))) for _ in range(30)]
+    most = (10, 100, 9000)[seed % 3]
+    sent = b"".join(
+        encode_frame(LocalKind.CONTAINS, number, ContainsReply(body), flags=REPLY)
+        for number, body in enumerate(bodies)
+    )
+    received = ReplyPieces([])
+    delivered: list[int] = []
+
+    def deliver(frame: Frame) -> None:
+        header, body = frame
+        if rng.random() < 0.3:
+            raise KeyboardInterrupt
+        assert decode_body(ContainsReply, body).present == bodies[header.request_id]
+        delivered.append(header.request_id)
+
+    while sent or received.pieces:
+        length = rng.randint(1, most)
+        if sent:
+            received.pieces.append(sent[:length])
+            sent = sent[length:]
+        with suppress(KeyboardInterrupt):
+            received.deliver(deliver)
+    assert list(dict.fromkeys(delivered)) == list(range(len(bodies)))
