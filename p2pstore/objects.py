@@ -374,9 +374,20 @@ def parse_duration(text: str, setting: str) -> float:
     return float(match[1]) * unit
 
 
+def size_units(length: int) -> int:
+    """A length as location records tell it, which have 24 bits for it."""
+    return min(-(-length // SIZE_UNIT_BYTES), 0xFFFFFF)
+
+
 def counted(count: int, one: str, several: str = "") -> str:
     """A number with its noun: `1 file`, `1,200 files`; `several` where an s does not do."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+def listed(names: Sequence[str], most: int, count: int = 0) -> str:
+    """The first `most` of some names, or of `count` names that begin with these, and how many more there are."""
+    more = max(count, len(names)) - min(most, len(names))
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def format_bytes(count: float) -> str:

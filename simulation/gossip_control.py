@@ -176,6 +176,6 @@ class ControlTalk:
     def _contacted(self, contact: Contact, found: GossipPeer | None) -> None:
         gossip, now = self._peer.gossip, self._peer.now
         if found is None:
-            self._peer.carry_out(gossip.contact_failed(contact.addresses, now))
+            gossip.contact_failed(contact.addresses, now)
         else:
-            self._peer.carry_out(gossip.contacted(found.peer_id, contact.addresses, now))
+            gossip.contacted(found.peer_id, contact.addresses, now)

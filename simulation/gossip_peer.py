@@ -274,12 +274,10 @@ class GossipPeer(GossipHost):
 
     def install_snapshot(self, fetch: FetchSnapshot, head: SnapshotHead | None, packed: bytes) -> None:
         try:
-            effects = self.gossip.snapshot_fetched(fetch.token, head, packed, self.now)
+            self.gossip.snapshot_fetched(fetch.token, head, packed, self.now)
         except ProtocolError as error:
             # The head that it is checked against may have come meanwhile: it is fetched again.
             self.cluster.snapshots_refused.append(str(error))
-            return
-        self.carry_out(effects)
 
 
 def address_of(number: int) -> str:

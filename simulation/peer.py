@@ -544,12 +544,9 @@ class SimulatedPeer:
             head, packed = snapshot or (None, b"")
             now = self.cluster.kernel.now
             try:
-                effects = self.core.gossip.snapshot_fetched(effect.token, head, packed, now)
+                self.core.gossip.snapshot_fetched(effect.token, head, packed, now)
             except ProtocolError:
                 self.cluster.protocol_errors += 1
-                return
-            for more in effects:
-                self.core.emit(more)
 
         self._round_trip(effect.peer_id, 64, 2.0, serve, finish)
 
@@ -568,11 +565,9 @@ class SimulatedPeer:
             assert self.core is not None
             now = self.cluster.kernel.now
             if peer_id is None:
-                more = self.core.gossip.contact_failed(effect.addresses, now)
+                self.core.gossip.contact_failed(effect.addresses, now)
             else:
-                more = self.core.gossip.contacted(peer_id, effect.addresses, now)
-            for follow_up in more:
-                self.core.emit(follow_up)
+                self.core.gossip.contacted(peer_id, effect.addresses, now)
 
         peer_id = target.signer.peer_id if target is not None else b""
         self._round_trip(peer_id, 64, 1.0, serve, finish)

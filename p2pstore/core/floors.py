@@ -25,7 +25,7 @@ from p2pstore.gossip.records import (
     open_cluster_record,
     sign_cluster_record,
 )
-from p2pstore.objects import Version, unix_seconds_from_clock
+from p2pstore.objects import Version, listed, unix_seconds_from_clock
 from p2pstore.runtime.stepping import Steps
 from p2pstore.wire import encode_body
 
@@ -134,9 +134,7 @@ class Floors:
 
     def _distrusted_text(self, event: _Distrusting, now: float) -> str:
         count = self._core.counters["objects_distrusted"] - event.before
-        by = ", ".join(event.by[:MAX_NAMES]) + (
-            f" and {len(event.by) - MAX_NAMES:,} more" if len(event.by) > MAX_NAMES else ""
-        )
+        by = listed(event.by, MAX_NAMES)
         return (
             "this peer was out of touch for so long that others have forgotten which keys were removed meanwhile: "
             f"it discarded {count:,} copies of objects that were put up to {self._ago(event.clock, now)}, by the "

@@ -21,14 +21,12 @@ from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.locations.views import ViewPlace
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.location_table import TIER_FLAGS
-from p2pstore.objects import CLOCK_COUNTER_BITS
+from p2pstore.objects import CLOCK_COUNTER_BITS, MIB
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import MAX_NAMED, Named, Names
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-    from p2pstore.memory.entries import ObjectEntry
-    from p2pstore.ssd_tier.index import ColdEntry
 
 MAX_AHEAD: Final = 65_536
 """Digests to look at, or without a key, from which on logs are not followed: their rings keep operations meanwhile."""
@@ -49,7 +47,7 @@ MAX_EVENTS: Final = 256
 MAX_REPLAYED_EVENTS: Final = 4096
 """In one batch that tells what is held."""
 RING_BATCHES: Final = 10_000
-RING_BYTES: Final = 64 << 20
+RING_BYTES: Final = 64 * MIB
 
 
 class KeyEvent(NamedTuple):
@@ -223,7 +221,7 @@ class KeyChanges:
         wanted: dict[PeerId, dict[bytes, set[PeerId]]] = {}
         for _ in range(min(MAX_NAMED, len(self._unnamed))):
             digest, asked = self._unnamed.popitem(last=False)
-            holders = [each for each in self._holders(digest, now) if each not in asked]
+            holders = [each for each in self._holders(digest) if each not in asked]
             if not holders or len(asked) >= MAX_HOLDERS_ASKED:
                 self._core.counters["keys_not_named"] += 1
                 continue
@@ -256,7 +254,7 @@ class KeyChanges:
         operation = NamesOperation(self._core, holder, self._namespace, list(digests))
         self._core.operations.start(operation, now, answered)
 
-    def _holders(self, digest: bytes, now: float) -> Iterable[PeerId]:
+    def _holders(self, digest: bytes) -> Iterable[PeerId]:
         for location in self._core.gossip.directory.holders(digest):
             state = self._core.gossip.membership.resolve(location.member)
             if state is not None and not (location.hidden or location.hearsay):
@@ -405,9 +403,7 @@ NAMES_TIMEOUT_SECONDS: Final = 2.0
 
 def name_here(core: PeerCore, digest: bytes, namespace: str, now: float) -> str | None:
     """The key of an object held here; empty when it is of another namespace, None when none is held."""
-    entry: ObjectEntry | ColdEntry | None = core.segment.find(digest, core.unix(now))
-    if entry is None and core.cold.store is not None:
-        entry = core.cold.store.find(digest)
+    entry = core.segment.find(digest, core.unix(now)) or core.cold.stored(digest)
     if entry is None:
         return None
     return entry.key if entry.namespace == namespace else ""

@@ -13,9 +13,9 @@ from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
 from p2pstore.gossip.records import LocationRecord, Tier, care_flags
 from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
 from p2pstore.memory.references import Loan
-from p2pstore.memory.segment_layout import GRANULE_BYTES, MAX_TRAILER_BYTES, Pin, round_up
+from p2pstore.memory.segment_layout import GRANULE_BYTES, MAX_TRAILER_BYTES, Pin
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
-from p2pstore.objects import CHUNK_BYTES, Version, chunk_count
+from p2pstore.objects import CHUNK_BYTES, Version, chunk_count, size_units
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES
 from p2pstore.transfer.peer_messages import KeyInfo
@@ -224,17 +224,17 @@ class OwnObjects:
         self._gossip.directory.watched.touch(entry.digest)
 
 
-def location_of(entry: ObjectEntry) -> LocationRecord:
-    """The location record of an object in memory."""
+def location_of(held: ObjectEntry | ColdEntry) -> LocationRecord:
+    """The location record of an object in memory, or on the SSD alone."""
     return LocationRecord(
-        entry.digest,
-        entry.version,
-        entry.slot,
-        round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES,
-        tier=_tier_of(entry),
-        soft=entry.soft,
-        replicas=entry.replicas,
-        pin=entry.pin,
+        held.digest,
+        held.version,
+        held.slot if isinstance(held, ObjectEntry) else 0,
+        size_units(held.length),
+        tier=_tier_of(held),
+        soft=held.soft,
+        replicas=held.replicas,
+        pin=held.pin,
     )
 
 
@@ -254,20 +254,6 @@ def packed_locations(entries: Sequence[ObjectEntry]) -> list[bytes]:
         for entry in entries
         for clock, writer, root in [entry.version]
     ]
-
-
-def location_on_ssd(entry: ColdEntry) -> LocationRecord:
-    """The location record of an object that is on the SSD alone."""
-    return LocationRecord(
-        entry.digest,
-        entry.version,
-        0,
-        min(round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
-        tier=Tier.SSD,
-        soft=entry.soft,
-        replicas=entry.replicas,
-        pin=entry.pin,
-    )
 
 
 def key_info(entry: ObjectEntry | ColdEntry) -> KeyInfo:

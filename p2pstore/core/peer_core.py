@@ -8,6 +8,7 @@ ended by an `OperationFinished` effect. Time is monotonic seconds; `unix(now)` i
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
@@ -386,7 +387,7 @@ class Operations:
             if operation is not None and operation.wake_at == wake_at:
                 return wake_at
             heapq.heappop(self._alarms)
-        return float("inf")
+        return math.inf
 
     def fetch(
         self, digest: bytes, now: float, then: Then | None = None, **options: Any

@@ -22,8 +22,7 @@ from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, member_of, writer_of
 from p2pstore.home_messages import Holding, Push, Pushed
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
-from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.objects import DIGEST_BYTES, Version, size_units
 from p2pstore.put_facts import MAX_REPLICAS
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import Ping, Pong
@@ -204,12 +203,7 @@ def _serve_replicate(
         return Failure(int(Code.CAPACITY_EXCEEDED), "the object is larger than this peer's memory")
     if not _is_proved(core, sender, request, minimum):
         return Failure(int(Code.UNAVAILABLE), "the sender does not prove who wrote the version")
-    record = LocationRecord(
-        request.digest,
-        minimum,
-        0,
-        min(round_up(request.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
-    )
+    record = LocationRecord(request.digest, minimum, 0, size_units(request.length))
     source = KnownCopy(member_of(sender), sender, record, reachable=True)
     operation = FetchOperation(core, request.digest, soft=request.soft, source=source, minimum=minimum)
     operation.proof = request.proof

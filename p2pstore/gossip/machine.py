@@ -131,16 +131,16 @@ class Gossip(GossipState):
 
     def snapshot_fetched(
         self, token: int, head: SnapshotHead | None, packed: bytes | CheckedSnapshot, now: float
-    ) -> list[Effect]:
+    ) -> None:
         """The outcome of a `FetchSnapshot` (`head` None: failed), checked in a thread, or else here. Raises
         `ProtocolError`, and changes nothing, for one that its owner did not sign; it is fetched again after a while."""
         asked = self.questions.take(token)
         if asked is None:
-            return []
+            return
         # A success ends this when the view is seen to have caught up.
         self._housekeeping.catch_up.failed(asked.member, now)
         if head is None:
-            return []
+            return
         size_bytes = (
             packed.count * LOCATION_BYTES if isinstance(packed, CheckedSnapshot) else len(packed)
         )
@@ -156,19 +156,16 @@ class Gossip(GossipState):
         ):
             self.heard_of(checked.packed, now, checked.newest_clock)
             self.exchanges.hurry()
-        return []
 
-    def contacted(self, peer_id: PeerId, addresses: Sequence[str], now: float) -> list[Effect]:
+    def contacted(self, peer_id: PeerId, addresses: Sequence[str], now: float) -> None:
         """A peer answered at these addresses: exchange everything with it, if it admits this one."""
         self.contacts.succeeded(addresses, peer_id, now)
         if peer_id != self.peer_id:
             self.exchanges.want(peer_id)
-        return []
 
-    def contact_failed(self, addresses: Sequence[str], now: float) -> list[Effect]:
+    def contact_failed(self, addresses: Sequence[str], now: float) -> None:
         """No peer answered at these addresses (exactly those of the `Contact`)."""
         self.contacts.failed(addresses, now)
-        return []
 
     def connection_lost(self, peer_id: PeerId, now: float) -> list[Effect]:
         """A connection to the peer failed: no verdict, but a reason to probe it at once."""
@@ -291,41 +288,43 @@ class Housekeeping:
         return effects
 
     def _work(self, now: float) -> list[Effect]:
-        for state in self._membership.expire(now):
-            self._state.partitions.drop(state.member)
-            record = None if state.leaving or self._membership.others() else state.record
+        state = self._state
+        for gone in self._membership.expire(now):
+            state.partitions.drop(gone.member)
+            record = None if gone.leaving or self._membership.others() else gone.record
             if record is not None:
                 # Without this a peer that was cut off for long would stay alone for good.
-                self._state.contacts.add(record.control, state.peer_id, bootstrap=False, in_book=True)
-        self._state.directory.expire_words(now)
-        if self._state.partitions.housekeep(now, agreed=self._state.exchanges.agreed):
-            self._state.own_record.changed()
-        self._state.knowledge.table.follows_logs = self._state.partitions.mode.follows_logs
-        self._state.knowledge.table.logs_are_read = self._state.partitions.current.logs_are_read
-        self._state.knowledge.table.read_anew()
+                state.contacts.add(record.control, gone.peer_id, bootstrap=False, in_book=True)
+        state.directory.expire_words(now)
+        if state.partitions.housekeep(now, agreed=state.exchanges.agreed):
+            state.own_record.changed()
+        state.knowledge.table.follows_logs = state.partitions.mode.follows_logs
+        state.knowledge.table.logs_are_read = state.partitions.current.logs_are_read
+        state.knowledge.table.read_anew()
         overdue = [member for member, due in self._forget_at.items() if due <= now]
         if overdue:  # a dictionary that was large once stays so: a smaller one takes its place
             self._forget_at = {m: due for m, due in self._forget_at.items() if due > now}
         for member in overdue:
-            self._state.partitions.drop(member)
+            state.partitions.drop(member)
         # No other member, none that was, and no address to try.
-        alone = self._state.contacts.is_empty and len(self._membership) == 1
-        self._state.floors.housekeep(now, alone=alone, members=self._membership.others())
-        for peer_id in self._state.peer_ids(self._state.floors.take_to_ask(now)):
+        alone = state.contacts.is_empty and len(self._membership) == 1
+        state.floors.housekeep(now, alone=alone, members=self._membership.others())
+        for peer_id in state.peer_ids(state.floors.take_to_ask(now)):
             if self._membership.is_live(peer_id):
-                self._state.exchanges.want(peer_id)
-        self._state.questions.give_up_lost(now)
+                state.exchanges.want(peer_id)
+        state.questions.give_up_lost(now)
         self._vouch(now)
         return [*self._doubt_the_late(now), *self._fetch_snapshots(now)]
 
     def _vouch(self, now: float) -> None:
         """Let clients answer from the table by themselves for a while, or not."""
-        if self._state.published is None:
+        published = self._state.published
+        if published is None:
             return
         if self._state.partitions.mode.phase is Phase.FULL:
-            self._state.published.vouch(now, self._state.time.newest_accepted(now))
+            published.vouch(now, self._state.time.newest_accepted(now))
         else:
-            self._state.published.withdraw()
+            published.withdraw()
 
     def _doubt_the_late(self, now: float) -> list[Ask]:
         patience = (

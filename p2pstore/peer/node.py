@@ -123,7 +123,7 @@ class Node:
         self._waiting: dict[int, trio.Event] = {}
         self._nap = trio.CancelScope()
         """Sleeps until the next tick."""
-        self._tick_due = float("inf")
+        self._tick_due = math.inf
         self._checkpoints_version: tuple[int, int, int] | None = None
         self._checkpoint_news = trio.Event()
         self._pins_version = 0

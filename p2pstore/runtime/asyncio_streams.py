@@ -251,6 +251,6 @@ async def _resolve(host: str, port: int) -> list[Any]:
 
 async def _connect(sock: socket.socket, address: Any) -> None:
     async def writable(sock: socket.socket) -> None:
-        await _Wait(sock.fileno(), writable=True).ready(float("inf"))
+        await _Wait(sock.fileno(), writable=True).ready(math.inf)
 
     await connect_nonblocking(sock, address, asyncio.sleep, writable)

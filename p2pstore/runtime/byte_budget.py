@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
 
+from p2pstore.objects import MIB
+
 Key = TypeVar("Key")
-MIB: Final = 1024 * 1024
 LIMIT_BYTES: Final = 48 * MIB
 """With what the allocator adds the process grows by 64 MiB or so."""
 SHARE_BYTES: Final = LIMIT_BYTES // 4

@@ -24,13 +24,13 @@ from operator import not_
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.objects import KIB
+from p2pstore.objects import KIB, MIB
 from p2pstore.runtime.flow import Flow
 
 T = TypeVar("T")
 BytesLike = bytes | bytearray | memoryview
 
-SEND_PIECE_BYTES: Final = 2 * 1024 * 1024
+SEND_PIECE_BYTES: Final = 2 * MIB
 """Largest single send, and what is moved between two turns of an event loop: one send of 64 MiB would hold it for
 20 ms, and turns cost a server CPU time."""
 MAX_GATHER: Final = 512

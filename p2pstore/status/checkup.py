@@ -6,6 +6,7 @@ A cluster may have thousands of members. Figures come from each `MemberState`; r
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -267,7 +268,7 @@ def versions_of(members: Sequence[MemberState]) -> list[str]:
 
 def _ago(then: float, now: float) -> float | None:
     """None for minus infinity: as long as this peer knows."""
-    return None if then == float("-inf") else round(max(0.0, now - then), 1)
+    return None if then == -math.inf else round(max(0.0, now - then), 1)
 
 
 MAX_CHECKPOINTS: Final = 20

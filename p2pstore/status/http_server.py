@@ -24,6 +24,7 @@ import trio
 from p2pstore.access.crowding import Strangers
 from p2pstore.addresses import is_wildcard, join_address, split_address
 from p2pstore.errors import ConfigError
+from p2pstore.objects import MIB
 from p2pstore.runtime.trio_streams import Accepting
 
 logger = logging.getLogger("p2pstore.peer")
@@ -31,7 +32,7 @@ logger = logging.getLogger("p2pstore.peer")
 REQUEST_SECONDS: Final = 5.0
 """For a whole request and its answer."""
 MAX_REQUEST_BYTES: Final = 8192
-MAX_BODY_BYTES: Final = 1 << 20
+MAX_BODY_BYTES: Final = MIB
 IDLE_SECONDS: Final = 60.0
 """Of a connection between two queries."""
 MAX_CONNECTIONS: Final = 64

@@ -6,6 +6,7 @@ the namespaces that were used first.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -348,7 +349,7 @@ class SlowOperations:
         """How many there were, those that have left the ring included."""
         self._ring: deque[SlowOperation] = deque(maxlen=entries)
         self._under_way: dict[bytes, list[Watched]] = {}
-        self._log_at = float("-inf")
+        self._log_at = -math.inf
         self._unlogged = 0
 
     def begin(self, digests: Sequence[bytes], now: float, *, may_wait_seconds: float = 0.0) -> Watched:
@@ -436,7 +437,7 @@ def _described(stage: Stage) -> str:
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    total, end = 0.0, float("-inf")
+    total, end = 0.0, -math.inf
     for start, stop in sorted(intervals):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)

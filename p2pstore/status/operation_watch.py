@@ -85,9 +85,7 @@ class PeerWatch:
         """A request was not answered at once."""
         wait_ms = getattr(message, "wait_ms", 0)
         may_wait_seconds = math.inf if kind in TAKE_THEIR_TIME else max(0, wait_ms) / 1000
-        return self.slow.begin(
-            _digests_of(kind, message), time.monotonic(), may_wait_seconds=may_wait_seconds
-        )
+        return self.slow.begin(_digests_of(message), time.monotonic(), may_wait_seconds=may_wait_seconds)
 
     def answered(
         self,
@@ -120,7 +118,7 @@ class PeerWatch:
         count = len(keys)
         key = keys[0] if keys else ""
         if not keys:
-            digests = _digests_of(kind, message)
+            digests = _digests_of(message)
             count = len(getattr(message, "digests", b"")) // DIGEST_BYTES or len(digests)
             said = getattr(message, "key", "")
             key = self._key_text(digests[0], said, client.namespace) if digests else ""
@@ -361,7 +359,7 @@ def _split(packed: bytes, limit: int = 1 << 20) -> list[bytes]:
     return split_digests(packed[: min(len(packed) // DIGEST_BYTES, limit) * DIGEST_BYTES])
 
 
-def _digests_of(kind: LocalKind, message: Message) -> list[bytes]:
+def _digests_of(message: Message) -> list[bytes]:
     """The first keys that a client's request is about."""
     if isinstance(message, local.Replicate):
         return [message.digest]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS, counted
+from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS, counted, listed
 from p2pstore.status.doctor.finding import MAX_TEXT_LETTERS, Finding, Status, broken, shown, warning
 from p2pstore.status.doctor.network_rules import judge_ssd
 
@@ -137,7 +137,7 @@ def _clock(facts: Facts) -> Iterator[Finding]:
     if wrong := peer["wrong_clocks"]:
         cause = "it differs from this machine's and most others' by over 10 s; what is stamped too far ahead is refused"
         cure = "set it right on that machine (`timedatectl`, `chronyc tracking`)"
-        yield warning("other clocks", f"The clock of {_names(wrong, len(wrong))} is wrong", cause, cure)
+        yield warning("other clocks", f"The clock of {listed(wrong, MAX_NAMES)} is wrong", cause, cure)
     if peer["clock_problem"]:
         cause = peer["clock_problem"]
         cure = "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)"
@@ -185,7 +185,7 @@ def _members(facts: Facts) -> Iterator[Finding]:
         cure = "ask another peer's page; on this machine, `mooncake-p2p doctor --peer HOST:PORT` checks the way"
         yield broken("members", what, cause, cure)
     elif facts.dead_count:
-        names = _names(facts.dead, facts.dead_count)
+        names = listed(facts.dead, MAX_NAMES, facts.dead_count)
         what = f"{counted(facts.dead_count, 'member is', 'members are')} dead: {names}"
         cause = "ended without leaving, or cut off; objects that no other peer held cannot be read until it is back"
         cure = (
@@ -193,7 +193,7 @@ def _members(facts: Facts) -> Iterator[Finding]:
         )
         yield warning("members", what, cause, cure)
     if facts.suspect_count:
-        names = _names(facts.suspect, facts.suspect_count)
+        names = listed(facts.suspect, MAX_NAMES, facts.suspect_count)
         what = f"{counted(facts.suspect_count, 'member does', 'members do')} not answer: {names}"
         cause = "others are asked whether it is dead; that takes some seconds"
         cure = "wait; if it comes again and again, its machine or the network loses packets or stalls"
@@ -203,7 +203,7 @@ def _members(facts: Facts) -> Iterator[Finding]:
         cure = "make two clusters of it (`--cluster`)"
         yield broken("members", f"{refused:,} members were left out", cause, cure)
     if len(facts.versions) > 1:
-        what = f"Members run different versions: {_names(facts.versions, len(facts.versions))}"
+        what = f"Members run different versions: {listed(facts.versions, MAX_NAMES)}"
         cause = "an upgrade is under way, or stopped half-way"
         cure = "neighbouring versions work together; upgrade the older ones"
         yield warning("versions", what, cause, cure)
@@ -250,7 +250,7 @@ def _floors(facts: Facts) -> Iterator[Finding]:
         cause = "more keys are removed and overwritten than all peers can confirm to have heard of"
         cure = "wait, or remove less; whole namespaces are removed by one `mooncake-p2p flush`"
         if waited_for:
-            cause = f"{_names(waited_for, len(waited_for))} did not confirm to have heard of them"
+            cause = f"{listed(waited_for, MAX_NAMES)} did not confirm to have heard of them"
             cure = (
                 "look at their clocks, load and version; living ones are waited for ten minutes, and an hour where "
                 "most members are gone"
@@ -258,7 +258,7 @@ def _floors(facts: Facts) -> Iterator[Finding]:
         what = f"Removals are slowed down: {used / 10:.0f} % of the room to remember them is used"
         yield warning("removals", what, cause, cure)
     if disbelieved := facts.peer["floors_disbelieved"]:
-        names = _names(disbelieved, len(disbelieved))
+        names = listed(disbelieved, MAX_NAMES)
         yield warning(
             "removals",
             f"{names} forgot removals of which this peer has not heard",
@@ -320,7 +320,7 @@ def _checkpoints(facts: Facts) -> Iterator[Finding]:
     for failed in facts.failed_checkpoints:
         by_name.setdefault(failed.name, []).append(failed)
     for name, members in by_name.items():
-        names = _names([each.member for each in members], len(members))
+        names = listed([each.member for each in members], MAX_NAMES)
         what = f"Checkpoint {name} failed on {counted(len(members), 'member')}: {names}"
         cause = members[0].why or "it does not say why"
         cure = "mend that on the member's machine and fetch again: what is there already is kept"
@@ -366,11 +366,6 @@ _JUDGES: Final = (
 
 def _were(number: int) -> str:
     return "was" if number == 1 else "were"
-
-
-def _names(names: Sequence[str], count: int) -> str:
-    listed = ", ".join(names[:MAX_NAMES])
-    return listed if count <= MAX_NAMES else f"{listed} and {count - MAX_NAMES:,} more"
 
 
 def _lately(facts: Facts) -> str:

@@ -43,7 +43,8 @@ def lose(reader: Peer, owner: Peer) -> None:
     """The reader's view is not what its owner signed."""
     directory, gossip = reader.node.core.gossip.directory, owner.node.core.gossip
     wrong = replace(gossip.log.head, set_hash=1)
-    assert not directory.observe_head(gossip.member, gossip.incarnation, wrong)
+    directory.observe_head(gossip.member, gossip.incarnation, wrong)
+    assert directory.diverged(gossip.member)
     directory.observe_head(gossip.member, gossip.incarnation, gossip.log.head)
 
 

@@ -434,11 +434,10 @@ async def control_replies(victim: Victim, rng: Random, sent: Sent) -> None:
                 reply: Message | None = None
                 with suppress(LinkError), trio.move_on_after(0.05):
                     reply = await asking.ask(kind, request)
-                node.control.take(
-                    lambda asked=asked, reply=reply: node.core.gossip.answered(  # type: ignore[misc]
-                        asked.token, reply, node.now
-                    )
-                )
+                with suppress(ProtocolError):
+                    for effect in node.core.gossip.answered(asked.token, reply, node.now):
+                        node.core.emit(effect)
+                node.process()
             nursery.cancel_scope.cancel()
 
     with closing(ours.stream), closing(theirs.stream):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
@@ -50,14 +50,12 @@ class FakeGossip:
     def others(self) -> list[PeerId]:
         return list(self.members)
 
-    def contacted(self, peer_id: PeerId, addresses: Sequence[str], now: float) -> list[Any]:
+    def contacted(self, peer_id: PeerId, addresses: Sequence[str], now: float) -> None:
         self.members[peer_id] = Known()
         self.met.append((peer_id, tuple(addresses)))
-        return []
 
-    def contact_failed(self, addresses: Sequence[str], now: float) -> list[Any]:
+    def contact_failed(self, addresses: Sequence[str], now: float) -> None:
         self.failed.append(tuple(addresses))
-        return []
 
 
 @dataclass
@@ -92,13 +90,10 @@ class Net:
         return self.records
 
     def joining(self, *bootstrap: str) -> Joining:
-        def take(step: Callable[[], Sequence[Any]]) -> None:
-            step()
-
         return Joining(
             cast(Gossip, self.gossip),
             bootstrap,
-            take=take,
+            process=lambda: None,
             now=trio.current_time,
             rng=Random(1),
             settled=self.settled,

@@ -38,7 +38,7 @@ from p2pstore.checkpoint.content.pieces import (
     pieces_in,
 )
 from p2pstore.errors import CheckpointRefused, ProtocolError
-from p2pstore.objects import check_checkpoint_name, format_peer_id
+from p2pstore.objects import check_checkpoint_name, format_peer_id, listed
 from p2pstore.wire import Message, Signer, Verifier, decode_body, encode_body
 
 MANIFEST_FORMAT: Final = 1
@@ -383,12 +383,8 @@ def choose_files(
         number for number, file in enumerate(manifest.files) if is_chosen(file.path, include, exclude)
     )
     if not chosen:
-        named = ", ".join(repr(file.path) for file in manifest.files[:NAMED_FILES])
-        more = len(manifest.files) - NAMED_FILES
-        raise ValueError(
-            f"no file of checkpoint {manifest.name!r} matches; it has {named}"
-            + (f" and {more:,} more" if more > 0 else "")
-        )
+        named = listed([repr(file.path) for file in manifest.files], NAMED_FILES)
+        raise ValueError(f"no file of checkpoint {manifest.name!r} matches; it has {named}")
     return None if len(chosen) == len(manifest.files) else chosen
 
 
@@ -418,6 +414,4 @@ def nearest(wanted: str, known: Collection[str]) -> str:
         return f"; nearest: {', '.join(map(repr, shown))}"
     if not known:
         return "; there is none at all"
-    shown = sorted(known)[:NEAREST]
-    more = len(known) - len(shown)
-    return f"; there are {', '.join(map(repr, shown))}" + (f" and {more:,} more" if more else "")
+    return f"; there are {listed(list(map(repr, sorted(known))), NEAREST)}"

@@ -45,6 +45,7 @@ from p2pstore.checkpoint.content.safetensors import (
     read_weight_map,
 )
 from p2pstore.errors import CheckpointChanged, CheckpointRefused
+from p2pstore.objects import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class SourceFile:
 
 
 class PublishedFiles(ABC):
-    """Published files."""
+    """Files to be published, in a directory or in memory, read where they are."""
 
     files: list[SourceFile]
     total_bytes: int
@@ -294,9 +295,9 @@ def inspect(source: SourceDirectory, include: Sequence[str], exclude: Sequence[s
     paths = {file.path for file in source.files}
     notes = []
     if source.left_out:
-        notes.append(f"left out, as it belongs to a download: {_some(source.left_out)}")
+        notes.append(f"left out, as it belongs to a download: {listed(source.left_out, NAMED)}")
     if source.empty_folders:
-        notes.append(f"empty folders are left out: {_some(source.empty_folders)}")
+        notes.append(f"empty folders are left out: {listed(source.empty_folders, NAMED)}")
     for pattern in unmatched(paths, include):
         if not WILDCARDS & set(pattern):
             raise CheckpointRefused(
@@ -355,11 +356,11 @@ def _check_index(source: SourceDirectory, file: SourceFile, paths: set[str]) -> 
     absent = sorted(named - paths - {*source.excluded, *source.not_included})
     if absent:
         raise CheckpointRefused(
-            f"{source.root}: {file.path} names {_some(absent)}, and there is no such file{_why(source, absent[0])}; "
-            f"complete the directory, or leave out the index (--exclude {file.path!r})"
+            f"{source.root}: {file.path} names {listed(absent, NAMED)}, and there is no such file"
+            f"{_why(source, absent[0])}; complete the directory, or leave out the index (--exclude {file.path!r})"
         )
     if missing:
-        yield f"{file.path} names {_some(missing)}, which --include and --exclude leave out"
+        yield f"{file.path} names {listed(missing, NAMED)}, which --include and --exclude leave out"
 
 
 def _why(source: SourceDirectory, absent: str) -> str:
@@ -370,11 +371,6 @@ def _why(source: SourceDirectory, absent: str) -> str:
     if any((source.root / HUB_DOWNLOADS).glob("**/*.incomplete")):
         return f" (a download is not finished, by {HUB_DOWNLOADS})"
     return " (perhaps the download or copy was not finished, or chose other files)"
-
-
-def _some(paths: Sequence[str]) -> str:
-    more = len(paths) - NAMED
-    return ", ".join(paths[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _read(place: Path, count: int) -> bytes:

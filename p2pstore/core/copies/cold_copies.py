@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from p2pstore.core.own_objects import location_on_ssd
+from p2pstore.core.own_objects import location_of
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import Version
@@ -102,11 +102,13 @@ class ColdCopies:
         self._expiring: list[tuple[int, bytes, Version]] = []
         """A heap of objects on the SSD alone, by their expiry (Unix milliseconds)."""
 
+    def stored(self, digest: bytes) -> ColdEntry | None:
+        """The object that lies on the SSD, whether it may be served or not."""
+        return None if self.store is None else self.store.find(digest)
+
     def find(self, digest: bytes, now: float) -> ColdEntry | None:
         """The object on the SSD, if it may be served."""
-        if self.store is None:
-            return None
-        entry = self.store.find(digest)
+        entry = self.stored(digest)
         if entry is None or 0 < entry.expires_unix_ms <= self._core.unix(now) * 1000:
             return None
         namespace = self._core.namespace_digest(entry.namespace)
@@ -205,7 +207,7 @@ class ColdCopies:
 
     def set_expiry(self, digest: bytes, version: Version, expires_unix_ms: int, now: float) -> bool:
         """Change when the version on the SSD ends, whether it is in memory as well or not. Whether it is there."""
-        cold = None if self.store is None else self.store.find(digest)
+        cold = self.stored(digest)
         if self.store is None or cold is None or cold.version != version:
             return False
         self.store.set_care(
@@ -217,21 +219,19 @@ class ColdCopies:
             expires_unix_ms=expires_unix_ms,
         )
         if digest not in self._core.segment.digests():
-            self._hold(self.store.find(digest) or cold, now)
+            self._hold(self.stored(digest) or cold, now)
         return True
 
     def _set_care(self, cold: ColdEntry, pin: int, replicas: int, soft: bool, now: float) -> None:
         """Announce what is on the SSD alone, as it is kept from now on."""
         assert self.store is not None
         self.store.set_care(cold.digest, cold.version, pin=pin, replicas=replicas, soft=soft)
-        self._hold(self.store.find(cold.digest) or cold, now)
+        self._hold(self.stored(cold.digest) or cold, now)
 
     def came_to_memory(self, entry: ObjectEntry) -> None:
         """An object was published in memory: older versions are of no use any more."""
-        if self.store is None:
-            return
-        cold = self.store.find(entry.digest)
-        if cold is None:
+        cold = self.stored(entry.digest)
+        if self.store is None or cold is None:
             return
         if cold.version == entry.version:
             self._core.segment.objects.set_on_ssd(entry, True)
@@ -276,7 +276,7 @@ class ColdCopies:
             self._hold(cold, now)
 
     def _hold(self, cold: ColdEntry, now: float) -> None:
-        self._core.gossip.hold(location_on_ssd(cold), now)
+        self._core.gossip.hold(location_of(cold), now)
         timer = cold.expires_unix_ms, cold.digest, cold.version
         if cold.expires_unix_ms and timer not in self._timed:
             self._timed.add(timer)
@@ -291,7 +291,7 @@ class ColdCopies:
             timer = heapq.heappop(self._expiring)
             self._timed.remove(timer)
             _, digest, version = timer
-            cold = None if self.store is None else self.store.find(digest)
+            cold = self.stored(digest)
             if cold is None or 0 < cold.expires_unix_ms <= unix_ms:  # else it has another end now
                 self.discard(digest, version, now)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -34,8 +35,8 @@ class WriteBack:
         self._core = core
         self._under_way = 0
         self._under_way_bytes = 0
-        self.due_at = float("inf")
-        self._last_step = float("-inf")
+        self.due_at = math.inf
+        self._last_step = -math.inf
 
     @property
     def _wanted_bytes(self) -> int:
@@ -53,7 +54,7 @@ class WriteBack:
     def tick(self, now: float) -> None:
         if now < self.due_at:
             return
-        self.due_at, self._last_step = float("inf"), now
+        self.due_at, self._last_step = math.inf, now
         for entry in self._choose(self._core.unix(now)):
             self._core.segment.references.acquire_unused(entry)
             self._under_way += 1

@@ -116,7 +116,7 @@ class LookupOperation(Operation):
         """Whether all homes were asked at once, so that no answer alone says that a key is nowhere."""
         self._homes: set[PeerId] = set()
         self._retry_seconds = WAIT_FIRST_RETRY_SECONDS
-        self._ask_again_at = float("inf")
+        self._ask_again_at = math.inf
         self._wait_until = 0.0
         self._missed: dict[bytes, _Sought] = {}
         self._doubtful: dict[int, list[KnownCopy]] = {}
@@ -335,7 +335,7 @@ class LookupOperation(Operation):
             self._collected = []
             self._collect(now)
             return
-        next_ask = float("inf") if needs_answers else self._ask_again_at
+        next_ask = math.inf if needs_answers else self._ask_again_at
         hedges = (question.hedge_at for question in self.asked.values())
         self.set_alarm(min(next_ask, until if now < until else math.inf, *hedges))
 

@@ -33,11 +33,11 @@ from p2pstore.gossip.floors.floor_set import (
 from p2pstore.gossip.gossip_messages import CLUSTER_BUCKETS, CLUSTER_CELLS
 from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, Member, SignedRecord
-from p2pstore.objects import clock_from_unix_seconds
+from p2pstore.objects import MIB, clock_from_unix_seconds
 from p2pstore.runtime.stepping import Steps, run_through
 
 MAX_OTHER_RECORDS: Final = 10_000
-MAX_OTHER_BYTES: Final = 16 * 1024 * 1024
+MAX_OTHER_BYTES: Final = 16 * MIB
 PURGE_STEP: Final = 500
 """Keys of floors looked at in one step: 3 ms when each has a record of its own."""
 CELLS_PER_STEP: Final = 64

@@ -39,11 +39,11 @@ from p2pstore.gossip.records import (
     member_of,
     read_cluster_record,
 )
-from p2pstore.objects import DIGEST_BYTES, ZERO_VERSION, Version, clock_from_unix_seconds
+from p2pstore.objects import DIGEST_BYTES, MIB, ZERO_VERSION, Version, clock_from_unix_seconds
 
 DEFAULT_LIMIT: Final = 500_000
 """Keys of floors. They take 30 MiB when they come in batches."""
-DEFAULT_LIMIT_BYTES: Final = 64 * 1024 * 1024
+DEFAULT_LIMIT_BYTES: Final = 64 * MIB
 DEFAULT_KEPT_SECONDS: Final = 600.0
 RECORD_BYTES: Final = 400
 """Memory of a record beside its body, and of a key beside its record: measured, CPython 3.11, x86-64."""
@@ -251,15 +251,14 @@ class FloorSet:
         if not self._records_of[floor.signer]:
             del self._records_of[floor.signer], self._names[floor.signer]
 
-    def raise_horizon(self, stamps: Mapping[Member, int]) -> bool:
-        """Floors up to these stamps are gone, here or elsewhere. Whether that was new."""
+    def raise_horizon(self, stamps: Mapping[Member, int]) -> None:
+        """Floors up to these stamps are gone, here or elsewhere."""
         if not raise_stamps(self.horizon, stamps):
-            return False
+            return
         self._horizon_changed()
         self._in_minute, self._looked_at = [], 0
         last = self.compacted_before >> MINUTE_BITS
         self._to_purge = sorted((m for m in self._minutes if m <= last), reverse=True)
-        return True
 
     def lower_horizon(self, limit: int, by: int) -> None:
         """Lower stamps above `limit`, which no other peer can have taken in: the clock that made them was fast by

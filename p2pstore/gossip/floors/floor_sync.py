@@ -189,9 +189,9 @@ class FloorSync(FloorCompaction):
             count = Showing(len(showing), steady, apart)
             if stale or self.quorum.believes(count, now, costs=costs):
                 del self._offers[sender]
-                self._adopt(offer.stamps, [each.member for each in showing], now)
+                self._adopt(offer.stamps, [each.member for each in showing])
 
-    def _adopt(self, stamps: Stamps, by: list[Member], now: float) -> None:
+    def _adopt(self, stamps: Stamps, by: list[Member]) -> None:
         """Take over a horizon, and note what is to be distrusted for that."""
         unseen = self._unseen(stamps)
         if self.quorum.fresh:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy
+import numpy as np
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import LocationIndex
@@ -261,10 +261,10 @@ class PartitionSets:
 
     def _sort(self) -> None:
         packed = self._log.snapshot()
-        first = numpy.frombuffer(packed, numpy.uint8).reshape(-1, LOCATION_BYTES)[:, :2]
-        words = numpy.ascontiguousarray(first).view(">u2").ravel()
-        partitions = (words >> (16 - _PARTITION_BITS)).astype(numpy.uint16)
-        order = numpy.argsort(partitions, kind="stable")
-        self._sorted = numpy.frombuffer(packed, WHOLE)[order].tobytes()
-        bounds = numpy.searchsorted(partitions[order], numpy.arange(PARTITION_COUNT + 1))
+        first = np.frombuffer(packed, np.uint8).reshape(-1, LOCATION_BYTES)[:, :2]
+        words = np.ascontiguousarray(first).view(">u2").ravel()
+        partitions = (words >> (16 - _PARTITION_BITS)).astype(np.uint16)
+        order = np.argsort(partitions, kind="stable")
+        self._sorted = np.frombuffer(packed, WHOLE)[order].tobytes()
+        bounds = np.searchsorted(partitions[order], np.arange(PARTITION_COUNT + 1))
         self._begins = bounds.tolist()

@@ -8,11 +8,12 @@ what it does not know is nowhere, when it has a view of every live owner, and he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy
+import numpy as np
 
 from p2pstore.gossip.homes.home_updates import MAX_SET_RECORDS, CheckedUpdate
 from p2pstore.gossip.homes.partition_homes import PartitionConfig
@@ -34,7 +35,7 @@ SWEPT_FOR_EACH: Final = 2
 class _Owner:
     incarnation: int
     hidden: bool = False
-    vouched_until: float = float("inf")
+    vouched_until: float = math.inf
     partitions: set[int] = field(default_factory=set)
     records: int = 0
     """In all its views."""
@@ -173,8 +174,8 @@ class HomeViews:
             if whole.records:
                 rows = digests_of(whole.records)
                 queries = self._index.table.find_many(b"".join(rows)).queries
-                counts = numpy.bincount(queries, minlength=len(rows))
-                found += [rows[place] for place in numpy.flatnonzero(counts > 1).tolist()]
+                counts = np.bincount(queries, minlength=len(rows))
+                found += [rows[place] for place in np.flatnonzero(counts > 1).tolist()]
         return found
 
     def complete(
@@ -204,7 +205,7 @@ class HomeViews:
         """The owner is believed dead. What it says once it is back must show that nothing was missed."""
         known = self._set_hidden(owner, True)
         if known is not None:
-            known.vouched_until = -float("inf")
+            known.vouched_until = -math.inf
             self._changes += 1
 
     def show(self, owner: Member) -> None:

@@ -19,12 +19,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
 from weakref import WeakValueDictionary
 
-import numpy
+import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
 from p2pstore.gossip.records import PARTITION_COUNT, Member
+from p2pstore.objects import MIB
 
 HOME_COUNT: Final = 3
 CANDIDATES: Final = 32
@@ -40,9 +41,9 @@ ROOM: Final = 1.25
 PAIRS_AT_ONCE: Final = 2048
 """Most are never looked at: the heaviest find homes for all partitions."""
 
-Words = NDArray[numpy.uint64]
+Words = NDArray[np.uint64]
 
-_OFFSETS: Final[Words] = numpy.arange(1, PARTITION_COUNT + 1, dtype=numpy.uint64) * numpy.uint64(
+_OFFSETS: Final[Words] = np.arange(1, PARTITION_COUNT + 1, dtype=np.uint64) * np.uint64(
     0x9E3779B97F4A7C15
 )
 
@@ -66,7 +67,7 @@ class PartitionConfig:
     push_retry_seconds: float = 0.05
     push_longest_retry_seconds: float = 2.0
     syncs_per_second: float = 200.0
-    sync_bytes_per_second: float = 8.0 * 1024 * 1024
+    sync_bytes_per_second: float = 8.0 * MIB
     """How fast whole partitions go to homes that are new."""
     sync_spread_seconds: float = 0.002
     """For each member: within what time after a change the owners begin with that."""
@@ -92,24 +93,24 @@ def rank(digest: bytes, members: Iterable[Member]) -> list[Member]:
     return sorted(members, key=lambda member: weight(member, digest), reverse=True)
 
 
-def weights_of(members: Words, partitions: NDArray[numpy.intp]) -> Words:
+def weights_of(members: Words, partitions: NDArray[np.intp]) -> Words:
     """A row for each of these partitions, a column for each member."""
     mixed: Words = members[None, :] ^ _OFFSETS[partitions, None]
-    mixed ^= mixed >> numpy.uint64(30)
-    mixed *= numpy.uint64(_FIRST)
-    mixed ^= mixed >> numpy.uint64(27)
-    mixed *= numpy.uint64(_SECOND)
-    mixed ^= mixed >> numpy.uint64(31)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(_FIRST)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(_SECOND)
+    mixed ^= mixed >> np.uint64(31)
     return mixed
 
 
 def _members_of(weights: Words) -> Words:
     """The members with these weights: a row for each partition. 0 where the weight is 0."""
-    mixed: Words = weights ^ (weights >> numpy.uint64(31)) ^ (weights >> numpy.uint64(62))
-    mixed *= numpy.uint64(_UNDO_SECOND)
-    mixed ^= (mixed >> numpy.uint64(27)) ^ (mixed >> numpy.uint64(54))
-    mixed *= numpy.uint64(_UNDO_FIRST)
-    mixed ^= (mixed >> numpy.uint64(30)) ^ (mixed >> numpy.uint64(60))
+    mixed: Words = weights ^ (weights >> np.uint64(31)) ^ (weights >> np.uint64(62))
+    mixed *= np.uint64(_UNDO_SECOND)
+    mixed ^= (mixed >> np.uint64(27)) ^ (mixed >> np.uint64(54))
+    mixed *= np.uint64(_UNDO_FIRST)
+    mixed ^= (mixed >> np.uint64(30)) ^ (mixed >> np.uint64(60))
     mixed ^= _OFFSETS[:, None]
     mixed[weights == 0] = 0
     return mixed
@@ -149,7 +150,7 @@ class HomeTable:
         """The partitions whose homes are not the same, in the same order, in both tables."""
         rows = max(len(self._chosen), len(other._chosen))
         unlike = _with_rows(self._chosen, rows) != _with_rows(other._chosen, rows)
-        return [int(partition) for partition in numpy.nonzero(unlike.any(axis=0))[0]]
+        return [int(partition) for partition in np.nonzero(unlike.any(axis=0))[0]]
 
     def changed(self, members: frozenset[Member]) -> HomeTable:
         """The table for these members, made from this one. O(1,024) for each that joined, and O(members) for each
@@ -166,40 +167,40 @@ class HomeTable:
         width = min(CANDIDATES + SPARE, len(members))
         weights = self._weights.copy()
         if left:
-            weights[numpy.isin(_members_of(weights), _words(left))] = 0
+            weights[np.isin(_members_of(weights), _words(left))] = 0
             weights.sort(axis=1)
         stayed = len(members) - len(joined)
         weights = _with(weights, _words(joined), _EVERY, _lowest(weights, stayed), width)
-        counts = numpy.count_nonzero(weights, axis=1)
-        lacking = numpy.nonzero(counts < min(CANDIDATES, len(members)))[0]
+        counts = np.count_nonzero(weights, axis=1)
+        lacking = np.nonzero(counts < min(CANDIDATES, len(members)))[0]
         if lacking.size:
-            nobody = numpy.zeros((lacking.size, 0), numpy.uint64)
+            nobody = np.zeros((lacking.size, 0), np.uint64)
             weights[lacking] = _with(nobody, _words(members), lacking, _lowest(nobody, 0), width)
         return HomeTable(members, weights)
 
 
 def _lowest(weights: Words, member_count: int) -> Words:
     """The weight above which a member belongs in each row: that of its last one; none where the row has all members."""
-    counts = numpy.count_nonzero(weights, axis=1)
+    counts = np.count_nonzero(weights, axis=1)
     if not member_count:
-        return numpy.zeros(len(weights), numpy.uint64)
+        return np.zeros(len(weights), np.uint64)
     width = weights.shape[1]
-    last = weights[numpy.arange(len(weights)), numpy.minimum(width - counts, width - 1)]
-    return numpy.where(counts == member_count, numpy.uint64(0), last)
+    last = weights[np.arange(len(weights)), np.minimum(width - counts, width - 1)]
+    return np.where(counts == member_count, np.uint64(0), last)
 
 
 def _with_rows(table: Words, rows: int) -> Words:
     """A copy with at least `rows` rows."""
-    more = numpy.zeros((max(0, rows - len(table)), PARTITION_COUNT), numpy.uint64)
-    return numpy.concatenate([table, more])
+    more = np.zeros((max(0, rows - len(table)), PARTITION_COUNT), np.uint64)
+    return np.concatenate([table, more])
 
 
 def _words(members: Iterable[Member]) -> Words:
-    return numpy.fromiter(members, dtype=numpy.uint64)
+    return np.fromiter(members, dtype=np.uint64)
 
 
 def _with(
-    weights: Words, members: Words, partitions: NDArray[numpy.intp], above: Words, width: int
+    weights: Words, members: Words, partitions: NDArray[np.intp], above: Words, width: int
 ) -> Words:
     """The rows of these partitions, `width` weights wide, when these members compete for them as well, each where its
     weight is above the partition's."""
@@ -207,18 +208,18 @@ def _with(
     for start in range(0, len(members), at_once):
         offered = weights_of(members[start : start + at_once], partitions)
         offered[offered <= above[:, None]] = 0
-        weights = numpy.concatenate([weights, offered], axis=1)
+        weights = np.concatenate([weights, offered], axis=1)
         if weights.shape[1] > width:
             weights.partition(weights.shape[1] - width, axis=1)
             weights = weights[:, -width:]
-    missing = numpy.zeros((len(weights), max(0, width - weights.shape[1])), numpy.uint64)
-    weights = numpy.concatenate([missing, weights], axis=1)
+    missing = np.zeros((len(weights), max(0, width - weights.shape[1])), np.uint64)
+    weights = np.concatenate([missing, weights], axis=1)
     weights.sort(axis=1)
     return weights[:, -width:]
 
 
-_EVERY: Final = numpy.arange(PARTITION_COUNT)
-NO_HOMES: Final = HomeTable(frozenset(), numpy.zeros((PARTITION_COUNT, 0), numpy.uint64))
+_EVERY: Final = np.arange(PARTITION_COUNT)
+NO_HOMES: Final = HomeTable(frozenset(), np.zeros((PARTITION_COUNT, 0), np.uint64))
 """The table of a cluster without members, from which others are made."""
 
 _tables: WeakValueDictionary[frozenset[Member], HomeTable] = WeakValueDictionary()
@@ -230,11 +231,11 @@ def table_of(members: Iterable[Member]) -> HomeTable:
     return NO_HOMES.changed(frozenset(members))
 
 
-def places_of(members: Words, member_count: int, needed: int) -> NDArray[numpy.intp]:
+def places_of(members: Words, member_count: int, needed: int) -> NDArray[np.intp]:
     """How many partitions each member may be home to, at least one, when all together have to be `needed` times."""
-    rounding = members.astype(numpy.float64) / 2.0**64
-    places = (ROOM * needed / member_count + rounding).astype(numpy.intp)
-    return numpy.maximum(places, 1)
+    rounding = members.astype(np.float64) / 2.0**64
+    places = (ROOM * needed / member_count + rounding).astype(np.intp)
+    return np.maximum(places, 1)
 
 
 def choose_homes(names: Words, weights: Words, home_count: int, member_count: int) -> Words:
@@ -245,26 +246,26 @@ def choose_homes(names: Words, weights: Words, home_count: int, member_count: in
     if not member_count:
         return best
     needed = best.size
-    members, shares = numpy.unique(best, return_counts=True)
+    members, shares = np.unique(best, return_counts=True)
     if (shares <= places_of(members, member_count, needed)).all():
         return best
     held, missing = _assign(names, weights, len(best), member_count)
-    held |= ~held & (numpy.cumsum(~held, axis=0) <= missing)
-    homes = numpy.zeros_like(best)
-    row, column = numpy.nonzero(held)
-    homes[numpy.cumsum(held, axis=0)[row, column] - 1, column] = names[row, column]
+    held |= ~held & (np.cumsum(~held, axis=0) <= missing)
+    homes = np.zeros_like(best)
+    row, column = np.nonzero(held)
+    homes[np.cumsum(held, axis=0)[row, column] - 1, column] = names[row, column]
     return homes
 
 
 def _assign(
     names: Words, weights: Words, home_count: int, member_count: int
-) -> tuple[NDArray[numpy.bool_], NDArray[numpy.intp]]:
+) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
     depth, partition_count = names.shape
     needed = home_count * partition_count
-    order = numpy.argsort(weights, axis=None)[::-1]
+    order = np.argsort(weights, axis=None)[::-1]
     free: dict[int, int] = {}
     wanted = [home_count] * partition_count
-    held = numpy.zeros(depth * partition_count, numpy.bool_)
+    held = np.zeros(depth * partition_count, np.bool_)
     for start in range(0, order.size, PAIRS_AT_ONCE):
         some = order[start : start + PAIRS_AT_ONCE]
         members = names.ravel()[some]
@@ -280,7 +281,7 @@ def _assign(
                 needed -= 1
         if not needed:
             break
-    return held.reshape(names.shape), numpy.array(wanted, numpy.intp)
+    return held.reshape(names.shape), np.array(wanted, np.intp)
 
 
 DirectorySetting = Literal["auto", "full", "partitioned"]

@@ -80,7 +80,6 @@ class _Side:
         self.software = software
         self.version = 0
         """The negotiated protocol version, once known."""
-        self.their_software = ""
         self.admitted = False
         self.key_id = b""
         """The key with which the other side proved that it belongs here, once it has."""
@@ -169,7 +168,6 @@ class Opener(_Side):
                 f"{format_peer_id(self.peer_id)} does not prove that it is a member: readers talk to members only, and "
                 "a reader's file goes with the members' keys it was made from",
             )
-        self.their_software = welcome.software[:MAX_SOFTWARE_LETTERS]
         self.admitted = True
 
     def explained(self, refusal: AdmissionRefused) -> AdmissionRefused:
@@ -220,7 +218,6 @@ class Listener(_Side):
             raise AdmissionRefused(Code.MALFORMED, "a proof before the hello")
         key = self._key(proof.key_id)
         self._check(key, _OPENER, proof.proof, opening=False)
-        self.their_software = proof.software[:MAX_SOFTWARE_LETTERS]
         self.admitted = True
         return Welcome(self.software[:MAX_SOFTWARE_LETTERS], self._signature(proof.key_id))
 

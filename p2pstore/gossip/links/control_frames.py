@@ -11,6 +11,7 @@ import trio
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.gossip.links.admission import AdmissionRefused
+from p2pstore.objects import MIB
 from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
 from p2pstore.wire import (
     CONTROL_LIMITS,
@@ -38,7 +39,7 @@ FRAME_SECONDS: Final = 30.0
 """By when a frame that has begun is whole: 4 MiB at 140 KB/s."""
 
 
-MAX_UNSENT_BYTES: Final = 4 * 1024 * 1024
+MAX_UNSENT_BYTES: Final = 4 * MIB
 """Of frames that wait to be sent on a stream: until there are fewer, no request is answered or made there."""
 
 

@@ -10,12 +10,13 @@ import trio
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.control_frames import nobodys_account, single_error
 from p2pstore.gossip.links.yamux import GOODBYE, Session, StreamState
+from p2pstore.objects import MIB
 from p2pstore.runtime.byte_budget import Account
 from p2pstore.runtime.trio_tasks import wait_room
 
 STRANGER_STREAM_BYTES: Final = 32 * 1024
 """Most bytes that a stream carries before it is admitted."""
-ADMITTED_WINDOW_BYTES: Final = 1024 * 1024
+ADMITTED_WINDOW_BYTES: Final = MIB
 """Unread bytes on a stream that was admitted: 100 MiB/s at a round trip of 10 ms."""
 MAX_REPLY_BYTES: Final = 64 * 1024
 """Bytes that wait to be sent in answer to the other side's frames, before it counts as one that does not read."""

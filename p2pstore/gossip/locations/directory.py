@@ -46,9 +46,9 @@ class Directory(LocationLookups):
         return self.index.record_count - self._staging.done_count - own
 
     @changing
-    def observe_head(self, member: Member, incarnation: int, head: LogHead) -> bool:
-        """Take in the head of a verified record. False when the view was dropped for a wrong hash. A higher incarnation
-        voids all that is known of the member; so does a head of more locations than a peer can hold (`shares`)."""
+    def observe_head(self, member: Member, incarnation: int, head: LogHead) -> None:
+        """Take in the head of a verified record: the view is dropped if its hash is wrong. A higher incarnation voids
+        all that is known of the member; so does a head of more locations than a peer can hold (`shares`)."""
         view = self._views.get(member)
         if view is None:
             view = self.open_view(member, incarnation)
@@ -60,9 +60,8 @@ class Directory(LocationLookups):
             self._refuse(view)
         elif incarnation == view.incarnation and head.sequence >= view.head.sequence:
             view.head = head
-        agrees = self._agrees(view)
+        self._agrees(view)
         self._note_moved(view)
-        return agrees
 
     @changing
     def apply(self, member: Member, incarnation: int, run: SignedRun) -> Applied:

@@ -113,7 +113,7 @@ def judge(aheads: Iterable[float], middle: float | None, *, alone: bool) -> Cloc
     behind = sum(ahead < -MAX_CLOCK_SKEW_SECONDS for ahead in ordered)
     lead = MAX_CLOCK_SKEW_SECONDS
     if alone:
-        lead = float("inf")
+        lead = math.inf
     elif ordered:
         # Among the members that this clock is most ahead of, the one whose refusal makes it half of all.
         lead -= max(0.0, ordered[(count + 1) // 2 - 1])

@@ -199,7 +199,7 @@ class Probing:
             self._end(probe)
         elif now >= probe.due:
             if not probe.asked_others:
-                return self._ask_others(state, probe, self._helpers(probe, neighbours), now)
+                return self._ask_others(state, probe, self._helpers(neighbours), now)
             self._end(probe)
             if state.heard_at < probe.sent_at:
                 # A helper that did not even refuse: perhaps nothing reaches this peer.
@@ -257,7 +257,7 @@ class Probing:
             return None
         return self._membership.dead(self._rng.randrange(dead))
 
-    def _helpers(self, probe: _Probe, neighbours: Collection[PeerId]) -> list[PeerId]:
+    def _helpers(self, neighbours: Collection[PeerId]) -> list[PeerId]:
         """Members to ask for help: neighbours, as they have connections, if they suffice."""
         count = self._config.indirect_probes
         fit = [peer_id for peer_id in neighbours if self._may_help(peer_id)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +16,6 @@ from p2pstore.errors import (
     StoreClosed,
 )
 from p2pstore.gossip.gossip_messages import Ack, Answer, Ask, Contact, ControlKind, Later
-from p2pstore.gossip.gossip_messages import Effect as GossipEffect
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.peer.lifetime.joining import MAX_REPORTED, Joining
@@ -77,7 +75,7 @@ class ControlTraffic:
         self.joining = Joining(
             node.core.gossip,
             node.config.bootstrap,
-            take=self.take,
+            process=node.process,
             now=lambda: node.now,
             rng=rng,
             settled=self.settled,
@@ -117,22 +115,18 @@ class ControlTraffic:
             self.settled.set()
             if effect.kind == ControlKind.PING and isinstance(reply, Ack):
                 self._node.watch.pinged(effect.peer_id, self._node.now - begin)
-        self.take(lambda: self._core.gossip.answered(effect.token, reply, self._node.now))
+        try:
+            for follow_up in self._core.gossip.answered(effect.token, reply, self._node.now):
+                self._core.emit(follow_up)
+        except ProtocolError as error:
+            logger.warning("dropped what a peer sent: %s", error)
+        self._node.process()
         if is_first:  # only now its name is known
             logger.info(
                 "joined through %s",
                 self._core.name_of(effect.peer_id),
                 extra={"event": "joined", "peer_id": format_peer_id(effect.peer_id)},
             )
-
-    def take(self, step: Callable[[], Sequence[GossipEffect]]) -> None:
-        """Feed a peer's message to the gossip machine. A malformed one is dropped with a log line."""
-        try:
-            for effect in step():
-                self._core.emit(effect)
-        except ProtocolError as error:
-            logger.warning("dropped what a peer sent: %s", error)
-        self._node.process()
 
     async def serve(self, sender: PeerId, kind: int, request: Message) -> Message:
         """The control host's handler. Raises `StoreClosed` when this peer does not run any more."""

@@ -25,8 +25,8 @@ from p2pstore.errors import (
 from p2pstore.gossip.gossip_messages import FetchSnapshot, SnapshotHead
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
-from p2pstore.memory.segment_layout import GRANULE_BYTES, Slot, round_up
-from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, SIZE_UNIT_BYTES, Announced
+from p2pstore.memory.segment_layout import Slot
+from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES, SIZE_UNIT_BYTES, Announced, size_units
 from p2pstore.runtime.side_by_side import threads_for
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import DataKind, Keeps
@@ -61,7 +61,8 @@ class TakenCopies:
         self._limiter = trio.CapacityLimiter(PULLED_AT_ONCE)
 
     async def take(self, operation: TakeCopiesOperation) -> None:
-        """Bring what is wanted of these objects to memory. Cancelled, or after an error, nothing of it stays."""
+        """Bring what is wanted of these objects to memory. Cancelled, or after an error, nothing of it stays. Leaves
+        books, and effects, for when the answer was sent."""
         node, copies, sender = self._node, operation.copies, operation.sender
         try:
             if not self._limiter.available_tokens:  # else it would cost a turn of the event loop
@@ -77,14 +78,15 @@ class TakenCopies:
                 )
                 failures = len(copies.rooms) - len(brought)
                 node.watch.pulled_together(sender, came, failures, node.now - begin)
+                node.core.books.late = True
                 copies.publish(brought, node.now)
             finally:
+                node.core.books.late = False
                 copies.abort()
                 self._limiter.release()
             node.core.operations.pulled(operation.number, PullOutcome(delivered=True), node.now)
         finally:
             operation.cancel(node.now)
-            node.process()
 
     async def _pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> dict[int, str]:
         """The places of what came whole, verified, and the transport. The ways, each for what the ones before did not
@@ -171,11 +173,9 @@ class TakenCopies:
         return brought
 
     def _copy_of(self, holder: PeerId, slot: Slot) -> RemoteCopy:
-        units = min(round_up(slot.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF)
-        record = LocationRecord(slot.digest, slot.version, 0, units)
-        return self._node.routes.remote_copy(
-            KnownCopy(member_of(holder), holder, record, reachable=True)
-        )
+        record = LocationRecord(slot.digest, slot.version, 0, size_units(slot.length))
+        copy = KnownCopy(member_of(holder), holder, record, reachable=True)
+        return self._node.routes.remote_copy(copy)
 
 
 class DataRequests:
@@ -265,9 +265,11 @@ class DataRequests:
                 logger.warning("dropped what a peer sent: %s", error)
             except (P2PStoreError, OSError, ValueError) as error:
                 logger.debug("snapshot failed: %s", error)
-        self._node.control.take(
-            lambda: self._node.core.gossip.snapshot_fetched(effect.token, head, checked, self._node.now)
-        )
+        try:
+            self._node.core.gossip.snapshot_fetched(effect.token, head, checked, self._node.now)
+        except ProtocolError as error:
+            logger.warning("dropped what a peer sent: %s", error)
+        self._node.process()
 
 
 _LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)

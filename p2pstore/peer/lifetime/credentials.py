@@ -15,12 +15,13 @@ from p2pstore.addresses import is_loopback, join_address
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import PeerId, format_peer_id
+from p2pstore.objects import MIB
 from p2pstore.state.folder import load_cluster_key_file, open_regular_file
 from p2pstore.state.places import user_ring
 
 logger = logging.getLogger("p2pstore.peer")
 
-_MAX_ALLOW_FILE_BYTES: Final = 4 * 1024 * 1024
+_MAX_ALLOW_FILE_BYTES: Final = 4 * MIB
 
 
 class Credentials:

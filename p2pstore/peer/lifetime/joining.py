@@ -18,7 +18,6 @@ import trio
 
 from p2pstore.addresses import is_loopback, split_address
 from p2pstore.errors import ConfigError
-from p2pstore.gossip.gossip_messages import Effect
 from p2pstore.gossip.links.control_link import LinkError, OwnAddress, TwinAddress
 from p2pstore.gossip.links.sockets import resolve
 from p2pstore.gossip.machine import Gossip
@@ -41,12 +40,9 @@ class Dialler(Protocol):
     async def discover(self, address: str, timeout_seconds: float) -> PeerId: ...
 
 
-Take = Callable[[Callable[[], Sequence[Effect]]], None]
-
-
 class Joining:
-    """Contacts for one peer. `take` feeds the gossip machine; `settled` is set when there is no peer to wait for;
-    `on_twin` is told at which address another process has this peer's identity; `on_refused` that no bootstrap
+    """Contacts for one peer. `process` carries out what gossip decided; `settled` is set when there is no peer to wait
+    for; `on_twin` is told at which address another process has this peer's identity; `on_refused` that no bootstrap
     address leads into the cluster and at least one of the peers there refuses this one, with its reason."""
 
     def __init__(
@@ -54,7 +50,7 @@ class Joining:
         gossip: Gossip,
         bootstrap: Sequence[str],
         *,
-        take: Take,
+        process: Callable[[], None],
         now: Callable[[], float],
         rng: Random,
         settled: trio.Event,
@@ -63,7 +59,7 @@ class Joining:
     ) -> None:
         self._gossip = gossip
         self._bootstrap = bootstrap
-        self._take = take
+        self._process = process
         self._now = now
         self._rng = rng
         self._settled = settled
@@ -116,7 +112,7 @@ class Joining:
                 self._contacted(found, addresses)
                 return
         self._not_contacted(addresses, error)
-        self._take(lambda: self._gossip.contact_failed(addresses, self._now()))
+        self._contact_failed(addresses)
 
     async def watch_names(self, host: Dialler) -> None:
         """Look again and again for peers that a bootstrap name stands for, and that are not members."""
@@ -184,17 +180,22 @@ class Joining:
             self._named[peer_id] = addresses[0]
         self.unreached.pop(addresses[0], None)
         self._refused.pop(addresses[0], None)
-        self._take(lambda: self._gossip.contacted(peer_id, addresses, self._now()))
+        self._gossip.contacted(peer_id, addresses, self._now())
+        self._process()
 
     def _met_itself(self, address: str, addresses: tuple[str, ...]) -> None:
         """The first peer of a cluster may name itself: no other is there. A name may stand for others later on."""
         self._own.add(address)
         if is_name(address):
-            self._take(lambda: self._gossip.contact_failed(addresses, self._now()))
+            self._contact_failed(addresses)
         else:
             self._gossip.contacts.remove(addresses)
         if all(each in self._own for each in self._bootstrap):
             self._settled.set()
+
+    def _contact_failed(self, addresses: tuple[str, ...]) -> None:
+        self._gossip.contact_failed(addresses, self._now())
+        self._process()
 
     def _not_contacted(self, addresses: tuple[str, ...], error: Exception | None) -> None:
         if addresses[0] in self._bootstrap:

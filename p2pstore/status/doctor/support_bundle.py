@@ -28,13 +28,14 @@ from typing import IO, Any, Final
 import p2pstore
 from p2pstore import blocking
 from p2pstore.errors import P2PStoreError
+from p2pstore.objects import MIB
 from p2pstore.state.folder import open_regular_file
 from p2pstore.status.doctor.checks import in_time
 
 ANSWER_SECONDS: Final = 5.0
 DOCTOR_SECONDS: Final = 120.0
 PART_SECONDS: Final = 20.0
-MAX_LOG_BYTES: Final = 4 * 1024 * 1024
+MAX_LOG_BYTES: Final = 4 * MIB
 """Of each log, its end."""
 MAX_SECRET_FILE_BYTES: Final = 64 * 1024
 MIN_WORD_LETTERS: Final = 32

@@ -91,10 +91,20 @@ class RequestTasks:
         if header.kind == DataKind.PUSH:  # what a client waits for comes first
             await trio.lowlevel.checkpoint()
         if header.kind not in LARGE_ANSWERS:
-            await self._send(header, *await self._make(header, message, body_bytes))
+            await self._make_and_send(header, message, body_bytes)
             return
         async with self._one_large_answer:  # the next one is made when this one was sent
-            await self._send(header, *await self._make(header, message, body_bytes))
+            await self._make_and_send(header, message, body_bytes)
+
+    async def _make_and_send(self, header: FrameHeader, message: Message, body_bytes: int) -> None:
+        try:
+            frame, bulk = await self._make(header, message, body_bytes)
+            if not header.flags & ONE_WAY:
+                frame = frame[self._outgoing.send_now(frame) :]
+        finally:
+            self._backend.answered()
+        if frame or bulk:
+            await self._send(header, frame, bulk)
 
     async def _make(
         self, header: FrameHeader, message: Message, body_bytes: int
