@@ -213,10 +213,10 @@ class HomePushes:
             home = self._homes[member] = _Home()
         room = max(0, MAX_RUNS - len(home.runs))
         home.runs += runs[:room]
-        for partition, number, _, _ in runs[room:]:
-            if number and self._keeps(member):
-                self._confirmed.remove(member, [partition])
-                home.behind = True
+        left = [partition for partition, number, _, _ in runs[room:] if number]
+        if left and self._keeps(member):
+            self._confirmed.remove(member, left)
+            home.behind = True
 
     def homes_changed(self, table: HomeTable, now: float) -> None:
         """Other members are alive now."""
