@@ -115,11 +115,11 @@ class ColdCopies:
         forbidden = self._core.gossip.cluster_records.floors.forbids(digest, namespace, entry.version)
         if forbidden or self._core.earlier_life.holds_back(digest, namespace, entry.version):
             return None
-        return None if self._is_about_to_go(entry.version) else entry
-
-    def _is_about_to_go(self, version: Version) -> bool:
-        """Whether a pending sweep of all namespaces covers the version. (A namespace's own comes with a floor.)"""
-        return any(sweep.namespace is None and sweep.up_to.covers(version) for sweep in self._to_sweep)
+        # By a pending sweep of all namespaces. (That of one comes with a floor.)
+        goes = any(
+            each.namespace is None and each.up_to.covers(entry.version) for each in self._to_sweep
+        )
+        return None if goes else entry
 
     def find_only_here(self, digest: bytes, now: float) -> ColdEntry | None:
         """`find`, when there are no bytes of it in memory."""
