@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 import trio
 
+from mooncake_p2p.commands.bench import Result
 from mooncake_p2p.commands.bench import machine as machine
 from p2pstore.local.peer_processes import PeerProcess
 from p2pstore.objects import KIB, MIB
@@ -29,16 +30,10 @@ from p2pstore.runtime.streams import tune_tcp
 STOP_SECONDS: Final = 10.0
 
 
-@dataclass
-class Row:
-    """One figure. `against` names what it was compared with in the same run; `ratio` is value / baseline."""
+@dataclass(frozen=True, slots=True)
+class Row(Result):
+    """One figure; `wanted` says what it should be, for the reader."""
 
-    name: str
-    value: float
-    unit: str
-    against: str = ""
-    baseline: float | None = None
-    ratio: float | None = None
     wanted: str = ""
 
 
@@ -58,7 +53,6 @@ class Report:
         baseline: float | None = None,
         wanted: str = "",
     ) -> Row:
-        """Add a figure; `wanted` says what it should be, for the reader."""
         ratio = value / baseline if baseline else None
         row = Row(name, value, unit, against, baseline, ratio, wanted)
         self.rows.append(row)

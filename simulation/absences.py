@@ -20,7 +20,7 @@ from p2pstore.put_facts import PutStatus
 from simulation.cluster import SimulatedPeer
 from simulation.network import Faults
 from simulation.oracle import FloorOracle
-from simulation.scenario import BOOTED_SECONDS, ScenarioRun
+from simulation.scenario import BOOTED_SECONDS, ScenarioOutcome, ScenarioRun
 
 NAMESPACES: Final = ("a", "b")
 SETTLE_SECONDS: Final = 300.0
@@ -52,20 +52,14 @@ class AbsenceScenario:
 
 
 @dataclass(slots=True)
-class AbsenceOutcome:
-    """What happened. `problems` is empty when everything held."""
-
-    seed: int
-    problems: list[str] = field(default_factory=list)
+class AbsenceOutcome(ScenarioOutcome):
     reads: int = 0
     delivered: int = 0
-    messages: int = 0
     horizons_missed: int = 0
     """How often a peer had to distrust what it held."""
     cold_discarded: int = 0
     cold_returned: int = 0
     settled_after_seconds: float = 0.0
-    trace_hash: str = ""
 
 
 class Absences(ScenarioRun):

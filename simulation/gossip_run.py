@@ -25,6 +25,7 @@ from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_faults import FaultPlan, Misfortune, plan_of
 from simulation.gossip_invariants import Watch
 from simulation.gossip_peer import GossipPeer
+from simulation.scenario import ScenarioOutcome
 
 SETTLE_SECONDS: Final = 120.0
 """All must agree this long after everything healed."""
@@ -45,15 +46,9 @@ class GossipScenario:
 
 
 @dataclass(slots=True)
-class GossipOutcome:
-    """What happened. `problems` is empty when everything held."""
-
-    seed: int
-    problems: list[str]
-    trace_hash: str = ""
+class GossipOutcome(ScenarioOutcome):
     peers: int = 0
     operations: int = 0
-    messages: int = 0
     connections: int = 0
     snapshots: int = 0
     checks: int = 0

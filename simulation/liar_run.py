@@ -22,7 +22,7 @@ from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from simulation.liar import LyingPeer
 from simulation.lies import BEHAVIOURS, Behaviour
 from simulation.network import Faults
-from simulation.scenario import ScenarioRun
+from simulation.scenario import ScenarioOutcome, ScenarioRun
 
 STEP_SECONDS: Final = 0.1
 BELIEVED_SECONDS: Final = 10.0
@@ -63,11 +63,7 @@ class LiarScenario:
 
 
 @dataclass(slots=True)
-class LiarOutcome:
-    """What happened. `problems` is empty when everything held."""
-
-    seed: int
-    problems: list[str] = field(default_factory=list)
+class LiarOutcome(ScenarioOutcome):
     behaviours: list[str] = field(default_factory=list)
     """How the liar behaved, each with its times."""
     lies: int = 0
@@ -88,8 +84,6 @@ class LiarOutcome:
     most_members: int = 0
     """That an honest peer believed alive."""
     most_locations: int = 0
-    messages: int = 0
-    trace_hash: str = ""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR
 from p2pstore.objects import Version, key_digest, namespace_digest
 from simulation.cluster import NAMESPACE, SimulatedPeer
 from simulation.network import Faults
-from simulation.scenario import ScenarioRun
+from simulation.scenario import ScenarioOutcome, ScenarioRun
 
 STEP_SECONDS: Final = 0.25
 BACK_SECONDS: Final = 120.0
@@ -44,18 +44,12 @@ class RemovalScenario:
 
 
 @dataclass(slots=True)
-class RemovalOutcome:
-    """What happened. `problems` is empty when everything held."""
-
-    seed: int
-    problems: list[str] = field(default_factory=list)
+class RemovalOutcome(ScenarioOutcome):
     removed: int = 0
     slowed: int = 0
     """How often a peer could not remove all it wanted at once."""
     most_floors: int = 0
     longest_wait_seconds: float = 0.0
-    messages: int = 0
-    trace_hash: str = ""
 
 
 class Removals(ScenarioRun):

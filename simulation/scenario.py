@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from random import Random
-from typing import Final, Protocol
+from typing import Final
 
 from simulation.cluster import SimulatedCluster, SimulatedPeer
 from simulation.kernel import Kernel
@@ -17,13 +18,14 @@ BOOTED_SECONDS: Final = 5.0
 """Peers that all started at once know each other by then."""
 
 
-class ScenarioOutcome(Protocol):
+@dataclass(slots=True)
+class ScenarioOutcome:
     """What every run says in the end. `problems` is empty when everything held."""
 
     seed: int
-    problems: list[str]
-    messages: int
-    trace_hash: str
+    problems: list[str] = field(default_factory=list)
+    messages: int = 0
+    trace_hash: str = ""
 
 
 class ScenarioRun:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction import rank_of
-from p2pstore.memory.object_table import packed_slot
+from p2pstore.memory.object_table import packed_slots
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     INDEX_ENTRY_BYTES,
@@ -87,7 +87,7 @@ def _check_entry(segment: Segment, entry: ObjectEntry) -> None:
     assert entry.group == area.group_of(entry.namespace)
     slot = decode_slot(segment.table.slot_bytes(entry))
     assert slot is not None
-    assert encode_slot(slot) == packed_slot(entry)
+    assert encode_slot(slot) == packed_slots(entry)[0]
     trailer = decode_trailer(segment.table.trailer_bytes(entry))
     assert trailer is not None
     assert trailer_matches(trailer, slot)

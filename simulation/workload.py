@@ -14,7 +14,7 @@ from p2pstore.objects import key_digest
 from p2pstore.put_facts import PutStatus
 from simulation.cluster import NAMESPACE, SimulatedPeer
 from simulation.network import Faults
-from simulation.scenario import BOOTED_SECONDS, ScenarioRun
+from simulation.scenario import BOOTED_SECONDS, ScenarioOutcome, ScenarioRun
 from simulation.segment_checks import check_segment
 
 SETTLE_SECONDS: Final = 180.0
@@ -41,18 +41,12 @@ class Scenario:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What happened. `problems` is empty when everything held."""
-
-    seed: int
-    problems: list[str]
-    trace_hash: str
+class Outcome(ScenarioOutcome):
     puts: int = 0
     gets: int = 0
     delivered: int = 0
     removes: int = 0
     refused_copies: int = 0
-    messages: int = 0
     settled_after_seconds: float = 0.0
 
 
@@ -61,7 +55,7 @@ class Workload(ScenarioRun):
 
     def __init__(self, seed: int, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.outcome = Outcome(seed, [], "")
+        self.outcome = Outcome(seed)
         super().__init__(self.outcome, scenario.peers, salt=0x5EED, memory_bytes=scenario.memory_bytes)
         self.cluster.pull_seconds = scenario.pull_seconds
         self._written: dict[str, set[bytes]] = {}

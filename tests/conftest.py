@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +36,14 @@ def pytest_collection_finish() -> None:
     """Have garbage collections pass over modules and tests, a million objects: tests collect often."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def module_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a module's own fixtures; it goes with them rather than with the whole run."""
+    folder: Path = tmp_path_factory.mktemp("module")
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ class _Batch:
         """The outcome of each item. The places of `read_plan`, in columns where that is of use:
 
         1. HERE;
-        2. ONLY_HOLDER;
+        2. the only holder;
         3. one plan for all, and its HOLDERS in groups;
         4. the rest object by object.
         """

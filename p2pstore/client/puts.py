@@ -34,10 +34,8 @@ FIRST_ITEMS: Final = 64
 """Of the first window: the peer has something to do while the next one is written."""
 WINDOW_BYTES: Final = 16 * MIB
 MIN_WINDOW_BYTES: Final = 4 * MIB
-FIRST_COPIED_BYTES: Final = 8 * MIB
-"""Of the first window of several that other peers copy: they begin early."""
 COPIED_WINDOW_BYTES: Final = 32 * MIB
-"""Of the others: each takes the other peers 1 ms of processor time beside the copy."""
+"""Of those that other peers copy, from the second one on: each takes these 1 ms beside the copy."""
 WINDOW_SHARE: Final = 16
 """A window takes at most this fraction of the peer's memory: up to three have room at a time."""
 
@@ -164,7 +162,7 @@ def windows(
         left = ends[-1] - ends[start]
         limit = max(MIN_WINDOW_BYTES, left // 2)
         if is_copied:
-            limit = most_bytes if cuts or left <= 2 * FIRST_COPIED_BYTES else FIRST_COPIED_BYTES
+            limit = most_bytes if cuts else WINDOW_BYTES
         most_items = WINDOW_ITEMS if cuts or is_copied else FIRST_ITEMS
         fitting = bisect_right(ends, ends[start] + min(most_bytes, limit)) - 1
         stop = max(start + 1, min(fitting, start + most_items))

@@ -3,16 +3,16 @@
 A read has a list of places, in the order of their cost, and tries each once:
 
 1. HERE: the local peer's memory, which is mapped.
-2. ONLY_HOLDER: the one peer that is known to hold the object, without a plan.
-3. OWN_PLAN: all holders that the local peer's table of locations names.
-4. PLAN: what the local peer answers. Its places, and then those of one more plan without the holders that failed:
+2. OWN_PLAN: all holders that the local peer's table of locations names.
+3. PLAN: what the local peer answers. Its places, and then those of one more plan without the holders that failed:
    a. UNDER_LEASE: the local peer's memory, where the object cannot move meanwhile;
    b. THROUGH_PEER: the local peer brings it from its SSD, or by a way that the client lacks;
    c. KEPT: as b., because a holder said that the object is hot; the local peer keeps it;
    d. HOLDERS: other peers, by shm, rdma or tcp (`p2pstore.transfer.failover` orders copies and transports).
 
-Batches take 1. to 3. in columns, and the far holders of 4. in groups (`groups_by_holder`); the rest goes object by
-object through a `ReadPlan`.
+Where the table names one peer that holds the object, and wrote it, that is asked between 1. and 2., without a plan
+(`OnlyHolder`). Batches take that and 1. in columns, and the far holders of 3. in groups (`groups_by_holder`); the rest
+goes object by object through a `ReadPlan`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class ReadPlace(Enum):
     """See the module's docstring."""
 
     HERE = auto()
-    ONLY_HOLDER = auto()
     OWN_PLAN = auto()
     PLAN = auto()
     UNDER_LEASE = auto()
@@ -56,9 +55,8 @@ class ReadPlace(Enum):
     HOLDERS = auto()
 
 
-FIRST_PLACES: Final = (ReadPlace.HERE, ReadPlace.ONLY_HOLDER, ReadPlace.OWN_PLAN)
+FIRST_PLACES: Final = (ReadPlace.HERE, ReadPlace.OWN_PLAN)
 AFTER_HERE: Final = FIRST_PLACES[1:]
-AFTER_ONLY_HOLDER: Final = FIRST_PLACES[2:]
 WATCHED_PLACES: Final = (ReadPlace.HERE,)
 """Of a read that is traced: the local peer says where the object is known to be."""
 
@@ -180,7 +178,7 @@ class ReadPlan:
         self._places.extend(places_of(item))
 
     def failed(self, report: PullReport) -> None:
-        """HOLDERS or ONLY_HOLDER did not deliver."""
+        """HOLDERS, or the only holder before them, did not deliver."""
         self._silent.learn(report.failures)
         self._failed += [each.member for each in blamed(report, own=self.is_own)]
         assert report.error is not None

@@ -426,9 +426,13 @@ class PutBatch:
                     self._give_back(row)
                     self._failed(row, answers.plain_error(error))
                 continue
-            for row, key, result in zip(rows, keys, made, strict=True):
-                self._rooms[row] = None
-                self.results[row] = ItemResult(key, result)
+            results = map(ItemResult, keys, made)
+            if type(rows) is range:  # nearly always
+                self._rooms[rows.start : rows.stop] = [None] * count
+                self.results[rows.start : rows.stop] = results
+                continue
+            for row, result in zip(rows, results, strict=True):
+                self._rooms[row], self.results[row] = None, result
 
     async def _put_alone(self, row: int) -> None:
         key = self._keys[row]

@@ -10,7 +10,7 @@ from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.copies.proofs import ProveOperation
 from p2pstore.core.gets.lookup import check_holding_record
 from p2pstore.core.operation import AskPeer, KnownCopy, Reply
-from p2pstore.core.own_objects import location_of, location_on_ssd
+from p2pstore.core.own_objects import location_of
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import (
@@ -161,11 +161,8 @@ class KnownCopies:
 
     def own_location(self, digest: bytes, now: float) -> LocationRecord | None:
         """The location record of an object that this peer serves, from memory or from its SSD."""
-        entry = self._core.objects.find(digest, now)
-        if entry is not None:
-            return location_of(entry)
-        cold = self._core.cold.find(digest, now)
-        return None if cold is None else location_on_ssd(cold)
+        held = self._core.objects.find(digest, now) or self._core.cold.find(digest, now)
+        return None if held is None else location_of(held)
 
     def of_other_versions(self, digests: Sequence[bytes], now: float) -> list[bytes]:
         """Those but for what is here, and known in the very version that this peer has: as nearly all are."""

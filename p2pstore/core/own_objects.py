@@ -224,17 +224,17 @@ class OwnObjects:
         self._gossip.directory.watched.touch(entry.digest)
 
 
-def location_of(entry: ObjectEntry) -> LocationRecord:
-    """The location record of an object in memory."""
+def location_of(held: ObjectEntry | ColdEntry) -> LocationRecord:
+    """The location record of an object in memory, or on the SSD alone."""
     return LocationRecord(
-        entry.digest,
-        entry.version,
-        entry.slot,
-        size_units(entry.length),
-        tier=_tier_of(entry),
-        soft=entry.soft,
-        replicas=entry.replicas,
-        pin=entry.pin,
+        held.digest,
+        held.version,
+        held.slot if isinstance(held, ObjectEntry) else 0,
+        size_units(held.length),
+        tier=_tier_of(held),
+        soft=held.soft,
+        replicas=held.replicas,
+        pin=held.pin,
     )
 
 
@@ -244,27 +244,16 @@ def packed_locations(entries: Sequence[ObjectEntry]) -> list[bytes]:
     return [
         pack(
             entry.digest,
-            *entry.version,
+            clock,
+            writer,
+            root,
             entry.slot,
             -(-entry.length // GRANULE_BYTES)
             | (care_flags(entry.replicas, entry.pin) << 24 if entry.replicas != 1 or entry.pin else 0),
         )
         for entry in entries
+        for clock, writer, root in [entry.version]
     ]
-
-
-def location_on_ssd(entry: ColdEntry) -> LocationRecord:
-    """The location record of an object that is on the SSD alone."""
-    return LocationRecord(
-        entry.digest,
-        entry.version,
-        0,
-        size_units(entry.length),
-        tier=Tier.SSD,
-        soft=entry.soft,
-        replicas=entry.replicas,
-        pin=entry.pin,
-    )
 
 
 def key_info(entry: ObjectEntry | ColdEntry) -> KeyInfo:

@@ -355,13 +355,13 @@ class Request(Generic[M]):
     `abandon` must follow whatever either raises. The parameters are those of `LocalConnection.request`."""
 
     __slots__ = (
-        "_connection",
         "_kind",
         "_message",
         "_on_late_frame",
         "_progress_seconds",
         "_reply_type",
         "_waiter",
+        "connection",
     )
 
     def __init__(
@@ -373,7 +373,7 @@ class Request(Generic[M]):
         progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
         on_late_reply: Callable[[M], None] | None = None,
     ) -> None:
-        self._connection = connection
+        self.connection = connection
         self._kind = kind
         self._message = message
         self._reply_type = reply_type
@@ -384,7 +384,7 @@ class Request(Generic[M]):
 
     async def send(self) -> None:
         """Send it. Raises as `LocalConnection.request`."""
-        connection = self._connection
+        connection = self.connection
         if connection.silence.hangs:
             await connection.hear(0.0)
         connection.check_usable()
@@ -393,7 +393,7 @@ class Request(Generic[M]):
 
     async def receive(self) -> M:
         """The reply, once. Sends the request again where the peer was too busy."""
-        connection = self._connection
+        connection = self.connection
         deadline = time.monotonic() + self._progress_seconds
         while True:
             assert self._waiter is not None
@@ -415,7 +415,7 @@ class Request(Generic[M]):
     def abandon(self) -> None:
         """Give the reply up: `on_late_reply` gets it when it comes, or when it has come."""
         if self._waiter is not None:
-            self._connection._waiters.give_up(self._waiter, self._on_late_frame)
+            self.connection._waiters.give_up(self._waiter, self._on_late_frame)
             self._waiter = None
 
 

@@ -107,6 +107,8 @@ class EvictionOrder:
     def update(self, *entries: ObjectEntry) -> None:
         """Take in that the entries' references, pins or states changed; they count as just used, in this order."""
         by_queue: dict[tuple[int, int], list[ObjectEntry]] = {}
+        some: list[ObjectEntry] = []
+        last: tuple[int, int] | None = None
         for entry in entries:
             if entry.rank is not None:
                 self.discard(entry)
@@ -118,7 +120,10 @@ class EvictionOrder:
             self._evictable_bytes[group] += entry.extent_bytes
             if rank == _CHEAP:
                 self._cheap_bytes[group] += entry.extent_bytes
-            by_queue.setdefault((group, rank), []).append(entry)
+            if last is None or last[0] != group or last[1] != rank:
+                last = group, rank
+                some = by_queue.setdefault(last, [])
+            some.append(entry)
             if self.on_evictable is not None:
                 self.on_evictable(entry.offset)
         for (group, rank), some in by_queue.items():

@@ -11,6 +11,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence, Set
 from itertools import islice
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -41,22 +42,21 @@ from p2pstore.memory.segment_layout import (
     encode_slot,
     encode_trailer,
     pack_index_entry_into,
-    pack_slot,
+    pack_slots,
     trailer_offset,
 )
 from p2pstore.objects import Version
 
 
-def packed_slot(entry: ObjectEntry) -> bytes:
-    """The entry as its slot says it."""
-    flags = 0 if entry.expires_unix_ms else SLOT_FLAG_LASTING
-    if entry.soft:
-        flags |= SLOT_FLAG_SOFT
-    if entry.dtype:
-        flags |= SLOT_FLAG_TENSOR
-    return pack_slot(
-        entry.state, entry.digest, entry.version, entry.offset, entry.length, entry.trailer_length, flags
-    )
+def packed_slots(*entries: ObjectEntry) -> list[bytes]:
+    """Each entry as its slot says it."""
+    flags = [
+        (0 if entry.expires_unix_ms else SLOT_FLAG_LASTING)
+        | (SLOT_FLAG_SOFT if entry.soft else 0)
+        | (SLOT_FLAG_TENSOR if entry.dtype else 0)
+        for entry in entries
+    ]
+    return pack_slots(entries, flags)
 
 
 class ObjectTable:
@@ -152,16 +152,16 @@ class ObjectTable:
         for entry in entries:
             self._buffer[at + entry.slot * SLOT_BYTES] = SlotState.DOOMED
 
-    def withdraw(self, entries: Iterable[ObjectEntry]) -> None:
+    def withdraw(self, entries: Sequence[ObjectEntry]) -> None:
         """Readers no longer find the object; its slot stays as it is."""
         self._index.remove(entries)
 
     def write_slots(self, *entries: ObjectEntry) -> None:
         """Bring slots up to date with the entries."""
         buffer, base = self._buffer, self._slots_offset
-        for entry in entries:
+        for entry, packed in zip(entries, packed_slots(*entries), strict=True):
             start = base + entry.slot * SLOT_BYTES
-            buffer[start : start + SLOT_BYTES] = packed_slot(entry)
+            buffer[start : start + SLOT_BYTES] = packed
 
     def write_care(self, entry: ObjectEntry) -> None:
         """Bring the trailer's pin, replica count and end up to date with the entry. The first two are one byte in
@@ -177,7 +177,7 @@ class ObjectTable:
             packed = encode_trailer(care)
         self._write(entry.offset + trailer_offset(entry.length), packed)
         entry.trailer_length = len(packed)
-        self._restore(self._slot_offset(entry.slot), packed_slot(entry))
+        self._restore(self._slot_offset(entry.slot), packed_slots(entry)[0])
 
     def write_proof(self, entry: ObjectEntry, proof: bytes) -> None:
         """Add a proof to a trailer that has none, where the extent has room for it."""
@@ -217,7 +217,7 @@ class ObjectTable:
     def restore_slot(self, number: int, held: ObjectEntry | Reservation | None) -> bool:
         """The same for the slot of what is held there."""
         if isinstance(held, ObjectEntry):
-            expected = packed_slot(held)
+            expected = packed_slots(held)[0]
         elif held is None:
             expected = FREE_SLOT
         else:  # no reader uses it
@@ -268,8 +268,13 @@ class ObjectTable:
         self._buffer[offset : offset + len(data)] = data
 
 
-_first_word: Final = struct.Struct("<Q8x").unpack
+_DIGEST: Final = attrgetter("digest")
 _UNUSED: Final = bytes(INDEX_ENTRY_BYTES)
+
+
+def _first_words(entries: Sequence[ObjectEntry]) -> Sequence[int]:
+    """The first 64 bits of each digest."""
+    return struct.unpack(f"<{2 * len(entries)}Q", b"".join(map(_DIGEST, entries)))[::2]
 
 
 class KeyIndex:
@@ -291,24 +296,24 @@ class KeyIndex:
         self._digests: list[bytes] = [b""] * slots
         """By slot: looked at seldom, as each is another place in memory."""
 
-    def set_all(self, entries: Iterable[ObjectEntry], *, new: bool) -> None:
+    def set_all(self, entries: Sequence[ObjectEntry], *, new: bool) -> None:
         """Publish in which slot each object is, in place of an earlier one of the same digest; `new`: there is none."""
         digests, slots, homes, section = self._digests, self._slots, self._homes, self._section
         mask, none = self._mask, self._none
-        for entry in entries:
+        for entry, word in zip(entries, _first_words(entries), strict=True):
             digest, slot = entry.digest, entry.slot
-            home = position = _first_word(digest)[0] & mask
+            home = position = word & mask
             while (there := slots[position]) != none and (new or digests[there] != digest):
                 position = (position + 1) & mask
             digests[slot] = digest
             slots[position], homes[position] = slot, home
             pack_index_entry_into(section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)
 
-    def remove(self, entries: Iterable[ObjectEntry]) -> None:
+    def remove(self, entries: Sequence[ObjectEntry]) -> None:
         """Take objects out and move later entries of their runs back: no tombstones remain."""
         slots, homes, mask, none = self._slots, self._homes, self._mask, self._none
-        for entry in entries:
-            slot, hole = entry.slot, _first_word(entry.digest)[0] & mask
+        for entry, word in zip(entries, _first_words(entries), strict=True):
+            slot, hole = entry.slot, word & mask
             while (there := slots[hole]) != slot:
                 if there == none:
                     raise KeyError(entry.digest)

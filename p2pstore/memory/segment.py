@@ -8,7 +8,6 @@ reused only when nothing refers to it. Readers that merely map the segment need 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from operator import attrgetter
 from typing import Final
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
@@ -45,7 +44,6 @@ from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, SegmentObjects
 from p2pstore.objects import MAX_OBJECT_BYTES, are_sums_of
 from p2pstore.runtime.stepping import Steps, call_now, run_through
 
-_named: Final = attrgetter("namespace", "key", "expires_unix_ms", "replicas")
 _NO_PIN: Final = Pin.NONE
 _SOFT_PIN: Final = Pin.SOFT
 
@@ -264,33 +262,31 @@ class Segment:
         fitting, follows = list[bytes](), dict[bytes, bytes]()
         trailers = pack_trailers([each.trailer for each in written])
         for place, (each, packed) in enumerate(zip(written, trailers, strict=True)):
-            number, digest, length = each.reservation, each.digest, each.length
-            reservation = reservations.get(number)
-            if reservation is None or number in ended or digest in new:
+            number, digest, length, trailer = each.reservation, each.digest, each.length, each.trailer
+            room = reservations.get(number)
+            if room is None or number in ended or digest in new:
                 continue
-            capacity, trailer_bytes = reservation.capacity, len(packed)
+            capacity, trailer_bytes = room.capacity, len(packed)
             end = (length + 7 & ~7) + trailer_bytes  # `trailer_offset`, without its call
-            if (
-                not 0 <= length <= reservation.length
-                or end > capacity
-                or trailer_bytes > MAX_TRAILER_BYTES
-            ):
+            if not 0 <= length <= room.length or end > capacity or trailer_bytes > MAX_TRAILER_BYTES:
                 continue
-            # Room for a time to live that a later put may give the object.
-            size = min(capacity, -(-(end + EXPIRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES)
-            if size < capacity:
-                self.areas.shrink(reservation.offset - self.geometry.data_offset, size)
-            trailer = each.trailer
+            size = capacity  # with room for a time to live that a later put may give the object
+            if (spare := capacity - end - EXPIRY_BYTES) >= GRANULE_BYTES:
+                size -= spare // GRANULE_BYTES * GRANULE_BYTES
+                self.areas.shrink(room.offset - self.geometry.data_offset, size)
             pin = pin_of(trailer) if trailer.pin else _NO_PIN
             entries[place] = new[digest] = ObjectEntry(
                 digest,
                 each.version,
-                reservation.slot,
-                reservation.offset,
+                room.slot,
+                room.offset,
                 length,
                 trailer_bytes,
                 size,
-                *_named(trailer),
+                trailer.namespace,
+                trailer.key,
+                trailer.expires_unix_ms,
+                trailer.replicas,
                 pin,
                 now + SOFT_PIN_SECONDS if pin is _SOFT_PIN else 0.0,
                 soft,
@@ -301,7 +297,7 @@ class Segment:
             if each.follows:
                 follows[digest] = each.follows
             fitting.append(packed)
-            ended[number] = reservation
+            ended[number] = room
         self.reservations.end(session, *ended.values())
         self.objects.publish(new, fitting, follows, now, keep)
         return entries

@@ -205,24 +205,22 @@ class Slot(msgspec.Struct, frozen=True, gc=False):
 
 def encode_slot(slot: Slot) -> bytes:
     """64 bytes, with their own checksum at the end."""
-    return pack_slot(*msgspec.structs.astuple(slot))
+    return pack_slots([slot], [slot.flags])[0]
 
 
-def pack_slot(
-    state: SlotState,
-    digest: bytes,
-    version: Version,
-    offset: int,
-    length: int,
-    trailer_length: int,
-    flags: int,
-) -> bytes:
-    """`encode_slot` of these fields."""
-    clock, writer, root = version
-    packed = _PACK_CHECKED(
-        SLOT_FORMAT, state, writer, trailer_length, flags, digest, clock, offset, length, root
-    )
-    return packed + _PACK_SUM(_checksum(packed))
+def pack_slots(described: Iterable[Any], flags: Iterable[int]) -> list[bytes]:
+    """`encode_slot` of each, by these flags and its other fields, which it has by the names that `Slot` gives them."""
+    slots: list[bytes] = []
+    for each, flag in zip(described, flags, strict=True):
+        clock, writer, root = each.version
+        # fmt: off
+        packed = _PACK_CHECKED(
+            SLOT_FORMAT, each.state, writer, each.trailer_length, flag, each.digest, clock, each.offset, each.length,
+            root,
+        )
+        # fmt: on
+        slots.append(packed + _PACK_SUM(_checksum(packed)))
+    return slots
 
 
 def decode_slot(packed: bytes) -> Slot | None:

@@ -3,6 +3,7 @@ and the disk watched."""
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -130,7 +131,8 @@ class Keeper:
 class DeadMarkWriter:
     """Writes pages of marks and syncs, in rounds. Failed pages are written again, until the tier is off.
 
-    A page is written whole and anew each time, so a sync that follows speaks for it, whatever became of the last one.
+    A page is written whole and anew each time, so a sync that follows speaks for it, whatever became of the last one:
+    unless another sync failed in between, which may have taken the page away.
     """
 
     def __init__(self, log: ColdLog) -> None:
@@ -178,8 +180,11 @@ class DeadMarkWriter:
             if pages:
                 # First what the dead records lost to: a crash in between must leave one of them.
                 await log.commit.sync_writes()
+                failures = log.health.sync_errors
                 await self._write(pages)
                 await log.commit.sync()
+                if log.health.sync_errors != failures:
+                    raise OSError(errno.EIO, "another sync failed while dead marks were written")
         except OSError as error:
             log.dirty.update(pages)
             log.health.discards_failed(error)

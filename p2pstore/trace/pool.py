@@ -91,8 +91,6 @@ class PoolOutcome:
     """Soft ones."""
     blocks_lost: int = 0
     """Last copies that were evicted, from memory or from the SSD."""
-    blocks_offered: int = 0
-    """Copied to another peer before they were evicted."""
     ssd_blocks_written: int = 0
 
 
@@ -265,7 +263,6 @@ class Pool:
         )
         for entry, room in offers:
             block = block_of(entry)
-            self.outcome.blocks_offered += 1
             self._put(block, None, room.peer, now, version=OFFERED)
             memory.set_soft(block, True)
         return bool(offers)

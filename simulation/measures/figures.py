@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.objects import Version
 from p2pstore.trace.one_cache import Request
@@ -75,11 +74,9 @@ class Measured:
     curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
 
 
-def settled_cluster(
-    case: Case, *, loss: float = 0.0, config: GossipConfig | None = None, settle_seconds: float = 3.0
-) -> GossipCluster:
+def settled_cluster(case: Case, *, loss: float = 0.0, settle_seconds: float = 3.0) -> GossipCluster:
     """A cluster whose peers know each other and have nothing to tell."""
-    cluster = GossipCluster(case.seed, case.peers, config=config)
+    cluster = GossipCluster(case.seed, case.peers)
     cluster.boot_acquainted()
     cluster.network.faults = replace(Faults(), loss=loss)
     cluster.run(settle_seconds)

@@ -75,19 +75,19 @@ except p2pstore.PeerNotInstalled as error:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return build(tmp_path_factory.mktemp("built"))
+def built(module_path: Path) -> list[Path]:
+    return build(module_path)
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory, built: list[Path]) -> Path:
+def python(module_path: Path, built: list[Path]) -> Path:
     (wheel,) = (each for each in built if each.suffix == ".whl")
-    return make_environment(tmp_path_factory.mktemp("client"), wheel)
+    return make_environment(module_path, wheel)
 
 
 @pytest.fixture(scope="module")
-def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with peer_process(tmp_path_factory.mktemp("p"), "p") as peer:
+def socket(module_path: Path) -> Iterator[str]:
+    with peer_process(module_path, "p") as peer:
         yield peer.socket
 
 

@@ -35,8 +35,8 @@ PACE_SECONDS = 0.01
 
 
 @pytest.fixture(scope="module")
-def old_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sources_of(OLD_VERSION, tmp_path_factory.mktemp("old"))
+def old_package(module_path: Path) -> Path:
+    return sources_of(OLD_VERSION, module_path)
 
 
 def value_of(key: str) -> bytes:

@@ -41,8 +41,8 @@ class WrongClock:
 
 
 @pytest.fixture(scope="module")
-def wrong_clock(tmp_path_factory: pytest.TempPathFactory) -> WrongClock:
-    return WrongClock(tmp_path_factory.mktemp("site"))
+def wrong_clock(module_path: Path) -> WrongClock:
+    return WrongClock(module_path)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,6 @@ def loop_device(folder: Path, size_bytes: int = SIZE) -> Iterator[Path]:
         yield device
     finally:
         subprocess.run(["losetup", "--detach", str(device)], check=True)
-        backing.unlink()  # pytest keeps what tests leave, of several runs
 
 
 @contextmanager
@@ -67,7 +66,6 @@ def disk_of_kind(kind: str, folder: Path) -> Iterator[OpenedDisk]:
         match kind:
             case "file":
                 yield lambda: keep(opened(folder, SIZE))
-                (folder / "cold.log").unlink()
             case "device":
                 with loop_device(folder) as device:
                     try:

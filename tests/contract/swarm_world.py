@@ -76,6 +76,9 @@ class _Backend:
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         raise AssertionError("there are no objects")
 
+    def answered(self) -> None:
+        pass
+
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims
     ) -> tuple[Message, Sequence[BytesLike]]:

@@ -49,11 +49,10 @@ patient = partial(blocking.connect, timeout=SECONDS)
 
 
 @pytest.fixture(scope="module")
-def near_and_far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    folder: Path = tmp_path_factory.mktemp("batches")
-    with peer_process(folder, "near", "--memory", "256MiB") as near:
+def near_and_far(module_path: Path) -> Iterator[tuple[str, str]]:
+    with peer_process(module_path, "near", "--memory", "256MiB") as near:
         more = ("--memory", "256MiB", "--bootstrap", near.control)
-        with peer_process(folder, "far", *more) as far:
+        with peer_process(module_path, "far", *more) as far:
             yield near.socket, far.socket
 
 

@@ -41,8 +41,8 @@ DEADLINE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
-    with peer_process(tmp_path_factory.mktemp("plugins"), "plugins") as running:
+def peer(module_path: Path) -> Iterator[PeerProcess]:
+    with peer_process(module_path, "plugins") as running:
         yield running
 
 

@@ -30,17 +30,16 @@ FIRST_TTL, SECOND_TTL = 1000.0, 500.0
 
 
 @pytest.fixture(scope="module")
-def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BlockingClient, Any]]:
+def peers(module_path: Path) -> Iterator[tuple[BlockingClient, Any]]:
     """A near and a far peer, with a key for each case in its place."""
-    folder: Path = tmp_path_factory.mktemp("table")
     with ExitStack() as stack:
         clients: list[BlockingClient] = []
         bootstrap: tuple[str, ...] = ()
         for name in ("near", "far"):
-            (folder / f"{name}.ssd").mkdir()
-            ssd = ("--ssd", str(folder / f"{name}.ssd"), "--ssd-capacity", "256MiB")
+            (module_path / f"{name}.ssd").mkdir()
+            ssd = ("--ssd", str(module_path / f"{name}.ssd"), "--ssd-capacity", "256MiB")
             options = ("--memory", "16MiB", *ssd, *bootstrap)
-            peer = stack.enter_context(peer_process(folder, name, *options))
+            peer = stack.enter_context(peer_process(module_path, name, *options))
             bootstrap = ("--bootstrap", peer.control)
             clients.append(stack.enter_context(blocking.connect(peer.socket)))
         near, far = clients

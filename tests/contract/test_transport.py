@@ -242,6 +242,9 @@ class Backend:
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         self.noted += Counter(counts).elements()
 
+    def answered(self) -> None:
+        pass
+
     async def handle(
         self, kind: DataKind, message: Message, claims: TicketClaims
     ) -> tuple[Message, Sequence[BytesLike]]:

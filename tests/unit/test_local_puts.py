@@ -15,6 +15,7 @@ from p2pstore.objects import Version, chunk_sums, key_digest
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutOptions
+from p2pstore.runtime.stepping import run_through
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
@@ -40,7 +41,7 @@ class Loop:
     def __init__(self, world: Harness) -> None:
         node: Any = SimpleNamespace(core=world.core, now=world.now, ssd=None)
         self.puts = LocalPuts(node, issuer=None)  # type: ignore[arg-type]  # no ticket is asked for
-        reserved = self.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE))
+        reserved = run_through(self.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE)))
         assert isinstance(reserved, local.Reserved)
         self.room = reserved.spans[0]
 
@@ -111,7 +112,7 @@ def test_room_is_held_ready_for_the_next_put_and_no_longer() -> None:
         loop.put("again" + str(ready))
         assert {loop.room.first} == ready
         loop.puts.make_ready()
-        loop.puts.abort(CLIENT, local.Abort([loop.room.first]))
+        run_through(loop.puts.abort(CLIENT, local.Abort([loop.room.first])))
         assert not reservations.of(CLIENT.session)
         loop = Loop(world)
     held_by(loop)
@@ -144,7 +145,8 @@ def test_an_answer_goes_before_its_books() -> None:
     assert world.find("k") is not None
     assert world.announced("k") is None
     assert not world.core.proofs._unsigned.keys() & {key_digest("k", NAMESPACE)}
-    loop.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE))  # evicting settles the books first
+    # Evicting settles the books first.
+    run_through(loop.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE)))
     assert world.announced("k") is not None
     assert world.find("before 0") is None
     assert world.announced("before 0") is not None
@@ -193,7 +195,7 @@ def test_an_abort_passes_over_what_has_ended() -> None:
     loop.put("k")
     second = loop.room.first
     used = world.segment.used_bytes
-    loop.puts.abort(CLIENT, local.Abort([first, 1 << 40, second]))
+    run_through(loop.puts.abort(CLIENT, local.Abort([first, 1 << 40, second])))
     assert world.segment.used_bytes < used
 
 

@@ -2,7 +2,7 @@
 refused."""
 
 import struct
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from p2pstore.local.put_columns import numbers_in, one_if_alike, rooms_in, runs_
 from p2pstore.objects import MIB, batch_key_hasher, chunk_count, root_checksum
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutOptions
+from p2pstore.runtime.trio_tasks import in_turns
 from p2pstore.wire import decode_body, encode_body
 from simulation.segment_checks import check_segment
 from tests.unit.core_harness import NAMESPACE, Harness
@@ -159,6 +160,7 @@ def puts_of(world: Harness) -> LocalPuts:
 
 
 async def answer_of(answer: Any) -> Any:
+    answer = in_turns(answer) if isinstance(answer, Generator) else answer
     return await answer if isinstance(answer, Awaitable) else answer
 
 

@@ -102,8 +102,8 @@ def test_a_read_ends_and_tries_each_place_once(data: st.DataObject, hot: bool) -
         match place:
             case ReadPlace.OWN_PLAN if data.draw(st.booleans()):
                 plan.planned(OwnPlan(data.draw(holders.filter(bool))))
-            case ReadPlace.HOLDERS | ReadPlace.ONLY_HOLDER:
-                asked = [each.member for each in plan.holders] if place is ReadPlace.HOLDERS else [1]
+            case ReadPlace.HOLDERS:
+                asked = [each.member for each in plan.holders]
                 assert asked
                 own = plan.is_own
                 told = report(
@@ -186,8 +186,7 @@ def test_only_where_no_other_way_is_left_the_local_peer_s_failure_ends_the_read(
 
 
 def test_a_holder_that_did_not_answer_is_passed_over_and_the_first_error_stays() -> None:
-    plan = ReadPlan("k", (ReadPlace.ONLY_HOLDER,))
-    assert plan.next() is ReadPlace.ONLY_HOLDER
+    plan = ReadPlan("k")
     plan.failed(report(1, code=Code.DEADLINE_EXCEEDED))
     error = plan.error
     assert plan.next() is ReadPlace.PLAN
@@ -233,8 +232,7 @@ def test_an_unknown_key_ends_the_read() -> None:
 
 
 def test_holders_that_could_not_be_reached_outweigh_an_unknown_key() -> None:
-    plan = ReadPlan("k", (ReadPlace.ONLY_HOLDER,))
-    assert plan.next() is ReadPlace.ONLY_HOLDER
+    plan = ReadPlan("k")
     plan.failed(report(1))
     assert plan.next() is ReadPlace.PLAN
     plan.planned(PlanItem([], error=ItemError(int(Code.NO_SUCH_KEY), "unknown")))

@@ -42,7 +42,7 @@ class World:
             incarnation=1,
             geometry=geometry,
             policy=make_policy(policy),
-            quotas={"q": 64 * KIB},
+            quotas={"q": 256 * KIB},
             marks=memoryview(bytearray(geometry.slots)),
         )
 

@@ -482,6 +482,34 @@ async def test_a_failed_sync_drops_what_it_leaves_in_doubt(autojump_clock: objec
         assert harness.keys() == {"b": 1}, "a segment in doubt is dropped as a whole, for good"
 
 
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_sync_that_fails_between_a_dead_mark_and_its_own_sync(
+    seed: int, autojump_clock: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = simulated_disk(seed)
+    until = UntilCrash(disk)
+    async with running(until) as harness:
+        assert await harness.store("a", 1, VALUE, durable=True)
+        await trio.sleep(1)  # its background has nothing to sync then
+        write_from = disk.write_from
+
+        async def write_and_lose(position: int, buffers: Sequence[memoryview | bytes]) -> None:
+            monkeypatch.setattr(disk, "write_from", write_from)
+            await write_from(position, buffers)
+            disk.faults.sync_error = 1.0
+            with pytest.raises(OSError, match="sync_error"):
+                await harness.tier._log.commit.sync()
+            disk.faults.sync_error = 0.0
+
+        monkeypatch.setattr(disk, "write_from", write_and_lose)
+        assert harness.discard("a", 1)
+        await harness.tier.discards_durable()
+        until.gone = True
+        disk.crash()
+    async with running(disk) as harness:
+        assert not harness.keys()
+
+
 async def test_discards_that_cannot_be_written_turn_it_off(autojump_clock: object) -> None:
     disk = simulated_disk()
     async with running(disk) as harness:

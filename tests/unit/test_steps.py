@@ -357,12 +357,12 @@ async def test_a_batch_of_reservations_that_is_called_off_leaves_none() -> None:
     world = new_world(1_024)
     peer = Peer(world)
     reserve = local.Reserve([(1, 200, 1_000)], NAMESPACE)
-    answer = peer.puts.reserve(CLIENT, reserve)
-    assert isinstance(answer, Awaitable)
-    work: Awaitable[Any] = answer
+    work = in_turns(peer.puts.reserve(CLIENT, reserve))
+    assert isinstance(work, Awaitable)
+    rest: Awaitable[Any] = work
 
     async def wait() -> None:
-        await work
+        await rest
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)

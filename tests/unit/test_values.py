@@ -351,7 +351,7 @@ def test_the_last_windows_of_large_values_are_small() -> None:
 
 
 def test_a_batch_that_is_copied_goes_in_few_windows() -> None:
-    assert [len(each) for each in windows([MIB] * 80, 32 * MIB, is_copied=True)] == [8, 32, 32, 8]
+    assert [len(each) for each in windows([MIB] * 80, 32 * MIB, is_copied=True)] == [16, 32, 32]
     assert [len(each) for each in windows([MIB] * 16, 32 * MIB, is_copied=True)] == [16]
     assert [len(each) for each in windows([MIB] * 9, 4 * MIB, is_copied=True)] == [4, 4, 1]
     assert [len(each) for each in windows([1024] * 600, is_copied=True)] == [256, 256, 88]

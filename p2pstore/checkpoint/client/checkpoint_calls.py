@@ -34,7 +34,7 @@ from p2pstore.checkpoint.content.pieces import check_piece_bytes, pack_map
 from p2pstore.checkpoint.content.safetensors import DTYPES, MAX_HEADER_BYTES
 from p2pstore.checkpoint.content.sources import SEALS
 from p2pstore.errors import CapacityExceeded, CheckpointRefused, DeadlineExceeded, NoSuchKey
-from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_connection import LocalConnection, Request
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.memory.mapped.mapped_memory import available_memory
 from p2pstore.objects import format_bytes
@@ -139,9 +139,7 @@ class Checkpoints(CheckpointGroups):
             done = await self._publish_tensors(request, directory, progress)
         else:
             notes = await self._driver.run_in_thread(partial(_inspected, request, directory))
-            connection = await self._open(directory)
-            job = connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published
-            done = await self._watched(job, progress)
+            done = await self._published(await self._open(directory), request, progress)
         notes += await self._other_publishers(name)
         return result_of(PublishedCheckpoint, done, notes=tuple(notes))
 
@@ -169,8 +167,7 @@ class Checkpoints(CheckpointGroups):
             connection = await self._open(descriptor=memory)
         finally:
             os.close(memory)
-        job = connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published
-        return await self._watched(job, progress)
+        return await self._published(connection, request, progress)
 
     async def fetch(
         self, name: str, directory: str | os.PathLike[str], **options: Unpack[FetchOptions]
@@ -294,12 +291,18 @@ class Checkpoints(CheckpointGroups):
         *,
         close: bool = True,
     ) -> local.Fetched:
-        job = connection, LocalKind.CHECKPOINT_FETCH, request, local.Fetched
+        job = Request(connection, LocalKind.CHECKPOINT_FETCH, request, local.Fetched, self._timeout)
         return await self._watched(job, progress, patience=request.wait_ms / 1000, close=close)
+
+    async def _published(
+        self, connection: LocalConnection, request: local.Publish, progress: CheckpointWatch | None
+    ) -> local.Published:
+        job = Request(connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published, self._timeout)
+        return await self._watched(job, progress)
 
     async def _watched(
         self,
-        job: tuple[LocalConnection, LocalKind, Message, type[M]],
+        job: Request[M],
         progress: CheckpointWatch | None,
         *,
         patience: float = 0.0,
@@ -307,8 +310,14 @@ class Checkpoints(CheckpointGroups):
     ) -> M:
         """Have the peer do a job, and wait for its end. `patience`: further seconds without progress."""
         watch = _Watch(progress, max(self._timeout, STALLED_SECONDS) + patience)
-        news = LocalKind.CHECKPOINT_PROGRESS, local.ProgressReply
-        return await self._do(job, news, watch.look, self._timeout, close=close)
+        return await self._do(
+            job,
+            LocalKind.CHECKPOINT_PROGRESS,
+            local.ProgressReply,
+            watch.look,
+            self._timeout,
+            close=close,
+        )
 
 
 class _Watch:

@@ -91,15 +91,20 @@ class CheckpointGroups:
             arguments.key_list(list(exclude)),
         )
         make_directory(directory)
-        news = LocalKind.CHECKPOINT_FOLLOW_NEWS, local.FollowNewsReply
-        job = await self._open(directory), LocalKind.CHECKPOINT_FOLLOW, request, Empty
-        look = _on_change(partial(result_of, FollowedCheckpoint), changed)
-        await self._do(job, news, look, max(self._timeout, PATIENCE_SECONDS))
+        connection = await self._open(directory)
+        await self._do(
+            Request(connection, LocalKind.CHECKPOINT_FOLLOW, request, Empty, self._timeout),
+            LocalKind.CHECKPOINT_FOLLOW_NEWS,
+            local.FollowNewsReply,
+            _on_change(partial(result_of, FollowedCheckpoint), changed),
+            max(self._timeout, PATIENCE_SECONDS),
+        )
 
     async def _do(
         self,
-        job: tuple[LocalConnection, LocalKind, Message, type[M]],
-        news: tuple[LocalKind, type[N]],
+        job: Request[M],
+        news_kind: LocalKind,
+        news_type: type[N],
         look: Callable[[N], None],
         patience_seconds: float,
         *,
@@ -107,29 +112,26 @@ class CheckpointGroups:
     ) -> M:
         """Have the peer do a job, look at its news until it ends, and return its end. Raises `DeadlineExceeded` when
         the peer does not answer within `patience_seconds`."""
-        connection, kind, request, reply_type = job
-        news_kind, news_type = news
-        ahead = Request(connection, kind, request, reply_type, self._timeout)
         try:
-            await ahead.send()
+            await job.send()
             seen = 0
             while True:
-                reply = await connection.request(
+                reply = await job.connection.request(
                     news_kind,
                     local.AskNews(seen, round(1000 * NEWS_SECONDS)),
                     news_type,
                     progress_seconds=patience_seconds + NEWS_SECONDS,
                 )
                 if reply.ended:
-                    return await ahead.receive()
+                    return await job.receive()
                 look(reply)
                 if reply.number != seen:
                     seen = reply.number
                     await self._driver.sleep(PAUSE_SECONDS)
         finally:
-            ahead.abandon()
+            job.abandon()
             if close:
-                connection.close()
+                job.connection.close()
 
     async def update(
         self,
@@ -156,10 +158,14 @@ class CheckpointGroups:
             -1 if quorum is None else arguments.whole_number("quorum", quorum, minimum=0),
         )
 
-        news = LocalKind.CHECKPOINT_UPDATE_NEWS, local.UpdateNewsReply
-        job = await self._open(), LocalKind.CHECKPOINT_UPDATE, request, local.Updated
-        look = _on_change(_update, progress or (lambda _: None))
-        done = await self._do(job, news, look, max(self._timeout, PATIENCE_SECONDS))
+        connection = await self._open()
+        done = await self._do(
+            Request(connection, LocalKind.CHECKPOINT_UPDATE, request, local.Updated, self._timeout),
+            LocalKind.CHECKPOINT_UPDATE_NEWS,
+            local.UpdateNewsReply,
+            _on_change(_update, progress or (lambda _: None)),
+            max(self._timeout, PATIENCE_SECONDS),
+        )
         if done.superseded:
             raise P2PStoreError(
                 f"checkpoint {name!r}: another version was published, or the name removed, before all had "

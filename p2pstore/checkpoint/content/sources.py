@@ -63,7 +63,7 @@ class SourceFile:
 
 
 class PublishedFiles(ABC):
-    """Published files."""
+    """Files to be published, in a directory or in memory, read where they are."""
 
     files: list[SourceFile]
     total_bytes: int

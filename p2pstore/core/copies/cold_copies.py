@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from p2pstore.core.own_objects import location_on_ssd
+from p2pstore.core.own_objects import location_of
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import Version
@@ -115,11 +115,10 @@ class ColdCopies:
         forbidden = self._core.gossip.cluster_records.floors.forbids(digest, namespace, entry.version)
         if forbidden or self._core.earlier_life.holds_back(digest, namespace, entry.version):
             return None
-        # By a pending sweep of all namespaces. (That of one comes with a floor.)
-        goes = any(
-            each.namespace is None and each.up_to.covers(entry.version) for each in self._to_sweep
-        )
-        return None if goes else entry
+        for sweep in self._to_sweep:  # of all namespaces; a namespace's own comes with a floor
+            if sweep.namespace is None and sweep.up_to.covers(entry.version):
+                return None
+        return entry
 
     def find_only_here(self, digest: bytes, now: float) -> ColdEntry | None:
         """`find`, when there are no bytes of it in memory."""
@@ -276,7 +275,7 @@ class ColdCopies:
             self._hold(cold, now)
 
     def _hold(self, cold: ColdEntry, now: float) -> None:
-        self._core.gossip.hold(location_on_ssd(cold), now)
+        self._core.gossip.hold(location_of(cold), now)
         timer = cold.expires_unix_ms, cold.digest, cold.version
         if cold.expires_unix_ms and timer not in self._timed:
             self._timed.add(timer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -373,7 +374,9 @@ class CopiesDestination:
         core = self._core
         known = core.gossip.directory.mentioned({row.digest for _, row in rows})
         written = [row for _, row in rows]
-        entries = core.segment.commit_new(written, session=self._session, now=core.unix(now))
+        entries = core.segment.commit_new(
+            written, session=self._session, now=core.unix(now), keep=core.books.keep
+        )
         for (place, _), entry in zip(rows, entries, strict=True):
             if entry is None:
                 continue
@@ -382,10 +385,13 @@ class CopiesDestination:
             entry.verified = True
             if entry.digest in known:  # a newer version may be, by now
                 core.gossip.directory.watched.touch(entry.digest)
-        announce_new(core, [entry for entry in entries if entry is not None], now)
+        published = [entry for entry in entries if entry is not None]
+        core.books.keep(partial(announce_new, core, published, now))
 
     def abort(self) -> None:
         """Give back all room that holds no object."""
+        if self._reservations:
+            self._core.books.settle()
         for reservation in self._reservations.values():
             self._core.segment.abort(reservation.number, session=self._session)
         self._reservations.clear()

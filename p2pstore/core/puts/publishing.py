@@ -48,21 +48,25 @@ def publish_new(
     or later, or None: a `PutOperation` decides."""
     ends: list[PutEnd | PutAmongMany | None] = [None] * len(values)
     plain = _are_plain(values)
-    if not any(plain) or not _may_publish(core, now):
+    knows_all = core.gossip.partitions.mode.knows_all
+    if not (any(plain) and knows_all and core.timekeeping.may_write_all(now)):
         return ends
     unix = core.unix(now)
     version = Version(core.clock.tick(unix), core.writer)
-    new = _new_keys(core, list(map(_DIGEST, values)))
+    new = new_here(core, map(_DIGEST, values))
+    new -= core.gossip.directory.mentioned(new)
     new -= core.gossip.cluster_records.floors.forbidden(new, core.namespace_digest(namespace), version)
     wanted = [is_plain and facts.digest in new for is_plain, facts in zip(plain, values, strict=True)]
     written = _written(list(compress(values, wanted)), version, namespace, unix)
     keep = core.books.keep
     entries = core.segment.commit_new(written, session=session, now=unix, keep=keep)
-    published = [entry for entry in entries if entry is not None]
-    keep(partial(_announce_own, core, published, now))
+    published = list(filter(None, entries))
+    keep(partial(announce_new, core, published, now, are_own=True))
     to_copy = [entry for entry in published if entry.replicas > 1]
     copying = ReplicateTogether(core, to_copy) if to_copy else None
     alone = PutEnd(PutStatus.CREATED, 1, 1, version)
+    if copying is None and len(published) == len(values):  # nearly always
+        return [alone] * len(values)
     row = 0
     for place, entry in zip(compress(count(), wanted), entries, strict=True):
         if entry is None:
@@ -131,35 +135,26 @@ def _is_plain(options: PutOptions) -> bool:
     return not (options.overwrite or options.durable)
 
 
-def _may_publish(core: PeerCore, now: float) -> bool:
-    """Whether others take what this peer writes now, and it knows of all that there is."""
-    return core.gossip.partitions.mode.knows_all and core.timekeeping.may_write_all(now)
-
-
-def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
-    """Those that neither this peer nor any other is known to hold, or to have held."""
-    new = new_here(core, digests)
-    return new - core.gossip.directory.mentioned(new)
-
-
 def new_here(core: PeerCore, digests: Iterable[bytes]) -> set[bytes]:
     """Those of which this peer holds no version, in memory or on its SSD."""
     here, cold = core.segment.digests(), core.cold.store
-    new = {digest for digest in digests if digest not in here}
+    new = set(digests)
+    if not here.isdisjoint(new):
+        new = {digest for digest in new if digest not in here}
     return new if cold is None else {digest for digest in new if cold.find(digest) is None}
 
 
-def _announce_own(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
-    announce_new(core, entries, now)
-    core.proofs.wrote([entry.digest for entry in entries])
-
-
-def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
-    """Tell the others of what was published, of keys of which this peer held nothing."""
+def announce_new(
+    core: PeerCore, entries: Sequence[ObjectEntry], now: float, *, are_own: bool = False
+) -> None:
+    """Tell the others of what was published, of keys of which this peer held nothing. `are_own`: it wrote them."""
+    digests = [entry.digest for entry in entries]
     core.objects.announce_withdrawn(now)
     core.gossip.hold_new(packed_locations(entries), now)
-    core.operations.tell_waiting([entry.digest for entry in entries], now)
+    core.operations.tell_waiting(digests, now)
     core.counters["objects_published"] += len(entries)
+    if are_own:
+        core.proofs.wrote(digests)
 
 
 RESERVED_PER_STEP: Final = 256

@@ -89,7 +89,7 @@ class PutOperation(Operation):
         if standing is None or verdict is Verdict.CREATE:
             self._look_elsewhere(now)
         elif standing.entry is not None and not standing.entry.verified:
-            self.run(CheckOperation(self.core, self.digest), self._decide_anew, now)
+            self.run(CheckOperation(self.core, self.digest), lambda _, at: self._decide(at), now)
         else:
             self._carry_out(verdict, standing, now)
 
@@ -111,9 +111,6 @@ class PutOperation(Operation):
             self.run(lookup, lambda _, at: self._compare_known(at), now)
         else:
             self._compare_known(now)
-
-    def _decide_anew(self, result: Any, now: float) -> None:
-        self._decide(now)
 
     def _waits_for_room(self, now: float) -> bool:
         """Whether an overwrite has to wait for room among the floors, or is over as it waited for long enough."""

@@ -140,7 +140,11 @@ class AddressCalls(ObjectCalls):
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
         codes, places = self._places(buffer_ptrs, sizes)
-        values = {number: value_in([place]) for number, place in places.items() if len(place)}
+        values = {
+            number: place if type(place) is memoryview else value_in([place])
+            for number, place in places.items()
+            if len(place)
+        }
         good = [keys[number] for number in values]
         stored = self._store_many(good, list(values.values()), config, overwrite=overwrite)
         return filled(codes, values, stored)

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, groupby, islice
 from typing import Final, TypeAlias
 
 import trio
@@ -53,11 +53,8 @@ class LocalPuts:
         self._ready: dict[int, tuple[RoomAhead, Reservation]] = {}
         """Room that is held ready, by session."""
 
-    def reserve(self, client: LocalClient, message: local.Reserve) -> Answer:
+    def reserve(self, client: LocalClient, message: local.Reserve) -> Steps[local.Reserved]:
         """Room for each value, or why there is none."""
-        return in_turns(self._reserve_all(client, message))
-
-    def _reserve_all(self, client: LocalClient, message: local.Reserve) -> Steps[local.Reserved]:
         made = yield from self._rooms_for(client, checked(message.rooms), message.namespace)
         return local.Reserved(_spans(made))
 
@@ -74,7 +71,7 @@ class LocalPuts:
         started = in_turns(self._start_puts(client, message))
         if isinstance(started, list):
             durable = any(options.durable for options in message.options)
-            if not durable and not any(map(_goes_on, started)):
+            if not durable and not any(_goes_on(each) for each, _ in groupby(started)):
                 return in_turns(self._committed(client, message, started))
         return self._commit_later(client, message, started)
 
@@ -89,6 +86,9 @@ class LocalPuts:
             ends = publish_new(
                 self._core, some, session=client.session, namespace=namespace, now=self._node.now
             )
+            if all(ends):  # nearly always
+                started += filter(None, ends)
+                continue
             for facts, end in zip(some, ends, strict=True):
                 if end is not None:
                     started.append(end)
@@ -222,11 +222,9 @@ class LocalPuts:
         if self._next_put is not None and self._next_put[0] == client.session:
             self._next_put = None
 
-    def abort(self, client: LocalClient, message: local.Abort) -> Answer:
+    def abort(self, client: LocalClient, message: local.Abort) -> Steps[Empty]:
         """Give reservations back; one that has ended already is passed over."""
-        return in_turns(self._abort_in_steps(client, message.reservations))
-
-    def _abort_in_steps(self, client: LocalClient, numbers: Sequence[int]) -> Steps[Empty]:
+        numbers = message.reservations
         self._take_ready(client, None)
         for begin in range(0, len(numbers), ABORTED_PER_STEP):
             if begin:

@@ -68,6 +68,8 @@ class PeerDataBackend:
         self._segment = node.core.segment
         self._hot = threading.Lock()
         """Guards the readers of hot objects, which sending threads note as well."""
+        self._has_effects = False
+        """Whether an answer that is about to be sent left something to do."""
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         if self._core.cold.store is None and not self._core.operations.fetching:
@@ -180,7 +182,10 @@ class PeerDataBackend:
         # Also while this peer leaves: it is the home of keys as long as the others believe so.
         answer = self._core.serve(claims.issuer, kind, message, self._node.now)
         if isinstance(answer, TakeCopiesOperation):
-            await self._node.requests.copies.take(answer)
+            try:
+                await self._node.requests.copies.take(answer)
+            finally:
+                self._has_effects = True
         else:
             self._node.process()
         if isinstance(answer, Operation):
@@ -191,6 +196,12 @@ class PeerDataBackend:
         if isinstance(answer, Failure):
             raise error_of(answer.code, answer.text, answer.detail)
         return answer, ()
+
+    def answered(self) -> None:
+        if self._has_effects:
+            self._has_effects = False
+            self._core.books.settle()
+            self._node.process()
 
     async def _own_snapshot(self) -> tuple[SnapshotReply, Sequence[BytesLike]]:
         """Of a million records it would hold the loop for 20 ms at once."""

@@ -61,7 +61,8 @@ class TakenCopies:
         self._limiter = trio.CapacityLimiter(PULLED_AT_ONCE)
 
     async def take(self, operation: TakeCopiesOperation) -> None:
-        """Bring what is wanted of these objects to memory. Cancelled, or after an error, nothing of it stays."""
+        """Bring what is wanted of these objects to memory. Cancelled, or after an error, nothing of it stays. Leaves
+        books, and effects, for when the answer was sent."""
         node, copies, sender = self._node, operation.copies, operation.sender
         try:
             if not self._limiter.available_tokens:  # else it would cost a turn of the event loop
@@ -77,14 +78,15 @@ class TakenCopies:
                 )
                 failures = len(copies.rooms) - len(brought)
                 node.watch.pulled_together(sender, came, failures, node.now - begin)
+                node.core.books.late = True
                 copies.publish(brought, node.now)
             finally:
+                node.core.books.late = False
                 copies.abort()
                 self._limiter.release()
             node.core.operations.pulled(operation.number, PullOutcome(delivered=True), node.now)
         finally:
             operation.cancel(node.now)
-            node.process()
 
     async def _pull(self, holder: PeerId, rooms: Sequence[ReservedCopy]) -> dict[int, str]:
         """The places of what came whole, verified, and the transport. The ways, each for what the ones before did not

@@ -88,19 +88,28 @@ class RequestTasks:
         nursery.start_soon(self._answer, header, message, body_bytes)
 
     async def _answer(self, header: FrameHeader, message: Message, body_bytes: int) -> None:
-        if header.kind == DataKind.PUSH:  # what a client waits for comes first
-            await trio.lowlevel.checkpoint()
         if header.kind not in LARGE_ANSWERS:
-            await self._send(header, *await self._make(header, message, body_bytes))
+            await self._make_and_send(header, message, body_bytes)
             return
         async with self._one_large_answer:  # the next one is made when this one was sent
-            await self._send(header, *await self._make(header, message, body_bytes))
+            await self._make_and_send(header, message, body_bytes)
+
+    async def _make_and_send(self, header: FrameHeader, message: Message, body_bytes: int) -> None:
+        try:
+            frame, bulk = await self._make(header, message, body_bytes)
+            sent = 0 if header.flags & ONE_WAY else self._outgoing.send_now(frame)
+        finally:
+            self._backend.answered()
+        if sent < len(frame) or bulk:
+            await self._send(header, memoryview(frame)[sent:], bulk)
 
     async def _make(
         self, header: FrameHeader, message: Message, body_bytes: int
     ) -> tuple[bytes, Sequence[BytesLike]]:
         """The answer's frame and bulk bytes."""
         try:
+            if header.kind == DataKind.PUSH:  # what a client waits for comes first
+                await trio.lowlevel.checkpoint()
             while self._unsent_bytes >= MAX_UNSENT_BYTES:
                 await self._sent.wait()
             kind = DataKind(header.kind)
@@ -115,7 +124,7 @@ class RequestTasks:
             self.count -= 1
             self._account.release(body_bytes)
 
-    async def _send(self, header: FrameHeader, frame: bytes, bulk: Sequence[BytesLike]) -> None:
+    async def _send(self, header: FrameHeader, frame: memoryview, bulk: Sequence[BytesLike]) -> None:
         if header.flags & ONE_WAY:
             return
         size = len(frame) + total_bytes(bulk)

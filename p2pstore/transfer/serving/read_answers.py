@@ -299,6 +299,17 @@ class Outgoing:
         finally:
             self.drop()
 
+    def send_now(self, frame: bytes) -> int:
+        """The bytes of a frame that the socket takes now. The rest is to be sent before any other task runs."""
+        send_now = getattr(self._stream, "send_now", None)
+        if send_now is None or self._sending.locked():
+            return 0
+        try:
+            sent: int = send_now(frame)
+        except OSError:  # `send` will say so
+            return 0
+        return sent
+
     async def send(self, *parts: BytesLike) -> None:
         """Send at once, without another task's answer in between."""
         try:

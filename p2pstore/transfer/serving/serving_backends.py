@@ -87,7 +87,11 @@ class DataBackend(ReadSource, Protocol):
         self, kind: DataKind, message: Message, claims: TicketClaims
     ) -> tuple[Message, Sequence[BytesLike]]:
         """Answer any other request: the reply and its bulk. Its `P2PStoreError` or `ValueError` is sent
-        as a failure. Cancelled when the connection ends. Bulk bytes that came along were skipped."""
+        as a failure. Cancelled when the connection ends. Bulk bytes that came along were skipped.
+        `answered` follows, before any other task runs."""
+
+    def answered(self) -> None:
+        """Do what the answer did not wait for: it was sent, as far as the socket took it at once, or never will be."""
 
 
 @dataclass(frozen=True, slots=True)
