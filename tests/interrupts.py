@@ -68,6 +68,8 @@ def _opcode(frame: FrameType) -> str:
 def _is_with(frame: FrameType) -> bool:
     """Whether the line is a `with`, which is traced at its end as well: there no signal is looked at before the lock
     is released."""
+    if frame.f_lineno is None:  # what the compiler added belongs to no line
+        return False
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return line.lstrip().startswith(("with ", "async with "))
 

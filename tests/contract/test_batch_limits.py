@@ -1,6 +1,7 @@
 """Batches of the most and the longest keys: every call cuts them into requests that fit, here and between peers. And a
 batch of puts in windows, of which the peer publishes one while the client writes the next."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from p2pstore.local.local_requests import (
     Cuts,
     text_bytes,
 )
+from p2pstore.objects import MIB
 from p2pstore.put_facts import PutOptions
 from p2pstore.wire import LOCAL_LIMITS, encode_body
 from simulation.segment_checks import check_segment
@@ -335,6 +337,34 @@ def test_a_client_killed_at_any_step_of_a_batch_leaves_whole_values_alone(peer: 
             assert bytes(segment.payload(entry)) == b"v" * 5000
 
     peer.call(look)
+
+
+KILLED_IN_THE_COPY = """
+import os, signal, sys
+from p2pstore import blocking
+
+def die(done_bytes, total_bytes):
+    print(done_bytes, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+with blocking.connect(sys.argv[1]) as client:
+    client.put("k", b"v" * int(sys.argv[2]), progress=die)
+"""
+
+
+def test_a_client_killed_in_the_middle_of_a_copy_leaves_no_value(peer: SmallPeer) -> None:
+    length, memory = 7 * MIB, peer.backend.memory.view
+    command = [sys.executable, "-W", "ignore", "-c", KILLED_IN_THE_COPY, str(peer.path), str(length)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, timeout=SECONDS)
+    assert run.returncode == -signal.SIGKILL
+    assert 0 < int(run.stdout) < length
+    assert bytes(memory).count(b"v") >= int(run.stdout)  # it lies there
+    peer.wait_until(lambda: reserved_now(peer) == 0)
+    assert peer.used_bytes() == 0
+    with blocking.connect(str(peer.path)) as client:
+        assert not client.contains("k")
+        client.put("k", b"w" * length)
+        assert client.get("k") == b"w" * length
 
 
 def test_a_peer_that_goes_in_the_middle_is_said(peer: SmallPeer) -> None:
