@@ -51,7 +51,6 @@ class Floors:
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
-        self._records = core.gossip.cluster_records.floors
         self._sync = core.gossip.floors
         self.sweep = Sweep(core)
         self._distrusting: _Distrusting | None = None

@@ -97,12 +97,12 @@ class KnownCopies:
     ) -> Iterator[tuple[Location, MemberState]]:
         """The locations at other members of versions that no floor forbids, whose holder has not missed a floor, and
         that are not from the future."""
-        gossip = self._gossip
+        gossip, floors = self._gossip, self._gossip.cluster_records.floors
         for location in gossip.directory.holders(digest, hearsay=hearsay):
             version, state = location.record.version, gossip.membership.resolve(location.member)
             if (
                 state is not None
-                and not gossip.floor_set.forbids(digest, namespace, version)
+                and not floors.forbids(digest, namespace, version)
                 and not gossip.doubts(location.member, version, now)
                 and self._core.is_in_time(version.clock, now)
             ):

@@ -15,6 +15,7 @@ from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.exchange.exchanges import Exchanges
 from p2pstore.gossip.exchange.open_requests import OpenRequests
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.floor_set import FloorSet
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, PushIntake
@@ -82,10 +83,10 @@ class GossipState:
         self.log = OwnLog(incarnation, config.ring_limit)
         self.published = None if location_table is None else PublishedLocations(location_table)
         self.directory = Directory(config.directory, rng.getrandbits(128), self.published)
-        self.cluster_records = ClusterRecords(
+        floors = FloorSet(
             config.cluster_record_limit, kept_seconds=config.floor_kept_seconds, published=self.published
         )
-        self.floor_set = self.cluster_records.floors
+        self.cluster_records = ClusterRecords(floors)
         self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
         self.future_stamps = FutureRecords()
         """Stamps left out because they are too far ahead of this peer's clock."""
@@ -101,7 +102,6 @@ class GossipState:
             self.time.newest_accepted,
             self.future_stamps,
         )
-        self.wrong_runs, self.location_shares = self.checks.wrong_runs, self.directory.shares
         self.knowledge = Knowledge(
             self.membership, self.directory, self.log, self.cluster_records, table, rng
         )

@@ -106,7 +106,7 @@ class References:
         if self.hazards:
             self.hazards.pass_barrier()
             self.settle()
-        elif any(self.loans.has(entry) for entry in entries):
+        elif self.loans and any(self.loans.has(entry) for entry in entries):
             self.settle()
 
 

@@ -207,9 +207,9 @@ class Node:
         self.core.gossip_arrived(self.now)
         for change in self.core.gossip.take_changes():
             self._member_changed(change)
-        for member, count in self.core.gossip.location_shares.take_news().items():
+        for member, count in self.core.gossip.directory.shares.take_news().items():
             log_refused_locations(self.core, member, count)
-        for sender, owner in self.core.gossip.wrong_runs.take_news().items():
+        for sender, owner in self.core.gossip.checks.wrong_runs.take_news().items():
             _log_wrong_operations(self.core, sender, owner)
         self._follow_checkpoints()
         self._carry_out_effects()

@@ -197,7 +197,7 @@ class Statistics:
         host, core = self._node.host, self.core
         gossip, removals = core.gossip, core.floors
         membership, records = gossip.membership, gossip.cluster_records
-        floors = gossip.floor_set
+        floors = records.floors
         states = Counter(member.status for member in membership.states())
         return {
             "known_locations": gossip.directory.record_count,

@@ -211,8 +211,10 @@ def test_an_ssd_of_another_cluster_is_refused(cluster: ProcessCluster) -> None:
         (("--ssd", ".", "--ssd-capacity", "900TiB"), "900"),
     ],
 )
-def test_wrong_options(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
-    os.chdir(tmp_path)
+def test_wrong_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     output = refused(tmp_path, *options)
     assert said in output, output
     assert "Traceback" not in output

@@ -937,7 +937,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(
 
     for name, args, options, error, text in BAD_CALLS:
         with monkeypatch.context() as patch, pytest.raises(error) as caught:
-            patch.setattr(LocalConnection, "_register", sent)
+            patch.setattr(LocalConnection, "_frame", sent)
             getattr(store, name)(*args, **options)
         assert type(caught.value) in (TypeError, ValueError), (name, args, options)
         assert text in str(caught.value), (name, args, options, str(caught.value))

@@ -15,7 +15,7 @@ from p2pstore.gossip.exchange.delta_checks import MAX_FLOORS, FutureRecords
 from p2pstore.gossip.exchange.rumors import Rumors
 from p2pstore.gossip.floors import floor_set as key_versions
 from p2pstore.gossip.floors.cluster_records import ClusterRecords, cell_of
-from p2pstore.gossip.floors.floor_set import KeyVersions
+from p2pstore.gossip.floors.floor_set import FloorSet, KeyVersions
 from p2pstore.gossip.records import (
     SCOPE_KEY,
     SCOPE_NAMESPACE,
@@ -149,7 +149,7 @@ def test_keys_of_a_floor_are_known_to_cost_what_they_do(size: int, most_bytes: i
         pairs.append((record.clock, sign_cluster_record(record, SIGNER)))
     tracemalloc.start()
     try:
-        records = ClusterRecords(limit=1 << 40, limit_bytes=1 << 30)
+        records = ClusterRecords(FloorSet(limit=1 << 40, limit_bytes=1 << 30))
         for _, signed in pairs:
             again = SignedRecord(bytes(bytearray(signed.body)), bytes(bytearray(signed.signature)))
             records.offer(read_cluster_record(again), again)
@@ -216,7 +216,7 @@ def compacted(records: ClusterRecords, agreed: int = NOW, seen: dict[int, int] =
 
 
 def test_above_half_of_the_limit_the_oldest_floors_go_and_do_not_come_back() -> None:
-    records = ClusterRecords(limit=20)
+    records = ClusterRecords(FloorSet(limit=20))
     pairs = [floor(key, at(2000.0 - 2 * key)) for key in range(11)]
     for pair in pairs:
         records.offer(*pair)
@@ -235,7 +235,7 @@ def test_above_half_of_the_limit_the_oldest_floors_go_and_do_not_come_back() -> 
 
 
 def test_at_half_of_the_limit_nothing_goes() -> None:
-    records = ClusterRecords(limit=20)
+    records = ClusterRecords(FloorSet(limit=20))
     for key in range(10):
         records.offer(*floor(key, at(2000.0)))
     compacted(records)
@@ -244,7 +244,7 @@ def test_at_half_of_the_limit_nothing_goes() -> None:
 
 
 def test_young_floors_stay_until_there_are_many() -> None:
-    records = ClusterRecords(limit=20, kept_seconds=600.0)
+    records = ClusterRecords(FloorSet(limit=20, kept_seconds=600.0))
     for key in range(14):
         records.offer(*floor(key, at(500.0 - 2 * key)))
     compacted(records)
@@ -257,7 +257,7 @@ def test_young_floors_stay_until_there_are_many() -> None:
 def test_many_floors_of_a_writer_that_is_gone_do_not_keep_those_of_others() -> None:
     """For a while no peer can confirm the last floors of a dead writer: they are older than all that can go."""
     dead = SimulatedSigner(peer_id_of(2))
-    records = ClusterRecords(limit=6_000)
+    records = ClusterRecords(FloorSet(limit=6_000))
     for key in range(2_500):
         records.offer(*floor(key, at(2000.0) + key, signer=dead))
     for key in range(2_500, 5_000):
@@ -268,7 +268,7 @@ def test_many_floors_of_a_writer_that_is_gone_do_not_keep_those_of_others() -> N
 
 
 def test_floors_that_others_may_not_have_stay_however_many_there_are() -> None:
-    records = ClusterRecords(limit=20)
+    records = ClusterRecords(FloorSet(limit=20))
     for key in range(40):
         records.offer(*floor(key, at(2000.0 - 2 * key)))
     compacted(records, agreed=at(1990.0))
@@ -281,7 +281,7 @@ def test_floors_that_others_may_not_have_stay_however_many_there_are() -> None:
 
 
 def test_far_above_the_limit_floors_of_others_wait() -> None:
-    records = ClusterRecords(limit=20)
+    records = ClusterRecords(FloorSet(limit=20))
     for key in range(41):
         assert records.offer(*floor(key, at(2000.0 - 2 * key)))
     waiting = floor(99, at(10.0))
@@ -294,7 +294,7 @@ def test_far_above_the_limit_floors_of_others_wait() -> None:
 
 def test_the_floors_of_a_writer_that_was_cut_off_stay() -> None:
     other = SimulatedSigner(peer_id_of(2))
-    records = ClusterRecords(limit=20)
+    records = ClusterRecords(FloorSet(limit=20))
     late = floor(100, at(5000.0), signer=other)
     records.offer(*late)
     for key in range(21):
@@ -302,7 +302,7 @@ def test_the_floors_of_a_writer_that_was_cut_off_stay() -> None:
     compacted(records, seen={ME: NOW, member_of(other.peer_id): at(6000.0)})
     assert records.floors.floor_for(digest_of(100)) == late[0].version
     assert records.floors.compacted_before > late[0].clock
-    again = ClusterRecords(limit=20)
+    again = ClusterRecords(FloorSet(limit=20))
     again.floors.raise_horizon(records.floors.horizon)
     assert again.offer(*late), "it is not below the horizon of its writer"
     purged(again)
@@ -315,7 +315,7 @@ def test_the_floors_of_a_writer_that_was_cut_off_stay() -> None:
 def test_horizons_meet_whatever_the_order() -> None:
     """Two peers of which one compacted agree as soon as the other has its horizon."""
     pairs = [floor(key, at(2000.0 - key)) for key in range(50)]
-    one, other = ClusterRecords(limit=60), ClusterRecords(limit=1000)
+    one, other = ClusterRecords(FloorSet(limit=60)), ClusterRecords(FloorSet(limit=1000))
     for pair in pairs:
         one.offer(*pair)
         other.offer(*pair)
@@ -345,7 +345,7 @@ def test_purging_takes_steps() -> None:
 
 
 def test_bytes_are_bounded_too() -> None:
-    records = ClusterRecords(limit_bytes=100_000)
+    records = ClusterRecords(FloorSet(limit_bytes=100_000))
     for key in range(20):
         records.offer(*floor(key, at(2000.0 - 2 * key), body=bytes(10_000)))
     compacted(records)

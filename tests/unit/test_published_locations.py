@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from p2pstore.client.known_holders import KnownRecord, MappedLocations, _known_record
 from p2pstore.errors import ProtocolError, ProtocolMismatch
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.floor_set import FloorSet
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.locations import directory as directory_module
 from p2pstore.gossip.locations.directory import Directory
@@ -364,7 +365,7 @@ def test_of_slots_beyond_the_table_clients_ask() -> None:
 
 def test_floors_are_seen_at_once_and_newer_versions_count() -> None:
     published, directory, client = known_table()
-    records = ClusterRecords(published=published)
+    records = ClusterRecords(FloorSet(published=published))
     assert client.contains(KEYS[0]) is True
     record, signed = floor(0, 5)
     assert records.offer(record, signed)
@@ -386,7 +387,7 @@ def test_floors_are_seen_at_once_and_newer_versions_count() -> None:
 @pytest.mark.parametrize("name", [b"", b"a", b"ab", bytes(17)])
 def test_floors_with_names_that_are_no_digests_do_no_harm(name: bytes) -> None:
     _, published = published_table()
-    records = ClusterRecords(published=published)
+    records = ClusterRecords(FloorSet(published=published))
     for clock in (5, 6):
         record, signed = floor(0, clock)
         assert records.offer(replace(record, name=name), signed)

@@ -83,19 +83,11 @@ def publish_new(
 
 
 def _written(values: Sequence[PutFacts], stamp: Version, namespace: str, unix: float) -> list[Written]:
-    trailers, clocks, writers = (
-        _trailers_of(values, namespace, unix),
-        repeat(stamp.clock),
-        repeat(stamp.writer),
-    )
-    return list(
-        map(
-            Written,
-            *(map(_RESERVATION, values), map(_DIGEST, values)),
-            map(_version, zip(clocks, writers, map(_ROOT, values), strict=False)),
-            *(trailers, map(_LENGTH, values), map(_FOLLOWS, values)),
-        )
-    )
+    roots, clocks, writers = map(_ROOT, values), repeat(stamp.clock), repeat(stamp.writer)
+    versions = map(_version, zip(clocks, writers, roots, strict=False))
+    trailers = _trailers_of(values, namespace, unix)
+    places, digests, lengths = map(_RESERVATION, values), map(_DIGEST, values), map(_LENGTH, values)
+    return list(map(Written, places, digests, versions, trailers, lengths, map(_FOLLOWS, values)))
 
 
 def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:

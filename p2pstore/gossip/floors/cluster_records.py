@@ -22,16 +22,8 @@ import xxhash
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.checkpoint_records import names_itself, read_head
 from p2pstore.gossip.exchange.rumors import Rumors
-from p2pstore.gossip.floors.floor_set import (
-    DEFAULT_KEPT_SECONDS,
-    DEFAULT_LIMIT,
-    DEFAULT_LIMIT_BYTES,
-    REFUSE_ABOVE,
-    Floor,
-    FloorSet,
-)
+from p2pstore.gossip.floors.floor_set import REFUSE_ABOVE, Floor, FloorSet
 from p2pstore.gossip.gossip_messages import CLUSTER_BUCKETS, CLUSTER_CELLS
-from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, Member, SignedRecord
 from p2pstore.objects import MIB, clock_from_unix_seconds
 from p2pstore.runtime.stepping import Steps, run_through
@@ -82,14 +74,8 @@ def rank_of(record: ClusterRecord) -> tuple[int, int, bytes, bytes]:
 class ClusterRecords:
     """See the module's docstring."""
 
-    def __init__(
-        self,
-        limit: int = DEFAULT_LIMIT,
-        limit_bytes: int = DEFAULT_LIMIT_BYTES,
-        kept_seconds: float = DEFAULT_KEPT_SECONDS,
-        published: PublishedLocations | None = None,
-    ) -> None:
-        self.floors = FloorSet(limit, limit_bytes, kept_seconds, published)
+    def __init__(self, floors: FloorSet | None = None) -> None:
+        self.floors = FloorSet() if floors is None else floors
         self.floors_refused = 0
         """How often a floor was not taken in, as there were twice as many as there may be."""
         self._others: dict[RecordName, _Other] = {}

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import count
 from random import Random
 from typing import Final
 
@@ -45,12 +46,15 @@ COMPOSED_AT_ONCE: Final = 4_096
 """Operations put into messages at a time, at 0.5 us each."""
 
 
+_Run = tuple[int, int, int, bytes]
+"""(partition, number, log sequence, operation). Number 0: not one of a partition that the member is home of."""
+
+
 @dataclass(slots=True)
 class _Home:
     """A home that something is to be said to, or was said and is yet to be answered."""
 
-    runs: deque[tuple[int, int, int, bytes]] = field(default_factory=deque)
-    """(partition, number, log sequence, operation). Number 0: not one of a partition it is home of."""
+    runs: deque[_Run] = field(default_factory=deque)
     behind: bool = False
     """Partitions that it has not are to be sent to it now."""
     audit: bool = False
@@ -180,31 +184,38 @@ class HomePushes:
         first = self._log.sequence + 1 - len(operations)
         confirmed, former = self._confirmed.by, self._confirmed.former
         homes_of = self.table.homes
-        for sequence, (partition, number, operation) in enumerate(
-            zip(partitions, numbers, operations, strict=True), first
-        ):
+        told: defaultdict[Member, list[_Run]] = defaultdict(list)
+        takes_all = {
+            self._own: False
+        }  # whether the member is told of partitions, too, that it has not confirmed
+        for run in zip(partitions, numbers, count(first), operations, strict=False):
+            partition = run[0]
             homes = homes_of[partition]
             if partition in former:
                 homes += former[partition]
             for member in homes:
-                if member == self._own:
-                    continue
-                if member in confirmed[partition] or not self._keeps(member):
-                    self._add(member, (partition, number, sequence, operation))
+                if member not in takes_all:
+                    takes_all[member] = not self._keeps(member)
+                if takes_all[member] or member in confirmed[partition]:
+                    told[member].append(run)
+        told.pop(self._own, None)
+        for member, runs in told.items():
+            self._add(member, runs)
 
     def tell(self, member: Member, operation: bytes) -> None:
         """Tell a member of one operation that it need not keep."""
         if member != self._own:
-            self._add(member, (partition_of(operation), 0, self._log.sequence, operation))
+            self._add(member, [(partition_of(operation), 0, self._log.sequence, operation)])
 
-    def _add(self, member: Member, run: tuple[int, int, int, bytes]) -> None:
+    def _add(self, member: Member, runs: Sequence[_Run]) -> None:
         home = self._homes.get(member)
         if home is None:
             home = self._homes[member] = _Home()
-        if len(home.runs) < MAX_RUNS:
-            home.runs.append(run)
-        elif run[1] and self._keeps(member):
-            self._confirmed.remove(member, [run[0]])
+        room = max(0, MAX_RUNS - len(home.runs))
+        home.runs += runs[:room]
+        left = [partition for partition, number, _, _ in runs[room:] if number]
+        if left and self._keeps(member):
+            self._confirmed.remove(member, left)
             home.behind = True
 
     def homes_changed(self, table: HomeTable, now: float) -> None:
