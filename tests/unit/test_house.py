@@ -15,8 +15,8 @@ from typing import Final
 from tests.unit.test_docs import HEADLESS, VAGUE
 
 ROOT: Final = Path(__file__).parents[2]
-MOST_SHIPPED_LINES: Final = 102_900
-MOST_TEST_LINES: Final = 101_200
+MOST_SHIPPED_LINES: Final = 101_900
+MOST_TEST_LINES: Final = 101_100
 MOST_MODULES: Final = 386
 MOST_LINES_OF_A_MODULE: Final = 500
 MOST_METHODS: Final = 25
