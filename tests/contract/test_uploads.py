@@ -1,6 +1,8 @@
 """A holder that has much to send says BUSY to readers that can go elsewhere, and to no others."""
 
 import contextlib
+import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -230,7 +232,7 @@ async def test_parts_of_one_object_are_no_small_reads_in_a_row() -> None:
 
 
 def ask_for(part: int) -> bytes:
-    """A third of the large object; a socket holds less than that."""
+    """A third of the large object; sockets hold less than that."""
     return encode_frame(DataKind.GET, part, Get([GetItem(DIGEST, 6 * part, 6)]))
 
 
@@ -240,6 +242,8 @@ async def in_the_second_part(harness: TcpHarness) -> AsyncIterator[tuple[ByteStr
     that is."""
     await _pull_small(harness)
     slow = await authenticated(harness.address)
+    with socket.socket(fileno=os.dup(slow.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)  # the kernel would give it a part and more
     await slow.send(ask_for(0))
     await until(lambda: harness.server.traffic.read_threads == 1)
     await slow.send(ask_for(1))
