@@ -243,7 +243,9 @@ async def in_the_second_part(harness: TcpHarness) -> AsyncIterator[tuple[ByteStr
     await _pull_small(harness)
     slow = await authenticated(harness.address)
     with socket.socket(fileno=os.dup(slow.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)  # the kernel would give it a part and more
+        same.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, MIB
+        )  # the kernel would give it a part and more
     await slow.send(ask_for(0))
     await until(lambda: harness.server.traffic.read_threads == 1)
     await slow.send(ask_for(1))

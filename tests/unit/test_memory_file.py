@@ -130,7 +130,10 @@ def test_places_where_no_file_can_be(path: Path) -> None:
         create_file_memory(Path("/proc/segment"), MIB)
 
 
-def test_a_file_system_without_room_is_told_of(path: Path) -> None:
+def test_a_file_system_without_room_is_told_of_and_not_filled(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("some of it was taken"))
     free = shutil.disk_usage(path.parent).free
     with pytest.raises(ConfigError, match=r"memory_path: .* its file system has .* free"):
         create_file_memory(path, free + 1024 * GIB)

@@ -356,16 +356,19 @@ def allocate(path: Path, descriptor: int, size: int) -> None:
             f"memory_path: {path} needs {format_bytes(size)} of memory, {source} has {format_bytes(available)} left: "
             "choose a smaller --memory or raise the limit"
         )
+    system = os.fstatvfs(descriptor)
+    free = system.f_bavail * system.f_frsize
+    missing = size - os.fstat(descriptor).st_blocks * 512
     try:
+        if system.f_blocks and missing > free:  # the kernel would fill the disk before it finds that out
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise _unusable(path, error) from error
-        found = os.fstatvfs(descriptor)
         raise ConfigError(
-            f"memory_path: {path} needs {format_bytes(size)}, its file system has "
-            f"{format_bytes(found.f_bavail * found.f_frsize)} free ({error.strerror}): choose a smaller --memory or "
-            "another file system"
+            f"memory_path: {path} needs {format_bytes(size)}, its file system has {format_bytes(free)} free "
+            f"({error.strerror}): choose a smaller --memory or another file system"
         ) from error
 
 
