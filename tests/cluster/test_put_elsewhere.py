@@ -170,7 +170,7 @@ async def test_the_own_copy_decides_when_there_is_no_room_for_another(tmp_path: 
         assert used(b) == 0
         newer = await a.put("k", b"n" * (6 * MIB), overwrite=True)
         assert (newer.status, newer.location) == ("created", "b")
-        assert await a.get("k") == b"n" * (6 * MIB), "the own copy is older, and gone"
+        assert (await a.get("k")).count(b"n") == 6 * MIB, "the own copy is older, and gone"
         assert used(a) == 0
 
 
