@@ -221,7 +221,8 @@ class Node:
         """Carry out the effects of a client's request. When the next tick is due is found out a moment later, once for
         all requests until then: that question goes to every part of the core."""
         if self.running:
-            self.core.gossip_arrived(self.now)  # such as a newer version, which a client put at another peer
+            # A client may have put a newer version at another peer.
+            self.core.gossip_arrived(self.now)
             self._carry_out_effects()
             look_at = self.now + LOOK_SECONDS
             if look_at < self._tick_due:
