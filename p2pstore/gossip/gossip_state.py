@@ -164,7 +164,7 @@ class GossipState:
             self.release_many([(digest, version)], now)
 
     def release_many(self, gone: Sequence[tuple[bytes, Version]], now: float) -> None:
-        """`release` of many that were told of, each of another key."""
+        """`release` of many versions that are held, each of another key."""
         operations = self.log.remove_many(gone)
         self._note_operations(operations, now)
         self.directory.hide_own(operation[:DIGEST_BYTES] for operation in operations)

@@ -169,6 +169,17 @@ def test_overwriting_makes_a_new_version_and_a_floor_below_it() -> None:
     world.check_idle()
 
 
+def test_others_hear_nothing_of_the_old_version_after_the_new_one() -> None:
+    """The last word about a key counts."""
+    world = Harness(others=1)
+    world.stored("k", b"value")
+    told = world.gossip.log.sequence
+    world.core.books.late = True  # as in a peer: the books of what went are kept behind the answer
+    world.put("k", b"other", overwrite=True)
+    world.core.books.settle()
+    assert world.gossip.log.sequence == told + 1
+
+
 def test_overwriting_what_is_elsewhere_asks_one_that_has_the_newest_version() -> None:
     for overwrites_same in (False, True):
         world = Harness(others=2)

@@ -177,10 +177,15 @@ class ColdCopies:
     def _gone(self, entries: Sequence[ObjectEntry | ColdEntry], now: float) -> None:
         """This peer has these no longer. Count them by what that costs."""
         core = self._core
-        core.gossip.release_many([(entry.digest, entry.version) for entry in entries], now)
         gone = {entry.digest for entry in entries}
+        replaced = gone & core.segment.digests()
+        last = [(each.digest, each.version) for each in entries if each.digest not in replaced]
+        core.gossip.release_many(last, now)
+        # After the newer version others must hear nothing of the older one: the last word about a key counts.
+        for entry in [each for each in entries if each.digest in replaced]:
+            core.gossip.release(entry.digest, entry.version, now)
         mentioned = core.gossip.directory.mentioned(gone)
-        known = mentioned | (gone & core.segment.digests())
+        known = mentioned | replaced
         doubtful = [each for each in entries if each.expires_unix_ms or each.digest in known]
         reasons = Counter([self._why_gone(each, each.digest in mentioned, now) for each in doubtful])
         reasons[Gone.LAST_COPY] += len(entries) - len(doubtful)
